@@ -1,0 +1,122 @@
+"""The tree of errors a user can meet: what happened, where, the likely cause, the line to type."""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of the command; fixed, since schedulers and scripts rely on them."""
+
+    DONE = 0
+    FAILED = 1
+    REFUSED = 2
+    MACHINE = 3
+    DIFFERENT = 4
+    STOPPED = 75
+
+
+class PacelineError(Exception):
+    """The root of every error of ours.
+
+    `what` is one sentence; `where` is the user's file and line, a setting or a path; `cause` is the likely
+    reason; `hint` is the line to type or the change to make.
+    """
+
+    exit_code = ExitCode.FAILED
+
+    def __init__(self, what: str, *, where: str = "", cause: str = "", hint: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.cause = cause
+        self.hint = hint
+
+    def __str__(self) -> str:
+        labels = (("where", self.where), ("likely cause", self.cause), ("to do", self.hint))
+        return "\n".join([self.what, *(f"  {label}: {text}" for label, text in labels if text)])
+
+    def as_json(self) -> dict[str, str]:
+        """The same text for `--json`."""
+        return {
+            "error": type(self).__name__,
+            "what": self.what,
+            "where": self.where,
+            "cause": self.cause,
+            "hint": self.hint,
+        }
+
+
+class UsageError(PacelineError):
+    """The command line, a file or a setting can't be used as it is."""
+
+    exit_code = ExitCode.REFUSED
+
+
+class JobError(PacelineError):
+    """The job (its file, model, loss, data or optimizer) can't be used as it is."""
+
+    exit_code = ExitCode.REFUSED
+
+
+class LayoutError(PacelineError):
+    """This layout can't be had with this job on these ranks."""
+
+    exit_code = ExitCode.REFUSED
+
+
+class ResumeError(PacelineError):
+    """The run to go on with is not the run that was asked for."""
+
+    exit_code = ExitCode.REFUSED
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint is missing, incomplete, damaged or foreign."""
+
+    exit_code = ExitCode.REFUSED
+
+
+class RunError(PacelineError):
+    """The run started and failed."""
+
+
+class DataError(RunError):
+    """The data broke its promise while it was read."""
+
+
+class NonFiniteError(RunError):
+    """Loss or gradients are not finite, and the run was told to stop then."""
+
+
+class DesyncError(RunError):
+    """Replicas that must be equal are not."""
+
+
+class MachineError(PacelineError):
+    """The machine lacks something: a device, a port, disk, a library."""
+
+    exit_code = ExitCode.MACHINE
+
+
+class Problems(PacelineError):
+    """Several problems, reported at once."""
+
+    def __init__(self, problems: Sequence[PacelineError]) -> None:
+        super().__init__(f"{len(problems)} problems")
+        self.problems = tuple(problems)
+        self.exit_code = problems[0].exit_code
+
+    def __str__(self) -> str:
+        return "\n".join(f"{number}. {problem}" for number, problem in enumerate(self.problems, 1))
+
+    def as_json(self) -> dict[str, object]:  # type: ignore[override]
+        """All of them, in order."""
+        return {"error": "Problems", "problems": [problem.as_json() for problem in self.problems]}
+
+
+def raise_all(problems: Sequence[PacelineError]) -> None:
+    """Raise nothing, the one problem, or all of them together."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise Problems(problems)
