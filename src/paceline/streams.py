@@ -1,0 +1,114 @@
+"""Random streams keyed by what they are for, so that no rank, worker or restart changes a draw."""
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def key(*parts: int | str) -> int:
+    """A 63-bit key, a pure function of `parts`, stable over processes, machines and versions."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators that are in use: the CPU's, and the current GPU's once it was touched."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)
+    seed_torch(seed)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Leave the three global generators as they were found."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu)
+
+
+class Streams:
+    """The streams of one run: one per (seed, step, microbatch), and within it one per random block.
+
+    Blocks are the repeated layers that hold dropout; each starts its own stream, so that a stage of a
+    pipeline draws what the whole model would have drawn. All else draws from the microbatch's stream.
+    """
+
+    def __init__(self, *, seed: int) -> None:
+        self._seed = seed
+        self._microbatch = 0
+
+    def enter(self, *, step: int, microbatch: int) -> None:
+        """Start the stream of one microbatch; `microbatch` is its place in the whole global batch."""
+        self._microbatch = key(self._seed, step, microbatch)
+        seed_all(self._microbatch)
+
+    def arm(self, model: nn.Module) -> Callable[[], None]:
+        """Let each random block start its own stream; returns the undo."""
+        handles = [
+            block.register_forward_pre_hook(self._starter(number))
+            for number, block in enumerate(random_blocks(model))
+        ]
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
+
+    def _starter(self, block: int) -> Callable[[nn.Module, object], None]:
+        step = 0x9E37_79B9_7F4A_7C15 * (block + 1)
+
+        def start(module: nn.Module, _: object) -> None:
+            if module.training:
+                seed_torch((self._microbatch ^ step) & 0x7FFF_FFFF_FFFF_FFFF)
+
+        return start
+
+
+def random_blocks(model: nn.Module) -> list[nn.Module]:
+    """The outermost repeated blocks that hold dropout, in the order in which the model registers them.
+
+    A pure function of the model's structure: every rank and every restart finds the same.
+    """
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if id(module) in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        kinds = [type(child) for child in module]
+        blocks = [child for child in module if kinds.count(type(child)) > 1 and _draws(child)]
+        found += blocks
+        inside |= {id(part) for block in blocks for part in block.modules()}
+    return found
+
+
+def _draws(block: nn.Module) -> bool:
+    return any(
+        "drop" in name and isinstance(value, float) and value > 0
+        for module in block.modules()
+        for name, value in [*vars(module).items(), *_own_rate(module)]
+    )
+
+
+def _own_rate(module: nn.Module) -> list[tuple[str, float]]:
+    rate = getattr(module, "p", None)
+    return [("dropout", rate)] if isinstance(rate, float) and "drop" in type(module).__name__.lower() else []

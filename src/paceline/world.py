@@ -1,0 +1,180 @@
+"""The world: this process's rank among all, and what ranks say to each other. Passed around, never global."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import MachineError
+
+Op = Literal["sum", "max", "min"]
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this process stands: what a launcher tells it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    address: str = "127.0.0.1"
+    port: int | None = None
+    listen_fd: int | None = None
+
+    @staticmethod
+    def read(environ: "os._Environ[str] | dict[str, str]") -> "Place":
+        """From the variables that torchrun and our own launcher set."""
+        port, fd = environ.get("MASTER_PORT"), environ.get("PACELINE_LISTEN_FD")
+        return Place(
+            rank=int(environ.get("RANK", 0)),
+            world_size=int(environ.get("WORLD_SIZE", 1)),
+            local_rank=int(environ.get("LOCAL_RANK", 0)),
+            address=environ.get("MASTER_ADDR", "127.0.0.1"),
+            port=int(port) if port else None,
+            listen_fd=int(fd) if fd and int(environ.get("RANK", 0)) == 0 else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The processes that train together. With one process nothing is sent and no group is made."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    backend: str = "none"
+    group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def alone(*, device: torch.device | None = None) -> "World":
+        """A world of this one process."""
+        return World(device=device or torch.device("cpu"))
+
+    @staticmethod
+    def join(*, place: Place, device_type: str, backend: str, timeout_seconds: float) -> "World":
+        """Meet the other ranks; every rank calls this once.
+
+        Raises:
+            MachineError: the ranks did not meet in time, or the device is missing.
+        """
+        device = _device(device_type, place.local_rank)
+        if place.world_size == 1:
+            return World.alone(device=device)
+        timeout = timedelta(seconds=timeout_seconds)
+        try:
+            store, init = _store(place, timeout)
+            dist.init_process_group(
+                backend,
+                init_method=init,
+                store=store,
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timeout,
+            )
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            raise MachineError(
+                f"rank {place.rank} could not meet the other {place.world_size - 1} ranks: {error}",
+                where=f"{place.address}:{place.port}, backend {backend}",
+                hint="paceline train JOB --ranks 1 to see whether one process works",
+            ) from error
+        return World(
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            device=device,
+            backend=backend,
+            group=dist.group.WORLD,
+        )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes what is written once."""
+        return self.rank == 0
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: Op = "sum") -> torch.Tensor:
+        """Reduce in place over all ranks and return it."""
+        if self.group is not None:
+            dist.all_reduce(tensor, op=_OPS[op], group=self.group)
+        return tensor
+
+    def start_all_reduce(self, tensor: torch.Tensor, *, op: Op = "sum") -> Callable[[], object]:
+        """Start an all-reduce in place; call what is returned to wait for it."""
+        if self.group is None:
+            return _nothing
+        work = dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True)
+        assert work is not None
+        wait: Callable[[], object] = work.wait
+        return wait
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
+        """Copy `source`'s tensor over everybody's, in place."""
+        if self.group is not None:
+            dist.broadcast(tensor, src=source, group=self.group)
+        return tensor
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Everybody's value, in the order of ranks, on every rank. Plain JSON: nothing is pickled."""
+        if self.group is None:
+            return [value]
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
+        sizes[self.rank] = own.numel()
+        lengths = [int(size) for size in self.all_reduce(sizes)]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
+        padded[: own.numel()] = own
+        parts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(parts, padded, group=self.group)
+        return [
+            json.loads(bytes(part[:length].cpu().numpy())) for part, length in zip(parts, lengths, strict=True)
+        ]
+
+    def share_json(self, value: Any, *, source: int = 0) -> Any:
+        """`source`'s value, on every rank."""
+        return self.gather_json(value if self.rank == source else None)[source]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.all_reduce(torch.zeros(1, device=self.device))
+
+    def close(self) -> None:
+        """Leave; every rank calls this once, last."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _store(place: Place, timeout: timedelta) -> tuple[dist.Store | None, str | None]:
+    """Our own launcher hands rank 0 a socket that listens already; others read the environment."""
+    if os.environ.get("PACELINE_LISTEN_FD") is None:
+        return None, "env://"
+    store = dist.TCPStore(
+        place.address,
+        place.port or 0,
+        world_size=place.world_size,
+        is_master=place.listen_fd is not None,
+        timeout=timeout,
+        master_listen_fd=place.listen_fd,
+    )
+    return store, None
+
+
+def _device(device_type: str, local_rank: int) -> torch.device:
+    if device_type != "cuda":
+        return torch.device(device_type)
+    if local_rank >= torch.cuda.device_count():
+        raise MachineError(
+            f"rank wants GPU {local_rank}, this machine has {torch.cuda.device_count()}.",
+            hint="--device cpu, or fewer --ranks",
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _nothing() -> None:
+    return None
