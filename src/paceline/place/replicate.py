@@ -1,0 +1,204 @@
+"""Data parallelism: the gradients of all replicas added while backward still runs.
+
+The model stays the user's own module: no wrapper, no new names. Each parameter's hook says when its gradient
+is ready; a unit whose gradients are all ready is reduced at once (Li et al., "PyTorch Distributed", VLDB 2020).
+Gradients are *added*, never averaged: the step divides by the global counts.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import RunError
+from paceline.place.units import Named, cut_units
+from paceline.torch_private import copy_all, divide_all
+from paceline.world import World
+
+
+class Reducer(Protocol):
+    """What turns the gradients of this process's microbatches into those of the global batch."""
+
+    def begin(self) -> None:
+        """Forget the last step's gradients."""
+
+    def before_backward(self, *, last: bool) -> None:
+        """A microbatch is about to run backward; `last` when it is this replica's last of the step."""
+
+    def after_backward(self) -> None:
+        """A microbatch has run backward."""
+
+    def finish(self, *, divisor: float | Tensor | None) -> bool:
+        """Leave the global gradient, divided, in every `.grad`; False if the step must be run again."""
+
+    def close(self) -> None:
+        """Remove the hooks."""
+
+
+class LocalReducer:
+    """One process: the gradients are already everybody's."""
+
+    def __init__(self, *, named: Sequence[Named]) -> None:
+        self._parameters = [member.parameter for member in named]
+
+    def begin(self) -> None:
+        """Forget the last step's gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def before_backward(self, *, last: bool) -> None:
+        """Nothing to prepare."""
+
+    def after_backward(self) -> None:
+        """Nothing to collect: autograd has added to `.grad`."""
+
+    def finish(self, *, divisor: float | Tensor | None) -> bool:
+        """Divide."""
+        if divisor is not None:
+            divide_all([p.grad for p in self._parameters if p.grad is not None], divisor)
+        return True
+
+    def close(self) -> None:
+        """Nothing to remove."""
+
+
+class _Unit:
+    """Gradients that are reduced together. A single large one is reduced where it lies, without a copy."""
+
+    def __init__(self, members: Sequence[Named]) -> None:
+        self.members = list(members)
+        self.parameters = [member.parameter for member in members]
+        self.ready = 0
+        self.wait: Callable[[], object] | None = None
+        self.flat: Tensor | None = None
+        self.views: list[Tensor] = []
+        if len(members) > 1:
+            first = self.parameters[0]
+            total = sum(p.numel() for p in self.parameters)
+            self.flat = torch.empty(total, dtype=first.dtype, device=first.device)
+            parts = self.flat.split([p.numel() for p in self.parameters])
+            self.views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def launch(self, world: World) -> None:
+        self.wait = world.start_all_reduce(self._payload())
+
+    def _payload(self) -> Tensor:
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        if self.flat is None:
+            only = self.parameters[0]
+            only.grad = grads[0].contiguous()
+            return only.grad
+        copy_all(self.views, grads)
+        for parameter in self.parameters:
+            parameter.grad = None
+        return self.flat
+
+    def land(self, divisor: float | Tensor | None) -> None:
+        assert self.wait is not None
+        self.wait()
+        result = self.flat if self.flat is not None else self.parameters[0].grad
+        assert result is not None
+        if divisor is not None:
+            result.div_(divisor)
+        for parameter, view in zip(self.parameters, self.views, strict=False):
+            parameter.grad = view
+
+
+class BucketReducer:
+    """Adds the gradients of all ranks, overlapped with backward."""
+
+    def __init__(self, *, named: Sequence[Named], world: World) -> None:
+        self._world = world
+        self._named = list(named)
+        self._units = [_Unit(members) for members in cut_units(named)]
+        self._used = torch.zeros(len(named), device=world.device)
+        self._touched = [False] * len(named)
+        self._armed = False
+        self._next = 0
+        self._handles = [
+            member.parameter.register_post_accumulate_grad_hook(self._hook(unit, member))
+            for unit in self._units
+            for member in unit.members
+        ]
+
+    def begin(self) -> None:
+        """Forget the last step's gradients."""
+        for member in self._named:
+            member.parameter.grad = None
+        for unit in self._units:
+            unit.ready = 0
+            unit.wait = None
+        self._touched = [False] * len(self._named)
+        self._armed = False
+        self._next = 0
+
+    def before_backward(self, *, last: bool) -> None:
+        """Before the last microbatch gradients only add up locally."""
+        self._armed = last
+
+    def after_backward(self) -> None:
+        """Nothing to collect: the hooks have."""
+
+    def finish(self, *, divisor: float | Tensor | None) -> bool:
+        """Send what backward did not reach, wait for all, divide."""
+        unused = [member for member in self._named if not self._touched[member.index]]
+        while self._next < len(self._units):
+            self._launch_next()
+        self._used.fill_(1.0)
+        if unused:
+            self._used[[member.index for member in unused]] = 0.0
+        wait = self._world.start_all_reduce(self._used)
+        for unit in self._units:
+            unit.land(divisor)
+        wait()
+        for member in unused:
+            if not self._used[member.index]:
+                member.parameter.grad = None
+        return True
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, unit: _Unit, member: Named) -> Callable[[Tensor], None]:
+        def ready(_: Tensor) -> None:
+            self._touched[member.index] = True
+            if not self._armed:
+                return
+            if unit.wait is not None:
+                raise RunError(
+                    f"{member.name} got a second gradient after its sum was already sent.",
+                    cause="the graph was run backward twice, or by reentrant checkpointing",
+                    hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+                )
+            unit.ready += 1
+            while self._next < len(self._units) and self._is_full(self._units[self._next]):
+                self._launch_next()
+
+        return ready
+
+    @staticmethod
+    def _is_full(unit: _Unit) -> bool:
+        return unit.ready == len(unit.members)
+
+    def _launch_next(self) -> None:
+        self._units[self._next].launch(self._world)
+        self._next += 1
+
+
+def unused_names(named: Sequence[Named]) -> list[str]:
+    """The parameters that got no gradient on any rank, by FQN."""
+    return [member.name for member in named if member.parameter.grad is None]
+
+
+def equal_start(model: nn.Module, *, world: World) -> list[str]:
+    """Give every rank rank 0's weights and buffers; returns the names that had differed on this rank."""
+    differed = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        mine = tensor.detach().clone()
+        world.broadcast(tensor.data)
+        if not torch.equal(mine, tensor.detach()):
+            differed.append(name)
+    return differed

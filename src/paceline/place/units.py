@@ -1,0 +1,66 @@
+"""Units: the groups of gradients that travel together, in one fixed order on every rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import nn
+
+SMALL_BYTES = 1 << 20
+BUCKET_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """A trainable parameter with its FQN and its place in the model's order."""
+
+    index: int
+    name: str
+    parameter: nn.Parameter
+
+
+def trainable(model: nn.Module) -> list[Named]:
+    """The model's trainable parameters, a tied one once, under its first name."""
+    found = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [Named(index=index, name=name, parameter=p) for index, (name, p) in enumerate(found)]
+
+
+def cut_units(named: Sequence[Named]) -> list[list[Named]]:
+    """Cut into units, last layers first, since backward finishes them first.
+
+    A large parameter travels alone and is reduced where it lies; small ones share a buffer.
+    """
+    units: list[list[Named]] = []
+    backwards = list(reversed(named))
+    for alone, members in groupby(backwards, key=_travels_alone):
+        if alone:
+            units += [[member] for member in members]
+        else:
+            units += _buckets(list(members))
+    return units
+
+
+def _travels_alone(member: Named) -> tuple[bool, ...]:
+    return (True,) if num_bytes(member.parameter) >= SMALL_BYTES else ()
+
+
+def _buckets(members: Sequence[Named]) -> list[list[Named]]:
+    buckets: list[list[Named]] = []
+    for _, alike in groupby(members, key=lambda m: (m.parameter.dtype, m.parameter.device)):
+        bucket: list[Named] = []
+        size = 0
+        for member in alike:
+            bucket.append(member)
+            size += num_bytes(member.parameter)
+            if size >= BUCKET_BYTES:
+                buckets.append(bucket)
+                bucket, size = [], 0
+        if bucket:
+            buckets.append(bucket)
+    return buckets
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements."""
+    return tensor.numel() * tensor.element_size()

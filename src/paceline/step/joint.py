@@ -1,0 +1,141 @@
+"""What all ranks agree on in a step: one small vector, reduced once, while backward runs."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.errors import DesyncError
+from paceline.step.loss import Terms
+from paceline.world import World
+
+STOP, BUFFERS, MISMATCH, FINGERPRINT = range(4)
+_NUM_FLAGS = 4
+_FINGERPRINT_RANGE = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """The joint values of one step, on every rank alike."""
+
+    loss: float
+    terms: dict[str, float]
+    counts: dict[str, float]
+    stop: bool
+    buffers_changed: bool
+
+
+class Joint:
+    """The vector of one step: flags, then `(sum, count)` of each term of each microbatch in its own slot.
+
+    Slots are filled by one rank each, so that the sum over ranks adds zeros and no grouping changes a bit.
+    """
+
+    def __init__(self, *, world: World, names: Sequence[str], num_micro: int) -> None:
+        self._world = world
+        self._names = tuple(names)
+        self._num_micro = num_micro
+        self._flags = [0.0] * _NUM_FLAGS
+        self._slots: dict[int, Terms] = {}
+        self._vector: Tensor | None = None
+        self._wait: Callable[[], object] | None = None
+
+    def flag(self, number: int, value: float = 1.0) -> None:
+        """Raise a flag, or give the batch's fingerprint."""
+        self._flags[number] = value % _FINGERPRINT_RANGE
+
+    def put(self, microbatch: int, terms: Terms) -> None:
+        """Give the terms of one microbatch."""
+        if tuple(terms) != self._names:
+            self._flags[MISMATCH] = 1.0
+        self._slots[microbatch] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
+
+    def start(self) -> None:
+        """Send; ranks without a microbatch send too."""
+        self._vector = self._packed()
+        self._wait = self._world.start_all_reduce(self._vector)
+
+    def divisor(self) -> float | Tensor:
+        """The global count of the only term; zero gives NaN gradients, which the finite check names."""
+        vector = self._arrived()
+        counts = vector[_NUM_FLAGS + 1 :: 2]
+        return math.fsum(counts.tolist()) if vector.device.type == "cpu" else counts.sum()
+
+    def agreed(self) -> Agreed:
+        """Read the joint values; on a GPU this waits for the device."""
+        values = self._arrived().tolist()
+        self._check(values)
+        sums, counts = {}, {}
+        width = 2 * len(self._names)
+        for place, name in enumerate(self._names):
+            slots = values[_NUM_FLAGS + 2 * place :: width], values[_NUM_FLAGS + 2 * place + 1 :: width]
+            sums[name], counts[name] = _total(slots[0]), _total(slots[1])
+        terms = {name: _quotient(sums[name], counts[name]) for name in self._names}
+        return Agreed(
+            loss=math.fsum(terms.values()) if all(map(math.isfinite, terms.values())) else math.nan,
+            terms=terms,
+            counts=counts,
+            stop=values[STOP] > 0,
+            buffers_changed=values[BUFFERS] > 0,
+        )
+
+    def _arrived(self) -> Tensor:
+        assert self._vector is not None and self._wait is not None
+        self._wait()
+        self._wait = _done
+        return self._vector
+
+    def _check(self, values: Sequence[float]) -> None:
+        if values[MISMATCH]:
+            raise DesyncError(
+                f"the loss gave other terms than at the first step ({', '.join(self._names)}).",
+                where=f"on {int(values[MISMATCH])} of {self._world.world_size} ranks",
+                hint="return the same names for every batch; a term without samples is (0, 0)",
+            )
+        if values[FINGERPRINT] != self._flags[FINGERPRINT] * self._world.world_size:
+            raise DesyncError(
+                f"rank {self._world.rank} read other data than the other ranks.",
+                cause="an iterable dataset that gives another stream each time it is read",
+                hint="seed the stream, or give the dataset shard() and state_dict()",
+            )
+
+    def _packed(self) -> Tensor:
+        width = 2 * len(self._names)
+        if self._world.device.type == "cpu":
+            values = [*self._flags, *[0.0] * (self._num_micro * width)]
+            for index, terms in self._slots.items():
+                flat = [float(part) for name in self._names for part in terms.get(name, (0.0, 0.0))]
+                values[_NUM_FLAGS + index * width : _NUM_FLAGS + (index + 1) * width] = flat
+            return torch.tensor(values, dtype=torch.float64)
+        return self._packed_on_device(width)
+
+    def _packed_on_device(self, width: int) -> Tensor:
+        device = self._world.device
+        vector = torch.zeros(_NUM_FLAGS + self._num_micro * width, dtype=torch.float64, device=device)
+        vector[:_NUM_FLAGS].copy_(torch.tensor(self._flags, dtype=torch.float64).pin_memory(), non_blocking=True)
+        for index, terms in self._slots.items():
+            for place, part in enumerate(part for name in self._names for part in terms.get(name, (0.0, 0.0))):
+                slot = vector[_NUM_FLAGS + index * width + place]
+                slot.copy_(part.detach()) if isinstance(part, Tensor) else slot.fill_(part)
+        return vector
+
+
+def joint_counts(local: dict[str, float | Tensor], *, world: World, names: Sequence[str]) -> dict[str, Tensor]:
+    """The counts of all ranks, before the first forward."""
+    values = [torch.as_tensor(local.get(name, 0.0), dtype=torch.float64, device=world.device) for name in names]
+    vector = world.all_reduce(torch.stack(values))
+    return dict(zip(names, vector.unbind(), strict=True))
+
+
+def _total(values: Sequence[float]) -> float:
+    return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def _quotient(total: float, count: float) -> float:
+    return total / count if count else math.nan
+
+
+def _done() -> None:
+    return None

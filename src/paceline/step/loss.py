@@ -1,0 +1,149 @@
+"""The loss contract: sums and counts, divided once, by the *global* counts.
+
+`(x1/n1) + (x2/n2)` is not `(x1+x2)/(n1+n2)`: a mean taken per microbatch or per rank weighs samples by how they
+happened to be dealt. So a loss gives sums and counts, and the engine divides.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import JobError
+from paceline.job import Job
+
+Number = Tensor | float
+Terms = dict[str, tuple[Tensor, Number]]
+SINGLE = "loss"
+IGNORED_LABEL = -100
+
+
+class LossContract:
+    """What one job's loss promises, checked as it is used."""
+
+    def __init__(self, *, job: Job, model: nn.Module) -> None:
+        self._job = job
+        self._model_gives_sum = job.loss is None and _takes(model, "num_items_in_batch")
+        self._accepted = _accepted_names(model)
+        self._shifted = getattr(model, "loss_type", None) == "ForCausalLM"
+        self.num_terms_without_count = 0
+
+    @property
+    def counts_first(self) -> bool:
+        """Whether the counts are known before the forward, so that the loss is divided before backward."""
+        return self._job.count is not None
+
+    def counts(self, batch: Any) -> dict[str, Number]:
+        """The counts of one microbatch, before its forward."""
+        assert self._job.count is not None
+        found = self._job.count(batch)
+        return dict(found) if isinstance(found, Mapping) else {SINGLE: found}
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """The model's output on one microbatch."""
+        if self._job.forward is not None:
+            return self._job.forward(model, batch)
+        if isinstance(batch, Tensor):
+            return model(batch)
+        if isinstance(batch, Mapping):
+            return model(**self._chosen(batch))
+        if isinstance(batch, tuple | list) and len(batch) >= 2:
+            return model(*batch[:-1])
+        raise JobError(
+            f"the batch is a {type(batch).__name__}, which the default forward can't hand to the model.",
+            hint="forward=lambda model, batch: model(...)",
+        )
+
+    def terms(self, output: Any, batch: Any, *, num_samples: int) -> Terms:
+        """The named `(sum, count)` of one microbatch."""
+        if self._job.loss is None:
+            return {SINGLE: self._own_loss(output, batch, num_samples)}
+        found = self._job.loss(output, batch)
+        if isinstance(found, Mapping):
+            return {str(name): _pair(name, value) for name, value in found.items()}
+        if isinstance(found, tuple):
+            return {SINGLE: _pair(SINGLE, found)}
+        if isinstance(found, Tensor):
+            return {SINGLE: (_scalar(SINGLE, found) * num_samples, float(num_samples))}
+        raise JobError(
+            f"loss gave a {type(found).__name__}.",
+            cause="expected (loss_sum, count), a dict of them, or a scalar tensor",
+            hint="return F.cross_entropy(output, target, reduction='sum'), target.numel()",
+        )
+
+    def _chosen(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        chosen = {name: value for name, value in batch.items() if name in self._accepted}
+        if self._job.loss is not None:
+            chosen.pop("labels", None)
+        elif self._model_gives_sum:
+            chosen["num_items_in_batch"] = 1
+        return chosen
+
+    def _own_loss(self, output: Any, batch: Any, num_samples: int) -> tuple[Tensor, Number]:
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if not isinstance(loss, Tensor):
+            raise JobError(
+                "the job has no loss=, and the model's output has no .loss.",
+                hint="loss=lambda output, batch: (loss_sum, count)",
+            )
+        if self._model_gives_sum and isinstance(batch, Mapping) and "labels" in batch:
+            labels = batch["labels"][..., 1:] if self._shifted else batch["labels"]
+            return loss, (labels != IGNORED_LABEL).sum()
+        return _scalar(SINGLE, loss) * num_samples, float(num_samples)
+
+
+def _pair(name: object, value: Any) -> tuple[Tensor, Number]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise JobError(f"loss term {name!r} is no (sum, count) pair.", hint=f"{{{name!r}: (loss_sum, count)}}")
+    return _scalar(str(name), value[0]), _count(str(name), value[1])
+
+
+def _scalar(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise JobError(
+            f"the sum of loss term {name!r} has shape {shape}, expected a scalar tensor.",
+            cause="a loss with reduction='none' was not summed",
+            hint="loss.sum()",
+        )
+    return value.reshape(())
+
+
+def _count(name: str, value: Any) -> Number:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise JobError(
+                f"the count of loss term {name!r} has shape {tuple(value.shape)}, expected one number.",
+                hint="mask.sum()",
+            )
+        return value.detach().reshape(())
+    if isinstance(value, int | float):
+        return float(value)
+    raise JobError(f"the count of loss term {name!r} is a {type(value).__name__}, expected a number.")
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    parameters = inspect.signature(model.forward).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return name in parameters or (open_ended and hasattr(model, "loss_function"))
+
+
+def _accepted_names(model: nn.Module) -> frozenset[str]:
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The same batch with every tensor on `device`."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return type(batch)({key: to_device(value, device) for key, value in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

@@ -1,0 +1,199 @@
+"""The synchronous step: every replica runs its microbatches, gradients are added, all take the same step."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import JobError, RunError
+from paceline.place.batchnorm import StatisticsTape
+from paceline.place.replicate import Reducer
+from paceline.step.given import Given
+from paceline.step.joint import BUFFERS, FINGERPRINT, STOP, Joint, joint_counts
+from paceline.step.later import Later
+from paceline.step.loss import LossContract, Terms, to_device
+from paceline.step.result import StepResult
+from paceline.step.update import Update
+from paceline.streams import Streams
+from paceline.world import World
+
+MOST_ATTEMPTS = 4
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a step is made of."""
+
+    model: nn.Module
+    world: World
+    contract: LossContract
+    reducer: Reducer
+    tape: StatisticsTape
+    update: Update
+    streams: Streams
+    precision: str = "fp32"
+    phantoms: bool = False
+
+
+class SpmdStep:
+    """One program on every rank. `run` is a transaction: it commits on all ranks or on none."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.step = 0
+        self._names: tuple[str, ...] | None = None
+        self._late: StepResult | None = None
+
+    def run(
+        self, given: Given, *, stop: bool = False, buffers_changed: Callable[[], bool] | None = None
+    ) -> StepResult:
+        """Forward, backward, reduce, clip, update. `stop` is this rank's wish to stop after it.
+
+        Raises:
+            NonFiniteError: loss or gradient is not finite, and the run stops for that.
+            DesyncError: the ranks disagree on the terms of the loss or on the data.
+        """
+        self.parts.model.train()
+        result = self.gradients(given, stop=stop, buffers_changed=buffers_changed)
+        on_host = self.parts.world.device.type == "cpu"
+        norm, taken = self.parts.update.commit(step=self.step + 1, loss=result.loss if on_host else None)
+        self.step += 1
+        result.norm = None if norm is None else Later(norm)
+        result.skipped = not taken
+        if not on_host:
+            self._check_late(result)
+        return result
+
+    def gradients(
+        self, given: Given, *, stop: bool = False, buffers_changed: Callable[[], bool] | None = None
+    ) -> StepResult:
+        """Leave the global gradient in every `.grad`, and update nothing but running statistics."""
+        started = time.perf_counter()
+        for _ in range(MOST_ATTEMPTS):
+            self.parts.tape.begin()
+            self.parts.reducer.begin()
+            joint, divide = self._passes(given, stop, buffers_changed)
+            waiting = time.perf_counter()
+            if self.parts.reducer.finish(divisor=joint.divisor() if divide else None):
+                break
+        else:
+            raise RunError("the exact sum found no grid that holds this step's gradients.")
+        self.parts.tape.fold(num_micro=given.num_micro)
+        ended = time.perf_counter()
+        return StepResult(
+            step=self.step + 1,
+            samples=given.num_samples,
+            joint=joint,
+            norm=None,
+            compute_seconds=waiting - started,
+            communication_seconds=ended - waiting,
+        )
+
+    def _passes(
+        self, given: Given, stop: bool, buffers_changed: Callable[[], bool] | None
+    ) -> tuple[Joint, bool]:
+        """Forward and backward of this rank's microbatches; the joint vector travels under the last one."""
+        device = self.parts.world.device
+        data = [to_device(micro.data, device) for micro in given.micro]
+        counts = self._counts(data)
+        joint: Joint | None = None
+        for position, (micro, batch) in enumerate(zip(given.micro, data, strict=True)):
+            last = position == len(given.micro) - 1
+            terms = self._forward(micro.index, batch, micro.num_samples)
+            joint = joint or self._joint(given, terms, stop)
+            joint.put(micro.index, terms)
+            if last:
+                self._send(joint, buffers_changed)
+            self._backward(self._loss(terms, counts), last=last)
+        if joint is None:
+            joint = self._joint(given, None, stop)
+            self._send(joint, buffers_changed)
+        return joint, counts is None
+
+    def _joint(self, given: Given, terms: Terms | None, stop: bool) -> Joint:
+        names = self._agree_names(terms)
+        joint = Joint(world=self.parts.world, names=names, num_micro=given.num_micro)
+        joint.flag(STOP, float(stop))
+        joint.flag(FINGERPRINT, float(given.fingerprint))
+        return joint
+
+    @staticmethod
+    def _send(joint: Joint, buffers_changed: Callable[[], bool] | None) -> None:
+        joint.flag(BUFFERS, float(buffers_changed() if buffers_changed else False))
+        joint.start()
+
+    def _agree_names(self, terms: Terms | None) -> tuple[str, ...]:
+        """Once: the names of the terms, also for ranks whose first step holds no sample."""
+        if self._names is None:
+            everybody = self.parts.world.gather_json(None if terms is None else list(terms))
+            first = next(names for names in everybody if names is not None)
+            if len(first) > 1 and not self.parts.contract.counts_first:
+                raise JobError(
+                    f"the loss has {len(first)} terms ({', '.join(first)}), each with its own count.",
+                    cause="their counts over all ranks must be known before the first backward",
+                    hint="count=lambda batch: {name: number for each term}",
+                )
+            self._names = tuple(first)
+        return self._names
+
+    def _counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
+        contract = self.parts.contract
+        if not contract.counts_first:
+            return None
+        local: dict[str, float | Tensor] = {}
+        for batch in data:
+            for name, count in contract.counts(batch).items():
+                local[name] = local.get(name, 0.0) + count
+        if self._names is None:
+            everybody = self.parts.world.gather_json(list(local))
+            self._names = tuple(max(everybody, key=len))
+        return joint_counts(local, world=self.parts.world, names=self._names)
+
+    def _forward(self, index: int, batch: Any, num_samples: int) -> Terms:
+        parts = self.parts
+        parts.streams.enter(step=self.step, microbatch=index)
+        parts.tape.at(index)
+        with self._autocast():
+            output = parts.contract.forward(parts.model, batch)
+            return parts.contract.terms(output, batch, num_samples=num_samples)
+
+    def _loss(self, terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
+        if counts is None:
+            (total, _), *_ = terms.values()
+            return total
+        missing = sorted(set(terms) - set(counts))
+        if missing:
+            raise JobError(
+                f"count= gives no count for the loss term {', '.join(missing)}.",
+                hint=f"count=lambda batch: {{{missing[0]!r}: number, ...}}",
+            )
+        parts = [total / counts[name].to(total.dtype) for name, (total, _) in terms.items()]
+        return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
+        if not loss.requires_grad:
+            raise JobError(
+                "the loss does not depend on any trainable parameter.",
+                cause="a detach(), .item() or torch.no_grad() inside the loss, or a frozen model",
+                hint="return the loss as a tensor that the model's output flows into",
+            )
+        self.parts.reducer.before_backward(last=last)
+        self.parts.update.scaled(loss).backward()  # type: ignore[no-untyped-call]
+        self.parts.reducer.after_backward()
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        dtype = _AUTOCAST.get(self.parts.precision)
+        if dtype is None:
+            return nullcontext()
+        return torch.autocast(self.parts.world.device.type, dtype=dtype)
+
+    def _check_late(self, result: StepResult) -> None:
+        """On a GPU the finite check reads the step before, whose numbers have long arrived."""
+        late, self._late = self._late, result
+        if late is not None and not late.finite:
+            raise self.parts.update.refusal(step=late.step, loss=late.loss)

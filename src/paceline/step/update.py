@@ -1,0 +1,139 @@
+"""From gradients to weights: unscale, measure, clip, step, schedule, average."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.errors import NonFiniteError
+from paceline.place.units import Named
+from paceline.torch_private import lerp_all
+
+
+class Ema:
+    """An exponential moving average of the weights (Polyak and Juditsky, 1992)."""
+
+    def __init__(self, *, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self._live = [p for p in model.parameters() if p.is_floating_point()]
+        self.averages = [p.detach().clone() for p in self._live]
+        self.names = [name for name, p in model.named_parameters() if p.is_floating_point()]
+
+    def update(self) -> None:
+        """Move a little towards the weights."""
+        lerp_all(self.averages, [p.detach() for p in self._live], 1.0 - self.decay)
+
+    def swap(self) -> None:
+        """Exchange average and weights; a second call undoes the first."""
+        with torch.no_grad():
+            for average, live in zip(self.averages, self._live, strict=True):
+                kept = live.detach().clone()
+                live.copy_(average)
+                average.copy_(kept)
+
+
+class Update:
+    """The optimizer's side of a step."""
+
+    def __init__(
+        self,
+        *,
+        named: Sequence[Named],
+        optimizers: Sequence[Optimizer],
+        schedules: Sequence[Any],
+        scaler: "torch.amp.GradScaler | None",
+        max_grad_norm: float | None,
+        check_finite: bool,
+        skip_nonfinite: bool,
+        ema: Ema | None,
+    ) -> None:
+        self.optimizers = list(optimizers)
+        self.schedules = list(schedules)
+        self.scaler = scaler
+        self.ema = ema
+        self._named = list(named)
+        self._max_grad_norm = max_grad_norm
+        self._check = check_finite
+        self._skip = skip_nonfinite
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss that backward runs on: under fp16, times the loss scale."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def commit(self, *, step: int, loss: float | None) -> tuple[Tensor | None, bool]:
+        """Take the step; returns the gradient norm, if it was measured, and whether the step was taken.
+
+        `loss` is None where it is not known yet; then the finite check is the caller's, a step later.
+
+        Raises:
+            NonFiniteError: loss or gradient is not finite, and the run stops for that.
+        """
+        self._unscale()
+        gradients = [p.grad for p in (m.parameter for m in self._named) if p.grad is not None]
+        norm = self._norm(gradients)
+        if loss is not None and self._check and not self._finite(loss, norm):
+            if not self._skip:
+                raise self.refusal(step=step, loss=loss)
+            self._after(taken=False)
+            return norm, False
+        if self._max_grad_norm is not None and norm is not None:
+            nn.utils.clip_grads_with_norm_([m.parameter for m in self._named], self._max_grad_norm, norm)
+        self._take()
+        self._after(taken=True)
+        return norm, True
+
+    def refusal(self, *, step: int, loss: float) -> NonFiniteError:
+        """Name the first parameters whose gradient is not finite."""
+        bad = [
+            member.name
+            for member in self._named
+            if member.parameter.grad is not None and not bool(torch.isfinite(member.parameter.grad).all())
+        ]
+        shown = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        return NonFiniteError(
+            f"step {step}: loss is {loss}, gradients are not finite in {shown or 'no parameter'}.",
+            cause="a learning rate too high, a division by zero, or a batch whose count is 0",
+            hint="--train.on_nonfinite skip, or --train.max_grad_norm 1.0",
+        )
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
+        wanted = self._max_grad_norm is not None or self._check
+        return nn.utils.get_total_norm(gradients) if wanted and gradients else None
+
+    @staticmethod
+    def _finite(loss: float, norm: Tensor | None) -> bool:
+        return math.isfinite(loss) and (norm is None or math.isfinite(norm.item()))
+
+    def _unscale(self) -> None:
+        if self.scaler is not None:
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+
+    def _take(self) -> None:
+        for optimizer in self.optimizers:
+            if self.scaler is None:
+                optimizer.step()
+            else:
+                self.scaler.step(optimizer)
+        if self.ema is not None:
+            self.ema.update()
+
+    def _after(self, *, taken: bool) -> None:
+        """The schedule follows steps, taken or not."""
+        if self.scaler is not None:
+            self.scaler.update()
+        for schedule in self.schedules:
+            schedule.step()
+
+
+def named_groups(
+    optimizers: Sequence[Optimizer], names: Mapping[int, str]
+) -> list[list[list[str]]]:
+    """For each optimizer, for each group, the FQNs it holds; `names` maps `id(parameter)` to FQN."""
+    return [
+        [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]

@@ -1,0 +1,33 @@
+"""The one place that touches what torch does not document as public.
+
+Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torch itself) and
+`Tensor._version` (bumped by every write in place).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def divide_all(tensors: Sequence[Tensor], divisor: float | Tensor) -> None:
+    """Divide each tensor in place, in few kernels."""
+    if tensors:
+        torch._foreach_div_(list(tensors), divisor)
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source over its target, in few kernels."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def lerp_all(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -> None:
+    """Move each target towards its source by `weight`, in few kernels."""
+    if targets:
+        torch._foreach_lerp_(list(targets), list(sources), weight)
+
+
+def version(tensor: Tensor) -> int:
+    """A number that changes whenever the tensor is written in place."""
+    return int(tensor._version)
