@@ -1,7 +1,11 @@
 """The tree of errors a user can meet: what happened, where, the likely cause, the line to type."""
 
+import sysconfig
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
+from traceback import extract_tb
 
 
 class ExitCode(IntEnum):
@@ -120,3 +124,36 @@ def raise_all(problems: Sequence[PacelineError]) -> None:
         raise problems[0]
     if problems:
         raise Problems(problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserLine:
+    """The innermost line of the user's own code in a traceback."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def user_line(error: BaseException) -> UserLine | None:
+    """Where in the user's code it happened: the last frame that is neither ours, nor installed, nor Python's."""
+    frames = [f for f in extract_tb(error.__traceback__) if not _is_foreign(f.filename)]
+    if isinstance(error, SyntaxError) and error.filename:
+        return UserLine(file=error.filename, line=error.lineno or 0, text=(error.text or "").strip())
+    if not frames:
+        return None
+    return UserLine(
+        file=frames[-1].filename, line=frames[-1].lineno or 0, text=(frames[-1].line or "").strip()
+    )
+
+
+def _is_foreign(filename: str) -> bool:
+    roots = (str(Path(__file__).parent), *(path for path in _INSTALLED if path))
+    examples = str(Path(__file__).parent / "examples")
+    return filename.startswith("<") or (filename.startswith(roots) and not filename.startswith(examples))
+
+
+_INSTALLED = {sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import MachineError
 
@@ -131,9 +132,8 @@ class World:
         padded[: own.numel()] = own
         parts = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(parts, padded, group=self.group)
-        return [
-            json.loads(bytes(part[:length].cpu().numpy())) for part, length in zip(parts, lengths, strict=True)
-        ]
+        texts = [bytes(part[:size].cpu().numpy()) for part, size in zip(parts, lengths, strict=True)]
+        return [json.loads(text) for text in texts]
 
     def share_json(self, value: Any, *, source: int = 0) -> Any:
         """`source`'s value, on every rank."""
@@ -149,11 +149,11 @@ class World:
             dist.destroy_process_group()
 
 
-def _store(place: Place, timeout: timedelta) -> tuple[dist.Store | None, str | None]:
+def _store(place: Place, timeout: timedelta) -> tuple[TCPStore | None, str | None]:
     """Our own launcher hands rank 0 a socket that listens already; others read the environment."""
     if os.environ.get("PACELINE_LISTEN_FD") is None:
         return None, "env://"
-    store = dist.TCPStore(
+    store = TCPStore(
         place.address,
         place.port or 0,
         world_size=place.world_size,

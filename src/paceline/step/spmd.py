@@ -151,7 +151,7 @@ class SpmdStep:
                 local[name] = local.get(name, 0.0) + count
         if self._names is None:
             everybody = self.parts.world.gather_json(list(local))
-            self._names = tuple(max(everybody, key=len))
+            self._names = tuple(next(names for names in everybody if names))
         return joint_counts(local, world=self.parts.world, names=self._names)
 
     def _forward(self, index: int, batch: Any, num_samples: int) -> Terms:

@@ -129,9 +129,7 @@ class Update:
             schedule.step()
 
 
-def named_groups(
-    optimizers: Sequence[Optimizer], names: Mapping[int, str]
-) -> list[list[list[str]]]:
+def named_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> list[list[list[str]]]:
     """For each optimizer, for each group, the FQNs it holds; `names` maps `id(parameter)` to FQN."""
     return [
         [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]

@@ -1,0 +1,153 @@
+"""The feed: step after step, this replica's microbatches of the one global order."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from paceline.feed.fetch import Fetcher, Wanted, checked
+from paceline.feed.seeds import draws_random
+from paceline.feed.source import Collate, Order, Source, read_source
+from paceline.feed.stream import StreamFeed, stream_once
+from paceline.feed.types import Cut, LocalMicro, StepInput
+from paceline.feed.workers import Workers
+from paceline.order.batches import Batch, next_batch
+from paceline.order.cursor import Cursor
+from paceline.order.deal import deal
+
+
+class Feed(Protocol):
+    """What the loop reads from."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples in an epoch; None for a stream."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the banner."""
+
+    def __iter__(self) -> Iterator[StepInput]: ...
+
+    def state(self) -> Mapping[str, Any]:
+        """What a checkpoint must hold beside the cursor."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take such a state back, before iterating."""
+
+    def close(self) -> None:
+        """Stop the data workers."""
+
+
+def make_feed(
+    *,
+    data: Any,
+    collate: Collate | None,
+    order: Any,
+    seed: int,
+    cut: Cut,
+    cursor: Cursor,
+    workers: int = 0,
+    sample_seeds: str = "auto",
+    pin_memory: bool = False,
+) -> Feed:
+    """The feed of one replica, starting at `cursor`."""
+    source = read_source(data, collate=collate, order=order, workers=workers, name="train_data")
+    if not source.is_indexed:
+        return StreamFeed(source=source, cut=cut, cursor=cursor)
+    return IndexedFeed(
+        source=source, seed=seed, cut=cut, cursor=cursor, sample_seeds=sample_seeds, pin_memory=pin_memory
+    )
+
+
+class IndexedFeed:
+    """A feed over samples that can be asked for by index: resuming costs nothing."""
+
+    def __init__(
+        self, *, source: Source, seed: int, cut: Cut, cursor: Cursor, sample_seeds: str, pin_memory: bool
+    ) -> None:
+        self._cut = cut
+        self._cursor = cursor
+        self._order = Order(order=source.order, num_samples=len(source.data), seed=seed)
+        self.num_samples: int | None = self._order.size(cursor.epoch)
+        seeded = sample_seeds == "always" or (
+            sample_seeds == "auto" and draws_random(source.data.__getitem__, num_samples=len(source.data))
+        )
+        self._fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=seeded)
+        self._workers = Workers(fetcher=self._fetcher, source=source, pin_memory=pin_memory)
+        self.notes = source.notes
+
+    def __iter__(self) -> Iterator[StepInput]:
+        """Endless: epoch after epoch."""
+        fetched = self._workers.start(wanted for _, plans in self._plans() for _, wanted in plans)
+        for batch, plans in self._plans():
+            micro = tuple(
+                LocalMicro(
+                    index=index,
+                    num_samples=len(wanted.indices),
+                    data=checked(self._fetcher[wanted] if fetched is None else next(fetched)),
+                    indices=wanted.indices,
+                )
+                for index, wanted in plans
+            )
+            yield StepInput(batch=batch, micro=micro)
+
+    def state(self) -> Mapping[str, Any]:
+        """Nothing beside the cursor."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Nothing to take back."""
+
+    def close(self) -> None:
+        """Stop the data workers."""
+        self._workers.close()
+
+    def _plans(self) -> Iterator[tuple[Batch, list[tuple[int, Wanted]]]]:
+        cursor, cut = self._cursor, self._cut
+        while True:
+            batch = next_batch(
+                cursor,
+                num_samples=self._order.size(cursor.epoch),
+                global_batch_size=cut.global_batch_size,
+                micro_batch_size=cut.micro_batch_size,
+                drop_last=cut.drop_last,
+            )
+            cursor = batch.after
+            mine = deal(len(batch.micro), replica=cut.replica, replicas=cut.replicas)
+            yield batch, [(index, self._wanted(batch, index)) for index in mine]
+
+    def _wanted(self, batch: Batch, index: int) -> Wanted:
+        micro, epoch = batch.micro[index], batch.after.epoch
+        return Wanted(epoch=epoch, indices=self._order.at(epoch=epoch, start=micro.start, stop=micro.stop))
+
+
+def eval_feed(
+    *,
+    data: Any,
+    collate: Collate | None,
+    batch_size: int,
+    replica: int,
+    replicas: int,
+    seed: int,
+    workers: int = 0,
+    name: str = "eval_data",
+) -> Iterator[LocalMicro]:
+    """Every sample exactly once over all replicas: no padding, and replicas may hold different counts."""
+    source = read_source(data, collate=collate, order="sequential", workers=workers, name=name)
+    if not source.is_indexed:
+        yield from stream_once(source=source, batch_size=batch_size, replica=replica, replicas=replicas)
+        return
+    total = len(source.data)
+    starts = list(range(0, total, batch_size))
+    fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=False)
+    mine = [
+        (index, Wanted(epoch=0, indices=tuple(range(starts[index], min(starts[index] + batch_size, total)))))
+        for index in deal(len(starts), replica=replica, replicas=replicas)
+    ]
+    pool = Workers(fetcher=fetcher, source=source, pin_memory=False)
+    fetched = pool.start(wanted for _, wanted in mine)
+    try:
+        for index, wanted in mine:
+            value = checked(fetcher[wanted] if fetched is None else next(fetched))
+            yield LocalMicro(index=index, num_samples=len(wanted.indices), data=value, indices=wanted.indices)
+    finally:
+        pool.close()

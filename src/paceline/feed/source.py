@@ -1,0 +1,135 @@
+"""What the user gave as data, brought to one form: something to index or to iterate, an order, and settings."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from paceline.errors import DataError, JobError
+from paceline.order.permute import Permutation, Positions
+from paceline.streams import key, preserved, seed_all
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The data and how it is to be read."""
+
+    data: Any
+    collate: Collate | None = None
+    order: Any = None
+    workers: int = 0
+    loader: DataLoader[Any] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether any sample can be asked for by its index."""
+        return hasattr(self.data, "__getitem__") and hasattr(self.data, "__len__")
+
+
+def read_source(data: Any, *, collate: Collate | None, order: Any, workers: int, name: str) -> Source:
+    """Bring `data` to one form.
+
+    Raises:
+        JobError: it is nothing that can be indexed or iterated, or it is empty.
+    """
+    if callable(data) and not hasattr(data, "__getitem__") and not hasattr(data, "__iter__"):
+        data = data()
+    if isinstance(data, DataLoader):
+        return _from_loader(data, collate=collate, order=order, workers=workers)
+    source = Source(data=data, collate=collate, order=order, workers=workers)
+    if source.is_indexed:
+        if len(data) == 0:
+            raise JobError(
+                f"{name} is empty.", where=type(data).__name__, hint="check the path it reads from"
+            )
+    elif not isinstance(data, Iterable):
+        raise JobError(
+            f"{name} is a {type(data).__name__}, which can be neither indexed nor iterated.",
+            hint="give an object with __len__ and __getitem__, an iterable, or a function giving one",
+        )
+    return source
+
+
+def _from_loader(loader: DataLoader[Any], *, collate: Collate | None, order: Any, workers: int) -> Source:
+    """Keep what the user set on a DataLoader; only the dealing of samples is ours."""
+    notes = ["the DataLoader's own settings are kept; batches are cut by global_batch_size"]
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        raise JobError(
+            f"the DataLoader cuts batches with its own {type(loader.batch_sampler).__name__}.",
+            cause="which samples form a batch must be known for any number of ranks",
+            hint="order=lambda num_samples, epoch, seed: [indices ...]",
+        )
+    if order is None and hasattr(loader.dataset, "__getitem__"):
+        order, note = _order_of(loader.sampler)
+        notes += [note] if note else []
+    return Source(
+        data=loader.dataset,
+        collate=collate or loader.collate_fn,
+        order=order,
+        workers=workers or loader.num_workers,
+        loader=loader,
+        notes=tuple(notes),
+    )
+
+
+def _order_of(sampler: Any) -> tuple[Any, str]:
+    if isinstance(sampler, SequentialSampler):
+        return "sequential", ""
+    if isinstance(sampler, RandomSampler) and not sampler.replacement:
+        return None, ""
+    if isinstance(sampler, DistributedSampler):
+        note = "the DistributedSampler is replaced: it repeats samples to even out ranks"
+        return (None if sampler.shuffle else "sequential"), note
+    return sampler, ""
+
+
+class Order:
+    """Which sample stands at which position of an epoch: a pure function of (seed, epoch, position)."""
+
+    def __init__(self, *, order: Any, num_samples: int, seed: int) -> None:
+        self._order = order
+        self._total = num_samples
+        self._seed = seed
+        self._epochs: dict[int, Permutation | Positions] = {}
+
+    def size(self, epoch: int) -> int:
+        """Samples in this epoch."""
+        return len(self._of(epoch))
+
+    def at(self, *, epoch: int, start: int, stop: int) -> tuple[int, ...]:
+        """The sample indices at these positions."""
+        return tuple(self._of(epoch)[start:stop].tolist())
+
+    def _of(self, epoch: int) -> "Permutation | Positions":
+        if epoch not in self._epochs:
+            self._epochs = {e: kept for e, kept in self._epochs.items() if e == epoch - 1}
+            self._epochs[epoch] = self._make(epoch)
+        return self._epochs[epoch]
+
+    def _make(self, epoch: int) -> "Permutation | Positions":
+        if self._order is None:
+            return Permutation(num_samples=self._total, seed=self._seed, epoch=epoch)
+        if self._order == "sequential":
+            return np.arange(self._total, dtype=np.int64)
+        drawn = np.asarray(list(self._drawn(epoch)), dtype=np.int64)
+        if len(drawn) == 0 or drawn.min() < 0 or drawn.max() >= self._total:
+            raise DataError(
+                f"order= gave indices outside 0..{self._total - 1} at epoch {epoch}.",
+                hint="order=lambda num_samples, epoch, seed: [indices ...]",
+            )
+        return drawn
+
+    def _drawn(self, epoch: int) -> Sequence[int]:
+        with preserved():
+            seed_all(key(self._seed, "order", epoch))
+            if isinstance(self._order, Sampler) or not callable(self._order):
+                if hasattr(self._order, "set_epoch"):
+                    self._order.set_epoch(epoch)
+                return list(self._order)
+            return list(self._order(self._total, epoch, self._seed))

@@ -1,0 +1,46 @@
+"""What a feed gives and how it is cut."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.order.batches import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How global batches are cut and dealt."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    replica: int = 0
+    replicas: int = 1
+    drop_last: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalMicro:
+    """One microbatch of this replica: collated `data`, its place `index` in the global batch, its samples."""
+
+    index: int
+    num_samples: int
+    data: Any = field(repr=False)
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInput:
+    """This replica's share of one global batch; `micro` may be empty."""
+
+    batch: Batch
+    micro: tuple[LocalMicro, ...]
+    fingerprint: int = 0
+
+    @property
+    def num_micro(self) -> int:
+        """Microbatches over all replicas."""
+        return len(self.batch.micro)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples over all replicas."""
+        return self.batch.num_samples

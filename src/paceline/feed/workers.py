@@ -1,0 +1,74 @@
+"""Data workers: torch's own DataLoader, asked for whole microbatches."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Sampler
+
+from paceline.errors import DataError
+from paceline.feed.fetch import Fetcher, Wanted, worker_init
+from paceline.feed.source import Source
+
+
+class _Asked(Sampler[Any]):
+    def __init__(self, wanted: Iterable[Wanted]) -> None:
+        self._wanted = wanted
+
+    def __iter__(self) -> Iterator[Wanted]:
+        return iter(self._wanted)
+
+
+class Workers:
+    """The workers of one feed, none if it asks for none."""
+
+    def __init__(self, *, fetcher: Fetcher, source: Source, pin_memory: bool) -> None:
+        self._fetcher = fetcher
+        self._source = source
+        self._pin_memory = pin_memory
+        self._iterator: Any = None
+
+    def start(self, wanted: Iterable[Wanted]) -> Iterator[Any] | None:
+        """Fetch ahead in this order; None where nothing is fetched ahead."""
+        if not self._source.workers:
+            return None
+        given = self._source.loader
+        self._iterator = iter(
+            DataLoader(
+                self._fetcher,
+                batch_size=None,
+                sampler=_Asked(wanted),
+                num_workers=self._source.workers,
+                collate_fn=_as_is,
+                pin_memory=self._pin_memory or bool(given and given.pin_memory),
+                prefetch_factor=(given.prefetch_factor if given else None) or 2,
+                timeout=given.timeout if given else 0,
+                worker_init_fn=worker_init(given.worker_init_fn if given else None),
+                multiprocessing_context="fork",
+            )
+        )
+        return self._guarded(self._iterator)
+
+    def close(self) -> None:
+        """Stop them; they ignore signals, so what does not leave is killed."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            iterator._shutdown_workers()
+
+    @staticmethod
+    def _guarded(iterator: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            try:
+                value = next(iterator)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                raise DataError(
+                    f"a data worker died: {error}",
+                    cause="it was killed, perhaps for memory, or a library in it crashed",
+                    hint="--data.workers 0 shows the error in the rank itself",
+                ) from error
+            yield value
+
+
+def _as_is(value: Any) -> Any:
+    return value

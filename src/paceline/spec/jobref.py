@@ -1,0 +1,112 @@
+"""Where a job is: `job.py`, `job.py:name` or `pkg.module:name`; checked early, without importing it."""
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import JobError, UsageError
+
+FACTORY, OBJECT = "make_job", "job"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRef:
+    """A file or a module, and perhaps a name in it."""
+
+    path: Path | None = None
+    module: str | None = None
+    name: str | None = None
+
+    def __str__(self) -> str:
+        place = str(self.path) if self.path is not None else str(self.module)
+        return f"{place}:{self.name}" if self.name else place
+
+    @property
+    def short(self) -> str:
+        """The name of its run folder."""
+        stem = self.path.stem if self.path is not None else str(self.module).rpartition(".")[2]
+        return stem
+
+
+def parse_jobref(text: str) -> JobRef:
+    """Read a reference; a file must be there and be Python with a job in it.
+
+    Raises:
+        UsageError: no such file, or no name where one is needed.
+        JobError: a syntax error, or nothing in the file is a job.
+    """
+    place, _, name = text.partition(":")
+    if not place.endswith(".py") and "/" not in place and not Path(place).exists():
+        if all(part.isidentifier() for part in place.split(".")) and place:
+            return JobRef(module=place, name=name or None)
+        raise UsageError(f"{text!r} is no job.", hint="job.py, job.py:name or pkg.module:name")
+    path = Path(place)
+    if path.is_dir():
+        raise UsageError(f"{place} is a folder.", hint=f"{place.rstrip('/')}/job.py")
+    if not path.is_file():
+        raise UsageError(f"{place} does not exist.", where=str(Path.cwd()), hint="paceline new text")
+    ref = JobRef(path=path, name=name or None)
+    _check(ref)
+    return ref
+
+
+def job_defaults(ref: JobRef) -> dict[str, str] | None:
+    """The parameters of `make_job` with the source of their defaults; None if they can't be seen."""
+    if ref.path is None:
+        return None
+    function = next((f for f in _functions(_tree(ref.path)) if f.name == (ref.name or FACTORY)), None)
+    if function is None or function.args.kwarg is not None:
+        return None
+    named = [*function.args.posonlyargs, *function.args.args]
+    plain = [ast.unparse(default) for default in function.args.defaults]
+    found = dict(zip([a.arg for a in named], [""] * (len(named) - len(plain)) + plain, strict=True))
+    keyword = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+    return found | {a.arg: ast.unparse(default) if default else "" for a, default in keyword}
+
+
+def _tree(path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise JobError(
+            f"{path.name} is not valid Python: {error.msg}.",
+            where=f"{path}:{error.lineno}" + (f": {line}" if line else ""),
+            hint=f"python -m py_compile {path}",
+        ) from None
+    except (UnicodeDecodeError, ValueError) as error:
+        raise JobError(f"{path.name} is not Python text: {error}.", where=str(path), hint="job.py") from None
+
+
+def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+def _check(ref: JobRef) -> None:
+    assert ref.path is not None
+    tree = _tree(ref.path)
+    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body):
+        return
+    names = _defined(tree.body)
+    wanted = [ref.name] if ref.name else [FACTORY, OBJECT]
+    if not names & set(wanted):
+        raise JobError(
+            f"{ref.path.name} defines no {' or '.join(wanted)}.",
+            where=str(ref.path),
+            hint="def make_job() -> pl.Job: return pl.Job(...)",
+        )
+
+
+def _defined(body: list[ast.stmt]) -> set[str]:
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            names |= _defined(node.body) | _defined(getattr(node, "orelse", []))
+        for part in ast.walk(node):
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                names.add(part.id)
+    return names
