@@ -183,7 +183,7 @@ class SpmdStep:
                 hint="return the loss as a tensor that the model's output flows into",
             )
         self.parts.reducer.before_backward(last=last)
-        self.parts.update.scaled(loss).backward()  # type: ignore[no-untyped-call]
+        self.parts.update.scaled(loss).backward()
         self.parts.reducer.after_backward()
 
     def _autocast(self) -> AbstractContextManager[None]:

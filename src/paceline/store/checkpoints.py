@@ -1,6 +1,6 @@
 """Checkpoints that can't lie: a digest for everything, written aside, flushed, renamed, then `latest`.
 
-A folder `step-00000100` exists only once it is whole. Its manifest names every file and tensor with its digest,
+A folder `step-00000100` exists only once it is whole. Its manifest names every file and tensor with a digest,
 and carries its own, so that no flipped bit loads silently.
 """
 
@@ -211,7 +211,7 @@ def prune(folder: Path, *, keep: int) -> list[Path]:
     steps = all_steps(folder)
     kept = set(steps[-max(keep, 1) :]) | {marked(folder, BEST), marked(folder, LATEST)}
     doomed = [path for path in steps if path not in kept]
-    if not doomed or not any(_is_good(path) for path in reversed(sorted(p for p in kept if p is not None))):
+    if not doomed or not any(_is_good(path) for path in sorted((p for p in kept if p), reverse=True)):
         return []
     for path in doomed:
         gone = path.with_name(f"{_ASIDE}gone-{path.name}")

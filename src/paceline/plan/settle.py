@@ -1,0 +1,159 @@
+"""What is decided: ranks, replicas, microbatches, backend and threads, each with one line that says why."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.errors import LayoutError, PacelineError, UsageError, raise_all
+from paceline.spec.layout import Kind, Layout
+from paceline.spec.update import Update
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Ranks and what each has."""
+
+    ranks: int
+    device: str = "cpu"
+    cores: int = 1
+    ranks_per_node: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of the job."""
+
+    global_batch_size: int
+    micro_batch_size: int | None = None
+    accumulation: int | None = None
+    num_samples: int | None = None
+    one_thread: bool = False
+    threads: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The decision that every rank follows."""
+
+    layout: str
+    update: str
+    processes: int
+    replicas: int
+    device: str
+    backend: str
+    threads: int
+    global_batch_size: int
+    micro_batch_size: int
+    num_micro: int
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For plan.json."""
+        return asdict(self)
+
+
+def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts) -> Plan:
+    """Decide, or refuse with all problems at once.
+
+    Raises:
+        LayoutError, UsageError, Problems
+    """
+    problems: list[PacelineError] = []
+    processes, replicas = _ranks(layout, cluster, problems)
+    micro = _micro_batch_size(facts, replicas, problems)
+    raise_all(problems)
+    threads = settle_threads(cluster=cluster, one=facts.one_thread, asked=facts.threads)
+    backend = "none" if processes == 1 else BACKENDS[cluster.device]
+    num_micro = -(-facts.global_batch_size // micro)
+    return Plan(
+        layout=str(layout.kind),
+        update=str(update),
+        processes=processes,
+        replicas=replicas,
+        device=cluster.device,
+        backend=backend,
+        threads=threads,
+        global_batch_size=facts.global_batch_size,
+        micro_batch_size=micro,
+        num_micro=num_micro,
+        notes=_notes(layout, cluster, facts, backend, threads, replicas, micro, num_micro),
+    )
+
+
+def settle_threads(*, cluster: Cluster, one: bool, asked: int | None) -> int:
+    """Threads per rank: what was asked, or one, or the usable cores divided by the ranks on this machine."""
+    if one:
+        return 1
+    return asked or max(1, cluster.cores // (cluster.ranks_per_node or cluster.ranks))
+
+
+def _ranks(layout: Layout, cluster: Cluster, problems: list[PacelineError]) -> tuple[int, int]:
+    if layout.replicas is not None and layout.replicas != cluster.ranks:
+        problems.append(
+            LayoutError(
+                f"{layout} needs {layout.replicas} ranks, you have {cluster.ranks}.",
+                hint=f"--ranks {layout.replicas}, or --layout dp={cluster.ranks}",
+            )
+        )
+    if layout.kind is Kind.SINGLE and cluster.ranks != 1:
+        problems.append(
+            LayoutError(
+                f"layout single is one process, you have {cluster.ranks} ranks.",
+                hint=f"--layout ddp --ranks {cluster.ranks}",
+            )
+        )
+    if layout.kind is Kind.THREADS:
+        return 1, cluster.ranks
+    return cluster.ranks, cluster.ranks
+
+
+def _micro_batch_size(facts: Facts, replicas: int, problems: list[PacelineError]) -> int:
+    total, asked, rounds = facts.global_batch_size, facts.micro_batch_size, facts.accumulation
+    if total < 1:
+        problems.append(UsageError(f"global_batch_size is {total}, expected at least 1."))
+    if asked is not None and not 1 <= asked <= max(total, 1):
+        problems.append(
+            UsageError(
+                f"micro_batch_size {asked} is not between 1 and global_batch_size {total}.",
+                hint=f"--train.micro_batch_size {max(1, min(asked, total))}",
+            )
+        )
+        return 1
+    if rounds is not None and rounds < 1:
+        problems.append(UsageError(f"gradient_accumulation_steps is {rounds}, expected at least 1."))
+        return 1
+    if asked is not None and rounds is not None and asked * replicas * rounds != total:
+        problems.append(
+            UsageError(
+                f"micro_batch_size {asked} × {replicas} replicas × {rounds} accumulation steps = "
+                f"{asked * replicas * rounds}, but global_batch_size is {total}.",
+                hint="leave --train.gradient_accumulation_steps out: it is derived",
+            )
+        )
+    return asked or -(-max(total, 1) // (replicas * (rounds or 1)))
+
+
+def _notes(
+    layout: Layout,
+    cluster: Cluster,
+    facts: Facts,
+    backend: str,
+    threads: int,
+    replicas: int,
+    micro: int,
+    num_micro: int,
+) -> tuple[str, ...]:
+    why = {
+        "gloo": "gloo, because the ranks compute on CPUs",
+        "nccl": "nccl, because each rank has a GPU",
+        "none": "none, because there is one process",
+    }[backend]
+    per_rank = -(-num_micro // replicas)
+    return (
+        f"layout: {layout.kind}, {replicas} replica{'s' if replicas > 1 else ''}",
+        f"backend: {why}",
+        f"batch: {facts.global_batch_size} samples a step in {num_micro} microbatches of {micro}"
+        f" ({per_rank} a replica)",
+        f"threads: {threads} a rank ({'pinned to one' if facts.one_thread else f'{cluster.cores} usable cores'})",
+    )

@@ -1,0 +1,172 @@
+"""Settings from defaults < job < file < command line, each value with its origin; all problems at once."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+
+from paceline.errors import PacelineError, UsageError, raise_all
+from paceline.spec.settings import Settings
+from paceline.spec.words import did_you_mean
+
+JOB = "job"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What was asked for: text or TOML values by dotted name, with their origin; not yet merged."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def over(self, lower: Mapping[str, Any], *, origin: str) -> "Asked":
+        """These values on top of lower ones."""
+        return Asked(
+            values={**lower, **self.values}, origins={**dict.fromkeys(lower, origin), **self.origins}
+        )
+
+
+def known_settings() -> dict[str, Any]:
+    """Every dotted name with its type."""
+    return dict(_leaves(Settings, ""))
+
+
+def default_of(name: str) -> Any:
+    """The default of one setting."""
+    value: Any = Settings()
+    for part in name.split("."):
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    return value
+
+
+def read_asked(*, file: Path | None, overrides: Sequence[str]) -> Asked:
+    """Read a TOML file and `--dotted.name value` words.
+
+    Raises:
+        UsageError, Problems: an unknown name, a value of the wrong type, a file that can't be read.
+    """
+    problems: list[PacelineError] = []
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    layers = [
+        (f"file {file}", _from_file(file, problems)),
+        ("command line", _from_words(overrides, problems)),
+    ]
+    for origin, layer in layers:
+        for name, value in layer.items():
+            problem = _problem(name, value, origin)
+            if problem is not None:
+                problems.append(problem)
+            values[name], origins[name] = value, origin
+    raise_all(problems)
+    return Asked(values=values, origins=origins)
+
+
+def merge(asked: Asked) -> Settings:
+    """The typed settings: defaults, with what was asked on top."""
+    tree: dict[str, Any] = {}
+    for name, value in asked.values.items():
+        *path, leaf = name.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[leaf] = value
+    try:
+        return msgspec.convert(tree, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"a setting can't be used: {error}.", hint="paceline config JOB") from error
+
+
+def as_toml(asked: Asked) -> str:
+    """What was asked as TOML, with origins as comments."""
+    lines: list[str] = []
+    for name in sorted(asked.values, key=lambda n: (n.count("."), n)):
+        value = _toml_value(asked.values[name])
+        lines.append(f"{name} = {value}  # {asked.origins.get(name, '')}")
+    return "\n".join(lines) + "\n"
+
+
+def _leaves(cls: type, prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    hints = get_type_hints(cls)
+    for item in fields(cls):
+        name, kind = prefix + item.name, hints[item.name]
+        found += (
+            _leaves(kind, f"{name}.") if is_dataclass(kind) and isinstance(kind, type) else [(name, kind)]
+        )
+    return [entry for entry in found if entry[0] != JOB]
+
+
+def _from_file(file: Path | None, problems: list[PacelineError]) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problems.append(UsageError(f"{file} does not exist.", hint="--config run.toml"))
+        return {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        problems.append(UsageError(f"{file} can't be read: {error}.", where=str(file), hint='name = "value"'))
+        return {}
+    return dict(_flat(tree, ""))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        deeper = isinstance(value, Mapping)
+        found += _flat(value, f"{prefix}{key}.") if deeper else [(f"{prefix}{key}", value)]
+    return found
+
+
+def _from_words(words: Sequence[str], problems: list[PacelineError]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or len(word) < 3:
+            problems.append(UsageError(f"{word!r} is not expected here.", hint="paceline --help"))
+            continue
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if not equals:
+            flag = not rest or rest[0].startswith("--")
+            value = "true" if flag else rest.pop(0)
+        found[name] = value
+    return found
+
+
+def _problem(name: str, value: Any, origin: str) -> UsageError | None:
+    if name.startswith(f"{JOB}.") and name.count(".") == 1:
+        return None
+    known = known_settings()
+    if name not in known:
+        nearest = did_you_mean(name, known)
+        return UsageError(
+            f"there is no setting {name!r}.",
+            where=origin,
+            cause=nearest,
+            hint="paceline config JOB shows all",
+        )
+    try:
+        msgspec.convert(value, known[name], strict=False)
+    except msgspec.ValidationError as error:
+        return UsageError(
+            f"{name} = {value!r}: {str(error).lower()}.",
+            where=origin,
+            hint=f"the default is {default_of(name)!r}",
+        )
+    return None
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'

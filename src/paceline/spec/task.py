@@ -1,0 +1,34 @@
+"""What a worker is told to do: the seam between the command and the processes it starts. Plain JSON."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One verb on one job. Paths are text; `settings` are dotted names as they were asked for."""
+
+    verb: str
+    job: str
+    run: str = ""
+    layout: str = "single"
+    update: str = "sync"
+    ranks: int = 1
+    device: str = "cpu"
+    attempt: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    resume: str | None = None
+    allow: tuple[str, ...] = ()
+    faults: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the file that crosses to the workers."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> "Task":
+        """From that file."""
+        return Task(**{**value, "allow": tuple(value.get("allow", ()))})
