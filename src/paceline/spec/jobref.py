@@ -24,8 +24,7 @@ class JobRef:
     @property
     def short(self) -> str:
         """The name of its run folder."""
-        stem = self.path.stem if self.path is not None else str(self.module).rpartition(".")[2]
-        return stem
+        return self.path.stem if self.path is not None else str(self.module).rpartition(".")[2]
 
 
 def parse_jobref(text: str) -> JobRef:

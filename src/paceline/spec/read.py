@@ -4,7 +4,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import msgspec
 
@@ -135,8 +135,16 @@ def _from_words(words: Sequence[str], problems: list[PacelineError]) -> dict[str
         if not equals:
             flag = not rest or rest[0].startswith("--")
             value = "true" if flag else rest.pop(0)
-        found[name] = value
+        found[name] = _items(value) if _is_list(name) else value
     return found
+
+
+def _is_list(name: str) -> bool:
+    return get_origin(known_settings().get(name)) is tuple
+
+
+def _items(text: str) -> list[str]:
+    return [item for item in text.replace(" ", "").split(",") if item]
 
 
 def _problem(name: str, value: Any, origin: str) -> UsageError | None:

@@ -1,7 +1,7 @@
 """The loss contract: sums and counts, divided once, by the *global* counts.
 
-`(x1/n1) + (x2/n2)` is not `(x1+x2)/(n1+n2)`: a mean taken per microbatch or per rank weighs samples by how they
-happened to be dealt. So a loss gives sums and counts, and the engine divides.
+`(x1/n1) + (x2/n2)` is not `(x1+x2)/(n1+n2)`: a mean taken per microbatch or per rank weighs samples by how
+they happened to be dealt. So a loss gives sums and counts, and the engine divides.
 """
 
 import inspect

@@ -1,0 +1,160 @@
+"""What happens in a run, as typed values, and the one stream that carries them."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """A run, or the next attempt of one, begins."""
+
+    run_id: str
+    job: str
+    layout: str
+    ranks: int
+    attempt: int = 1
+    resumed_from: int | None = None
+    total_steps: int | None = None
+    banner: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone(Event):
+    """The numbers of a logged step; all are global."""
+
+    step: int
+    epoch: float
+    samples: int
+    loss: float
+    terms: dict[str, float] = field(default_factory=dict)
+    grad_norm: float | None = None
+    lr: float = 0.0
+    step_seconds: float = 0.0
+    data_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
+    samples_per_second: float = 0.0
+    tokens_per_second: float | None = None
+    memory_peak_gib: float = 0.0
+    statistics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalDone(Event):
+    """Exact metrics over a whole split."""
+
+    step: int
+    split: str
+    metrics: dict[str, float]
+    samples: int
+    seconds: float
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    """A checkpoint is whole on disk."""
+
+    step: int
+    path: str
+    seconds: float
+    num_bytes: int
+    best: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRefused(Event):
+    """A checkpoint that could not be used."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note(Event):
+    """Something to tell the user."""
+
+    text: str
+    level: str = "info"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded(Event):
+    """The run ends; `status` is done, stopped or failed."""
+
+    status: str
+    step: int
+    exit_code: int
+    seconds: float = 0.0
+
+
+def as_dict(event: Event) -> dict[str, Any]:
+    """For a JSON line."""
+    return {"event": type(event).__name__, "time": time.time(), **asdict(event)}
+
+
+class Sink(Protocol):
+    """Somewhere that events go."""
+
+    def handle(self, event: Event) -> None:
+        """Take one event."""
+
+    def close(self) -> None:
+        """No more events."""
+
+
+class Stream:
+    """Carries events to all sinks. A sink that raises is dropped with a note; it never ends the run."""
+
+    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
+        self._sinks = list(sinks)
+
+    def emit(self, event: Event) -> None:
+        """Hand `event` to every sink."""
+        for sink in list(self._sinks):
+            try:
+                sink.handle(event)
+            except Exception as error:
+                self._sinks.remove(sink)
+                text = f"{type(sink).__name__} failed and was dropped: {error}"
+                self.emit(Note(text=text, level="warning"))
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except Exception:
+                continue
+        self._sinks = []
+
+
+def metrics_of(event: StepDone) -> Mapping[str, float]:
+    """The field's names for a step's numbers."""
+    total = event.step_seconds or 1.0
+    found = {
+        "loss": event.loss,
+        "lr": event.lr,
+        "samples_per_second": event.samples_per_second,
+        "memory/peak_gib": event.memory_peak_gib,
+        "time/step": event.step_seconds,
+        "time/data": event.data_seconds / total,
+        "time/compute": event.compute_seconds / total,
+        "time/communication": event.communication_seconds / total,
+        "time/checkpoint": event.checkpoint_seconds / total,
+    }
+    if event.grad_norm is not None:
+        found["grad_norm"] = event.grad_norm
+    if event.tokens_per_second is not None:
+        found["tokens_per_second"] = event.tokens_per_second
+    if len(event.terms) > 1:
+        found |= {f"loss/{name}": value for name, value in event.terms.items()}
+    return found | event.statistics

@@ -1,0 +1,111 @@
+"""A task and a plan to running processes. Whatever starts processes goes through here; only files cross."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.store.disk import write_json
+from paceline.store.runs import RunFolder
+from paceline.survive.agent import Agent, nursery_command
+from paceline.survive.failure import Failure
+
+_MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to start: an entry (`"pkg.module:function"`) with a payload, or the user's own script."""
+
+    ranks: int
+    run: RunFolder
+    entry: str = ""
+    payload: dict[str, Any] | None = None
+    script: list[str] | None = None
+    threads: int = 1
+    exact: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How it ended."""
+
+    exit_code: int
+    failure: Failure | None
+    attempt_folder: Path
+    seconds: float
+    ranks: int
+
+
+def start(request: Request, *, on_start: Callable[[Path], Callable[[], None]] | None = None) -> Outcome:
+    """Run one attempt to its end. `on_start(attempt_folder)` gives what is called every 50 ms meanwhile."""
+    began = time.monotonic()
+    attempt = request.run.next_attempt()
+    folder = request.run.attempt_folder(attempt)
+    folder.mkdir(parents=True)
+    payload = {**(request.payload or {}), "attempt": attempt}
+    write_json(
+        folder / "request.json",
+        {
+            "entry": request.entry,
+            "payload": payload,
+            "script": request.script,
+            "ranks": request.ranks,
+            "threads": request.threads,
+            "folder": str(folder.resolve()),
+        },
+    )
+    tick = on_start(folder) if on_start else _nothing
+    agent = Agent(
+        command=nursery_command(folder / "request.json"),
+        environ=_environ(request),
+        folder=folder,
+        ranks=request.ranks,
+    )
+    code, failure = agent.run(tick)
+    tick()
+    seconds = time.monotonic() - began
+    return Outcome(
+        exit_code=code, failure=failure, attempt_folder=folder, seconds=seconds, ranks=request.ranks
+    )
+
+
+def _environ(request: Request) -> dict[str, str]:
+    """The nursery imports numerical libraries with one thread, since it forks; workers then set their own."""
+    environ = {**os.environ, **dict.fromkeys(_MATH_THREADS, "1")}
+    if request.exact:
+        environ.setdefault("MKL_CBWR", "AVX2")
+    environ["PYTHONUNBUFFERED"] = "1"
+    return environ
+
+
+def failure_screen(outcome: Outcome, *, go_on: str = "") -> str:
+    """One screen: who failed first, where, why, and the command that goes on."""
+    failure = outcome.failure
+    if failure is None:
+        return ""
+    if failure.screen and failure.rank < 0:
+        return f"FAILED: {failure.message}\n{failure.screen}"
+    log = outcome.attempt_folder / f"rank-{failure.rank}.log"
+    at = f" at step {failure.step + 1}" if failure.step else ""
+    place = f"{failure.where}, " if failure.where else ""
+    what = (
+        f"killed by {failure.message}" if failure.kind == "signal" else f"{failure.kind}: {failure.message}"
+    )
+    lines = [f"FAILED{at}. First error: rank {failure.rank}, {place}{what}"]
+    if failure.source:
+        lines.append(f"    {failure.source}")
+    lines += [f"  {line}" for line in failure.screen.splitlines()[1:]]
+    others = outcome.ranks - 1
+    if others:
+        lines.append(
+            f"The other {others} rank{'s' if others > 1 else ''} stopped because rank {failure.rank} left."
+        )
+    lines.append(f"Full text: {log}")
+    return "\n".join([*lines, *([f"Go on: {go_on}"] if go_on else [])])
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,89 @@
+"""What a failing rank leaves behind before it goes: one small file, whole or not there."""
+
+import json
+import os
+import signal
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paceline.errors import PacelineError, user_line
+from paceline.store.disk import write_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a rank ended. `kind` is the exception's name, or `signal` or `exit` where there is no exception."""
+
+    rank: int
+    kind: str
+    message: str
+    where: str = ""
+    source: str = ""
+    screen: str = ""
+    exit_code: int = 1
+    monotonic_ns: int = 0
+    step: int = 0
+
+
+def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 0) -> None:
+    """Write down what happened on this rank."""
+    line = user_line(error)
+    ours = isinstance(error, PacelineError)
+    failure = Failure(
+        rank=rank,
+        kind=type(error).__name__,
+        message=error.what
+        if isinstance(error, PacelineError) and not hasattr(error, "problems")
+        else str(error),
+        where=str(line) if line else "",
+        source=line.text if line else "",
+        screen=str(error) if ours else "",
+        exit_code=int(error.exit_code) if isinstance(error, PacelineError) else 1,
+        monotonic_ns=time.monotonic_ns(),
+        step=step,
+    )
+    write_text(_path(folder, rank), json.dumps(asdict(failure)))
+
+
+def read_failure(folder: Path, rank: int) -> Failure | None:
+    """What a rank left, if it left something whole."""
+    try:
+        return Failure(**json.loads(_path(folder, rank).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def from_status(rank: int, *, status: int, step: int = 0) -> Failure:
+    """A failure without an exception: a signal, or an exit code."""
+    if status < 0:
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
+        cause = {
+            signal.SIGKILL: "killed from outside: the kernel when memory runs out, a scheduler, or a person",
+            signal.SIGSEGV: "a crash in native code",
+        }.get(-status, "ended by a signal")
+        return Failure(
+            rank=rank, kind="signal", message=f"{name} ({cause})", monotonic_ns=time.monotonic_ns(), step=step
+        )
+    return Failure(
+        rank=rank,
+        kind="exit",
+        message=f"the process left with exit code {status} without an exception",
+        monotonic_ns=time.monotonic_ns(),
+        step=step,
+    )
+
+
+def print_traceback(error: BaseException) -> None:
+    """The full text, for the rank's own log."""
+    traceback.print_exception(error)
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"failure-{rank}.json"
+
+
+def current_rank() -> int:
+    """This process's rank, for what is written before a world exists."""
+    return int(os.environ.get("RANK", 0))

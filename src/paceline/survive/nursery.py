@@ -1,0 +1,84 @@
+"""Where workers are born: one fresh, single-threaded process that has torch imported and forks them.
+
+`python -m paceline.survive.nursery REQUEST.json` is started by the agent in a session of its own. It imports
+no user code. It writes `born RANK PID` and `gone RANK STATUS` lines to its standard output, which the agent
+reads, and ends when all its workers have.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # noqa: F401  the first optimizer pulls it in: a second for each worker
+
+from paceline.launch.meet import listen
+from paceline.survive.child import die_with_parent, read_request, run_entry, run_script
+
+
+def main(argv: list[str]) -> int:
+    """Fork the workers of one attempt and report how each ends."""
+    die_with_parent()
+    request = read_request(Path(argv[0]))
+    folder = Path(request["folder"])
+    listener = listen()
+    port, fd = listener.getsockname()[1], listener.fileno()
+    pids = {}
+    for rank in range(request["ranks"]):
+        pid = os.fork()
+        if pid == 0:
+            _become(rank, request, folder, port=port, fd=fd)
+        pids[pid] = rank
+        _say(f"born {rank} {pid}")
+    listener.close()
+    while pids:
+        pid, status = os.wait()
+        rank_or_none = pids.pop(pid, None)
+        if rank_or_none is not None:
+            _say(f"gone {rank_or_none} {os.waitstatus_to_exitcode(status)}")
+    return 0
+
+
+def _become(rank: int, request: dict[str, Any], folder: Path, *, port: int, fd: int) -> None:
+    """The rest of a worker's life."""
+    die_with_parent()
+    _redirect(folder / f"rank-{rank}.log")
+    if rank != 0:
+        os.close(fd)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(request["ranks"]),
+        LOCAL_WORLD_SIZE=str(request["ranks"]),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        PACELINE_LISTEN_FD=str(fd) if rank == 0 else "",
+        PACELINE_ATTEMPT_FOLDER=str(folder),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    threads = int(request["threads"])
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(threads)
+    if request.get("script"):
+        run_script(request["script"], threads=threads, failures=folder)
+    run_entry(request["entry"], request["payload"], threads=threads, failures=folder)
+
+
+def _redirect(log: Path) -> None:
+    """Everything a worker and its children print goes to the rank's own log."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+    os.close(null)
+
+
+def _say(line: str) -> None:
+    os.write(1, f"{line}\n".encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

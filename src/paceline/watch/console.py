@@ -1,0 +1,72 @@
+"""The terminal of whoever started the run: one rank's lines, and a progress bar from its pulse."""
+
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from paceline.pulse import read_pulse
+
+
+class Tail:
+    """Follows one rank's log and pulse."""
+
+    def __init__(self, folder: Path, *, rank: int = 0, out: TextIO | None = None) -> None:
+        self._log = folder / f"rank-{rank}.log"
+        self._pulse = folder / f"pulse-{rank}"
+        self._place = 0
+        self._rest = b""
+        self._out = out or sys.stdout
+        self._console = Console(file=self._out)
+        self._bar = self._make_bar() if self._console.is_terminal else None
+        self._task = self._bar.add_task("", total=None, loss="") if self._bar else None
+
+    def __call__(self) -> None:
+        """Print what is new."""
+        for line in self._new_lines():
+            if self._bar is not None:
+                self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            else:
+                self._out.write(line + "\n")
+        self._out.flush()
+        self._move_bar()
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        self()
+        if self._rest:
+            self._out.write(self._rest.decode(errors="replace") + "\n")
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _new_lines(self) -> list[str]:
+        try:
+            with self._log.open("rb") as file:
+                file.seek(self._place)
+                data = file.read()
+        except OSError:
+            return []
+        self._place += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+    def _move_bar(self) -> None:
+        beat = read_pulse(self._pulse)
+        if self._bar is None or self._task is None or beat is None or not beat.step:
+            return
+        self._bar.start()
+        loss = f"loss {beat.loss:.4f}"
+        self._bar.update(self._task, completed=beat.step, total=beat.total or None, loss=loss)
+
+    def _make_bar(self) -> Progress:
+        return Progress(
+            TextColumn("step"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+        )

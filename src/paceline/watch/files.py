@@ -1,0 +1,69 @@
+"""The run folder's own record: every event, and every logged number, one JSON object a line."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.events import EvalDone, Event, StepDone, as_dict, metrics_of
+from paceline.store.runs import RunFolder
+
+
+class JsonlSink:
+    """Appends each event with one write, so that a kill never leaves two lines in one."""
+
+    def __init__(self, run: RunFolder) -> None:
+        run.path.mkdir(parents=True, exist_ok=True)
+        self._events = _open(run.events)
+        self._metrics = _open(run.metrics)
+
+    def handle(self, event: Event) -> None:
+        """Append it."""
+        record = as_dict(event)
+        _append(self._events, record)
+        if isinstance(event, StepDone):
+            _append(self._metrics, {"step": event.step, "time": record["time"], **metrics_of(event)})
+        if isinstance(event, EvalDone):
+            named = {f"{event.split}/{name}": value for name, value in event.metrics.items()}
+            _append(self._metrics, {"step": event.step, "time": record["time"], **named})
+
+    def close(self) -> None:
+        """Close both files."""
+        os.close(self._events)
+        os.close(self._metrics)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a JSONL file; a last line torn by a kill is passed over."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+
+def _append(handle: int, record: Mapping[str, Any]) -> None:
+    os.write(handle, (json.dumps(_plain(record), default=str) + "\n").encode())
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN: such numbers become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,67 @@
+"""The console: the field's log line for each logged step, and one line for everything else."""
+
+import sys
+from collections.abc import Callable
+
+from paceline.events import (
+    CheckpointRefused,
+    CheckpointSaved,
+    EvalDone,
+    Event,
+    Note,
+    RunEnded,
+    RunStarted,
+    StepDone,
+)
+
+
+def line_of(event: Event) -> str:
+    """One event as text."""
+    if isinstance(event, StepDone):
+        return _step(event)
+    if isinstance(event, EvalDone):
+        numbers = " | ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
+        extra = "".join(f"\n{name}: {text}" for name, text in event.extra.items())
+        return f"eval {event.step} | {numbers} | {event.samples} samples, each once{extra}"
+    if isinstance(event, CheckpointSaved):
+        mark = " (best)" if event.best else ""
+        return f"saved {event.path}{mark} | {event.num_bytes / 2**20:.1f} MiB in {event.seconds * 1e3:.0f} ms"
+    if isinstance(event, CheckpointRefused):
+        return f"refused {event.path}: {event.reason}"
+    if isinstance(event, Note):
+        return event.text if event.level == "info" else f"{event.level}: {event.text}"
+    if isinstance(event, RunStarted):
+        return "\n".join(event.banner)
+    if isinstance(event, RunEnded):
+        return f"{event.status} at step {event.step} after {event.seconds:.1f} s"
+    return ""
+
+
+def _step(event: StepDone) -> str:
+    parts = [f"step {event.step}", f"epoch {event.epoch:.2f}", f"loss {event.loss:.4f}"]
+    if event.grad_norm is not None:
+        parts.append(f"grad_norm {event.grad_norm:.3f}")
+    parts.append(f"lr {event.lr:.2e}")
+    parts.append(f"{event.samples_per_second:.0f} samples/s")
+    if event.tokens_per_second is not None:
+        parts.append(f"{event.tokens_per_second / 1e3:.1f}k tokens/s")
+    total = event.step_seconds or 1.0
+    split = f"data {event.data_seconds / total:.0%} comm {event.communication_seconds / total:.0%}"
+    return " | ".join([*parts, f"{event.step_seconds * 1e3:.1f} ms ({split})"])
+
+
+class ConsoleSink:
+    """Prints one line per event."""
+
+    def __init__(self, write: Callable[[str], object] | None = None) -> None:
+        self._write = write or sys.stdout.write
+
+    def handle(self, event: Event) -> None:
+        """Print it."""
+        line = line_of(event)
+        if line:
+            self._write(f"{line}\n")
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """Nothing is held."""

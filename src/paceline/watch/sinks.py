@@ -1,0 +1,103 @@
+"""Where events can go, by name, or `"my.pkg:Thing"` for one of your own."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.events import EvalDone, Event, Sink, StepDone, metrics_of
+from paceline.plugins import resolve
+from paceline.spec.words import did_you_mean
+from paceline.store.runs import RunFolder
+from paceline.watch.files import JsonlSink
+from paceline.watch.lines import ConsoleSink
+
+
+class TensorBoardSink:
+    """Scalars for TensorBoard, under the run folder's `tb/`."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._writer: Any = resolve("torch.utils.tensorboard:SummaryWriter")(log_dir=str(run.path / "tb"))
+
+    def handle(self, event: Event) -> None:
+        """Write its numbers."""
+        for name, value in _numbers(event).items():
+            self._writer.add_scalar(name, value, event.step)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+class WandbSink:
+    """Scalars for Weights & Biases; the run's id is the folder's name."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run: Any = resolve("wandb:init")(
+            project=run.path.parent.name, id=run.path.name, dir=str(run.path), resume="allow"
+        )
+
+    def handle(self, event: Event) -> None:
+        """Log its numbers."""
+        numbers = _numbers(event)
+        if numbers:
+            self._run.log(numbers, step=event.step)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def _numbers(event: Event) -> dict[str, float]:
+    if isinstance(event, StepDone):
+        return dict(metrics_of(event))
+    if isinstance(event, EvalDone):
+        return {f"{event.split}/{name}": value for name, value in event.metrics.items()}
+    return {}
+
+
+SINKS: dict[str, Callable[[RunFolder], Sink]] = {
+    "console": lambda run: ConsoleSink(),
+    "jsonl": JsonlSink,
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+}
+_OPTIONAL = {"tensorboard"}
+
+
+def make_sinks(names: Sequence[str], *, run: RunFolder) -> tuple[list[Sink], list[str]]:
+    """The sinks of one run, and notes on what is left out because it is not installed.
+
+    Raises:
+        UsageError: a name that is no sink, or an extra that was asked for and is missing.
+    """
+    sinks: list[Sink] = []
+    notes: list[str] = []
+    for name in names:
+        try:
+            sinks.append(_make(name, run))
+        except (ImportError, UsageError) as error:
+            if name not in _OPTIONAL:
+                raise
+            notes.append(
+                f"{name} is not installed and left out ({error.__class__.__name__}): pip install {name}"
+            )
+    return sinks, notes
+
+
+def _make(name: str, run: RunFolder) -> Sink:
+    if ":" in name:
+        sink: Sink = resolve(name)(run)
+        return sink
+    if name not in SINKS:
+        raise UsageError(
+            f"{name!r} is nothing to watch with.",
+            cause=did_you_mean(name, SINKS),
+            hint=f"--watch.to {','.join(SINKS)} or my.pkg:Thing",
+        )
+    return SINKS[name](run)
+
+
+def sink_path(run: RunFolder) -> Path:
+    """Where TensorBoard's files are."""
+    return run.path / "tb"
