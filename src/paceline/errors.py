@@ -145,9 +145,7 @@ def user_line(error: BaseException) -> UserLine | None:
         return UserLine(file=error.filename, line=error.lineno or 0, text=(error.text or "").strip())
     if not frames:
         return None
-    return UserLine(
-        file=frames[-1].filename, line=frames[-1].lineno or 0, text=(frames[-1].line or "").strip()
-    )
+    return UserLine(file=frames[-1].filename, line=frames[-1].lineno or 0, text=(frames[-1].line or "").strip())
 
 
 def _is_foreign(filename: str) -> bool:

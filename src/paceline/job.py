@@ -75,9 +75,7 @@ def load_job(ref: JobRef, *, params: Mapping[str, Any]) -> Job:
             )
         return _checked(ref, found)
     if not callable(found):
-        raise JobError(
-            f"{ref} is a {type(found).__name__}, expected a paceline.Job or a function giving one."
-        )
+        raise JobError(f"{ref} is a {type(found).__name__}, expected a paceline.Job or a function giving one.")
     made = found(**_accepted(ref, found, params))
     if not isinstance(made, Job):
         raise JobError(
@@ -150,9 +148,7 @@ def _like(name: str, default: Any, value: Any) -> Any:
 def _checked(ref: JobRef, job: Job) -> Job:
     problems: list[PacelineError] = []
     if not isinstance(job.global_batch_size, int) or job.global_batch_size < 1:
-        problems.append(
-            JobError(f"global_batch_size is {job.global_batch_size!r}, expected a count of samples.")
-        )
+        problems.append(JobError(f"global_batch_size is {job.global_batch_size!r}, expected a count of samples."))
     if job.train_data is None:
         problems.append(JobError("train_data is None.", hint="give a dataset with __len__ and __getitem__"))
     for name in ("model", "optimizer"):

@@ -67,9 +67,7 @@ def start(request: Request, *, on_start: Callable[[Path], Callable[[], None]] | 
     code, failure = agent.run(tick)
     tick()
     seconds = time.monotonic() - began
-    return Outcome(
-        exit_code=code, failure=failure, attempt_folder=folder, seconds=seconds, ranks=request.ranks
-    )
+    return Outcome(exit_code=code, failure=failure, attempt_folder=folder, seconds=seconds, ranks=request.ranks)
 
 
 def _environ(request: Request) -> dict[str, str]:
@@ -91,18 +89,14 @@ def failure_screen(outcome: Outcome, *, go_on: str = "") -> str:
     log = outcome.attempt_folder / f"rank-{failure.rank}.log"
     at = f" at step {failure.step + 1}" if failure.step else ""
     place = f"{failure.where}, " if failure.where else ""
-    what = (
-        f"killed by {failure.message}" if failure.kind == "signal" else f"{failure.kind}: {failure.message}"
-    )
+    what = f"killed by {failure.message}" if failure.kind == "signal" else f"{failure.kind}: {failure.message}"
     lines = [f"FAILED{at}. First error: rank {failure.rank}, {place}{what}"]
     if failure.source:
         lines.append(f"    {failure.source}")
     lines += [f"  {line}" for line in failure.screen.splitlines()[1:]]
     others = outcome.ranks - 1
     if others:
-        lines.append(
-            f"The other {others} rank{'s' if others > 1 else ''} stopped because rank {failure.rank} left."
-        )
+        lines.append(f"The other {others} rank{'s' if others > 1 else ''} stopped because rank {failure.rank} left.")
     lines.append(f"Full text: {log}")
     return "\n".join([*lines, *([f"Go on: {go_on}"] if go_on else [])])
 

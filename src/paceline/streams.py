@@ -64,8 +64,7 @@ class Streams:
     def arm(self, model: nn.Module) -> Callable[[], None]:
         """Let each random block start its own stream; returns the undo."""
         handles = [
-            block.register_forward_pre_hook(self._starter(number))
-            for number, block in enumerate(random_blocks(model))
+            block.register_forward_pre_hook(self._starter(number)) for number, block in enumerate(random_blocks(model))
         ]
 
         def undo() -> None:

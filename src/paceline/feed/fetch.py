@@ -37,9 +37,7 @@ class Trouble:
 class Fetcher(Dataset[Any]):
     """Reads samples and collates them; an exception comes back as `Trouble`."""
 
-    def __init__(
-        self, *, data: Any, collate: Callable[[list[Any]], Any] | None, seed: int, seed_samples: bool
-    ) -> None:
+    def __init__(self, *, data: Any, collate: Callable[[list[Any]], Any] | None, seed: int, seed_samples: bool) -> None:
         self._data = data
         self._collate = collate or default_collate
         self._seed = seed

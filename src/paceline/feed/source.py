@@ -45,9 +45,7 @@ def read_source(data: Any, *, collate: Collate | None, order: Any, workers: int,
     source = Source(data=data, collate=collate, order=order, workers=workers)
     if source.is_indexed:
         if len(data) == 0:
-            raise JobError(
-                f"{name} is empty.", where=type(data).__name__, hint="check the path it reads from"
-            )
+            raise JobError(f"{name} is empty.", where=type(data).__name__, hint="check the path it reads from")
     elif not isinstance(data, Iterable):
         raise JobError(
             f"{name} is a {type(data).__name__}, which can be neither indexed nor iterated.",

@@ -56,9 +56,7 @@ class StreamFeed:
             cursor = batch.after
             for row in rows:
                 self._checksum = checksum(row, self._checksum)
-            yield StepInput(
-                batch=batch, micro=self._local(batch, rows), fingerprint=self._checksum & 0xFFFFFF
-            )
+            yield StepInput(batch=batch, micro=self._local(batch, rows), fingerprint=self._checksum & 0xFFFFFF)
 
     def state(self) -> Mapping[str, Any]:
         """The checksum of what was read so far in this epoch."""
@@ -135,8 +133,7 @@ def _batch(cursor: Cursor, size: int, micro_batch_size: int) -> Batch:
     stop = cursor.position + size
     starts = range(cursor.position, stop, micro_batch_size)
     micro = tuple(
-        Microbatch(index=i, start=start, stop=min(start + micro_batch_size, stop))
-        for i, start in enumerate(starts)
+        Microbatch(index=i, start=start, stop=min(start + micro_batch_size, stop)) for i, start in enumerate(starts)
     )
     after = Cursor(epoch=cursor.epoch, position=stop, samples=cursor.samples + size, step=cursor.step + 1)
     return Batch(cursor=cursor, after=after, micro=micro)

@@ -46,9 +46,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Joined | None:
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or "mpi"
     marked = "OMPI_COMM_WORLD_RANK" in environ
-    return _from(
-        environ, "mpirun", job if marked else None, tuple(f"OMPI_COMM_WORLD_{name}" for name in names)
-    )
+    return _from(environ, "mpirun", job if marked else None, tuple(f"OMPI_COMM_WORLD_{name}" for name in names))
 
 
 def _pmi(environ: Mapping[str, str]) -> Joined | None:

@@ -84,9 +84,7 @@ class StatisticsTape:
         """How often each layer ran in one microbatch; the same on every rank that had one."""
         own = [max((len(rows) // 2 for rows in layer.rows.values()), default=0) for layer in live]
         joint = torch.tensor(own, dtype=torch.int64, device=self._world.device)
-        return (
-            [int(n) for n in self._world.all_reduce(joint, op="max")] if self._world.world_size > 1 else own
-        )
+        return [int(n) for n in self._world.all_reduce(joint, op="max")] if self._world.world_size > 1 else own
 
     def _meet(self, live: Sequence[_Layer], calls: Sequence[int], num_micro: int) -> list[Tensor]:
         """Every row on every rank. Each row is one rank's alone, so that the sum adds only zeros."""

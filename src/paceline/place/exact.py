@@ -61,9 +61,7 @@ class ExactReducer:
         self._scratch = torch.empty(_CHUNK, dtype=torch.float64, device=world.device)
         self._largest = torch.zeros(len(sizes), 2, dtype=torch.float64, device=world.device)
         self._added = [0] * len(sizes)
-        self._handles = [
-            member.parameter.register_post_accumulate_grad_hook(self._hook(member)) for member in named
-        ]
+        self._handles = [member.parameter.register_post_accumulate_grad_hook(self._hook(member)) for member in named]
 
     def begin(self) -> None:
         """Forget the last step's gradients."""

@@ -155,5 +155,5 @@ def _notes(
         f"backend: {why}",
         f"batch: {facts.global_batch_size} samples a step in {num_micro} microbatches of {micro}"
         f" ({per_rank} a replica)",
-        f"threads: {threads} a rank ({'pinned to one' if facts.one_thread else f'{cluster.cores} usable cores'})",
+        f"threads: {threads} a rank ({'pinned' if facts.one_thread else f'{cluster.cores} usable cores'})",
     )

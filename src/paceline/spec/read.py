@@ -24,9 +24,7 @@ class Asked:
 
     def over(self, lower: Mapping[str, Any], *, origin: str) -> "Asked":
         """These values on top of lower ones."""
-        return Asked(
-            values={**lower, **self.values}, origins={**dict.fromkeys(lower, origin), **self.origins}
-        )
+        return Asked(values={**lower, **self.values}, origins={**dict.fromkeys(lower, origin), **self.origins})
 
 
 def known_settings() -> dict[str, Any]:
@@ -94,9 +92,7 @@ def _leaves(cls: type, prefix: str) -> list[tuple[str, Any]]:
     hints = get_type_hints(cls)
     for item in fields(cls):
         name, kind = prefix + item.name, hints[item.name]
-        found += (
-            _leaves(kind, f"{name}.") if is_dataclass(kind) and isinstance(kind, type) else [(name, kind)]
-        )
+        found += _leaves(kind, f"{name}.") if is_dataclass(kind) and isinstance(kind, type) else [(name, kind)]
     return [entry for entry in found if entry[0] != JOB]
 
 

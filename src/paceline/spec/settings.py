@@ -15,6 +15,7 @@ class Train:
     epochs: float | None = None
     samples: int | None = None
     tokens: int | None = None
+    global_batch_size: int | None = None
     micro_batch_size: int | None = None
     gradient_accumulation_steps: int | None = None
     max_grad_norm: float | None = None

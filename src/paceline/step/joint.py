@@ -114,25 +114,17 @@ class Joint:
     def _packed_on_device(self, width: int) -> Tensor:
         device = self._world.device
         vector = torch.zeros(_NUM_FLAGS + self._num_micro * width, dtype=torch.float64, device=device)
-        vector[:_NUM_FLAGS].copy_(
-            torch.tensor(self._flags, dtype=torch.float64).pin_memory(), non_blocking=True
-        )
+        vector[:_NUM_FLAGS].copy_(torch.tensor(self._flags, dtype=torch.float64).pin_memory(), non_blocking=True)
         for index, terms in self._slots.items():
-            for place, part in enumerate(
-                part for name in self._names for part in terms.get(name, (0.0, 0.0))
-            ):
+            for place, part in enumerate(part for name in self._names for part in terms.get(name, (0.0, 0.0))):
                 slot = vector[_NUM_FLAGS + index * width + place]
                 slot.copy_(part.detach()) if isinstance(part, Tensor) else slot.fill_(part)
         return vector
 
 
-def joint_counts(
-    local: dict[str, float | Tensor], *, world: World, names: Sequence[str]
-) -> dict[str, Tensor]:
+def joint_counts(local: dict[str, float | Tensor], *, world: World, names: Sequence[str]) -> dict[str, Tensor]:
     """The counts of all ranks, before the first forward."""
-    values = [
-        torch.as_tensor(local.get(name, 0.0), dtype=torch.float64, device=world.device) for name in names
-    ]
+    values = [torch.as_tensor(local.get(name, 0.0), dtype=torch.float64, device=world.device) for name in names]
     vector = world.all_reduce(torch.stack(values))
     return dict(zip(names, vector.unbind(), strict=True))
 

@@ -96,9 +96,7 @@ class LossContract:
 
 def _pair(name: object, value: Any) -> tuple[Tensor, Number]:
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise JobError(
-            f"loss term {name!r} is no (sum, count) pair.", hint=f"{{{name!r}: (loss_sum, count)}}"
-        )
+        raise JobError(f"loss term {name!r} is no (sum, count) pair.", hint=f"{{{name!r}: (loss_sum, count)}}")
     return _scalar(str(name), value[0]), _count(str(name), value[1])
 
 

@@ -49,9 +49,7 @@ class SpmdStep:
         self._names: tuple[str, ...] | None = None
         self._late: StepResult | None = None
 
-    def run(
-        self, given: Given, *, stop: bool = False, buffers_changed: Callable[[], bool] | None = None
-    ) -> StepResult:
+    def run(self, given: Given, *, stop: bool = False, buffers_changed: Callable[[], bool] | None = None) -> StepResult:
         """Forward, backward, reduce, clip, update. `stop` is this rank's wish to stop after it.
 
         Raises:
@@ -94,9 +92,7 @@ class SpmdStep:
             communication_seconds=ended - waiting,
         )
 
-    def _passes(
-        self, given: Given, stop: bool, buffers_changed: Callable[[], bool] | None
-    ) -> tuple[Joint, bool]:
+    def _passes(self, given: Given, stop: bool, buffers_changed: Callable[[], bool] | None) -> tuple[Joint, bool]:
         """Forward and backward of this rank's microbatches; the joint vector travels under the last one."""
         device = self.parts.world.device
         data = [to_device(micro.data, device) for micro in given.micro]

@@ -55,9 +55,7 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def save(
-    folder: Path, *, step: int, files: Mapping[str, Sequence[TensorBytes]], state: Mapping[str, Any]
-) -> Path:
+def save(folder: Path, *, step: int, files: Mapping[str, Sequence[TensorBytes]], state: Mapping[str, Any]) -> Path:
     """Write the checkpoint of `step` into `folder` and make it the latest.
 
     Raises:
@@ -81,9 +79,7 @@ def save(
         ) from error
 
 
-def write_part(
-    aside: Path, *, files: Mapping[str, Sequence[TensorBytes]], state: Mapping[str, Any], step: int
-) -> None:
+def write_part(aside: Path, *, files: Mapping[str, Sequence[TensorBytes]], state: Mapping[str, Any], step: int) -> None:
     """Write tensors and manifest into a folder that nobody reads yet, and flush them."""
     listed = {}
     for name, tensors in files.items():
@@ -261,9 +257,7 @@ def _check_space(folder: Path, files: Mapping[str, Sequence[TensorBytes]]) -> No
 def _checked_file(path: Path, name: str, listed: Mapping[str, Any]) -> list[TensorEntry]:
     file = path / name
     if Path(name).name != name:
-        raise CheckpointError(
-            f"the manifest of {path.name} names a file outside it: {name}.", where=str(path)
-        )
+        raise CheckpointError(f"the manifest of {path.name} names a file outside it: {name}.", where=str(path))
     if not file.is_file():
         raise CheckpointError(f"{name} is missing from {path.name}.", where=str(path))
     if file.stat().st_size != listed["bytes"]:

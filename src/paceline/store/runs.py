@@ -83,9 +83,7 @@ def find_run(text: str | None, *, root: Path = ROOT) -> tuple[RunFolder, Path | 
     if text is None:
         newest = newest_run(root=root)
         if newest is None:
-            raise UsageError(
-                "there is no run here yet.", where=str(root.resolve()), hint="paceline train job.py"
-            )
+            raise UsageError("there is no run here yet.", where=str(root.resolve()), hint="paceline train job.py")
         return newest, None
     path = Path(text)
     if path.name.startswith("step-") and path.is_dir():
@@ -94,7 +92,5 @@ def find_run(text: str | None, *, root: Path = ROOT) -> tuple[RunFolder, Path | 
         raise UsageError(f"there is no run {text}.", hint="ls runs/*/")
     run = RunFolder(path)
     if not (run.events.exists() or run.logs.exists() or all_steps(run.checkpoints)):
-        raise UsageError(
-            f"{text} is no run folder.", cause="it has neither events nor checkpoints", hint="ls runs/*/"
-        )
+        raise UsageError(f"{text} is no run folder.", cause="it has neither events nor checkpoints", hint="ls runs/*/")
     return run, None

@@ -101,9 +101,7 @@ def read_tensors(path: Path, entries: Sequence[TensorEntry]) -> Iterator[TensorB
         with path.open("rb") as file:
             for entry in entries:
                 if entry.stop > size:
-                    raise CheckpointError(
-                        f"{path.name} is cut off: {entry.name} ends beyond it.", where=str(path)
-                    )
+                    raise CheckpointError(f"{path.name} is cut off: {entry.name} ends beyond it.", where=str(path))
                 data = bytearray(entry.stop - entry.start)
                 file.seek(entry.start)
                 if file.readinto(data) != len(data) or digest(memoryview(data)) != entry.digest:
@@ -112,9 +110,7 @@ def read_tensors(path: Path, entries: Sequence[TensorEntry]) -> Iterator[TensorB
                         where=str(path),
                         cause="a damaged disk, a flipped bit, or an edited file",
                     )
-                yield TensorBytes(
-                    name=entry.name, dtype=entry.dtype, shape=entry.shape, data=memoryview(data)
-                )
+                yield TensorBytes(name=entry.name, dtype=entry.dtype, shape=entry.shape, data=memoryview(data))
     except OSError as error:
         raise CheckpointError(f"{path.name} can't be read: {error.strerror}.", where=str(path)) from error
 
@@ -145,9 +141,7 @@ def _plan(tensors: Sequence[TensorBytes]) -> tuple[list[TensorEntry], bytes]:
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     base = len(text) + 8
     entries = [
-        TensorEntry(
-            name=t.name, dtype=t.dtype, shape=t.shape, start=base + span[0], stop=base + span[1], digest=""
-        )
+        TensorEntry(name=t.name, dtype=t.dtype, shape=t.shape, start=base + span[0], stop=base + span[1], digest="")
         for t, span in zip(tensors, spans, strict=True)
     ]
     return entries, len(text).to_bytes(8, "little") + text

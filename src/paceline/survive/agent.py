@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -125,10 +126,8 @@ class Agent:
 
     def _kill_all(self, process: "subprocess.Popen[bytes]") -> None:
         """The session is the nursery's own: what is left in it goes with it."""
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
         process.wait()
 
     def _nursery_log(self) -> int:

@@ -11,6 +11,8 @@ from pathlib import Path
 from paceline.errors import PacelineError, user_line
 from paceline.store.disk import write_text
 
+END_OF_TALK = "\x1e"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
@@ -34,9 +36,7 @@ def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 
     failure = Failure(
         rank=rank,
         kind=type(error).__name__,
-        message=error.what
-        if isinstance(error, PacelineError) and not hasattr(error, "problems")
-        else str(error),
+        message=error.what if isinstance(error, PacelineError) and not hasattr(error, "problems") else str(error),
         where=str(line) if line else "",
         source=line.text if line else "",
         screen=str(error) if ours else "",
@@ -59,10 +59,11 @@ def from_status(rank: int, *, status: int, step: int = 0) -> Failure:
     """A failure without an exception: a signal, or an exit code."""
     if status < 0:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
-        cause = {
+        causes: dict[int, str] = {
             signal.SIGKILL: "killed from outside: the kernel when memory runs out, a scheduler, or a person",
             signal.SIGSEGV: "a crash in native code",
-        }.get(-status, "ended by a signal")
+        }
+        cause = causes.get(-status, "ended by a signal")
         return Failure(
             rank=rank, kind="signal", message=f"{name} ({cause})", monotonic_ns=time.monotonic_ns(), step=step
         )
@@ -76,7 +77,8 @@ def from_status(rank: int, *, status: int, step: int = 0) -> Failure:
 
 
 def print_traceback(error: BaseException) -> None:
-    """The full text, for the rank's own log."""
+    """The full text, for the rank's own log; the console stops before it, since the agent says it shorter."""
+    print(END_OF_TALK, flush=True)
     traceback.print_exception(error)
 
 

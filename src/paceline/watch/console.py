@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline.pulse import read_pulse
+from paceline.survive.failure import END_OF_TALK
 
 
 class Tail:
@@ -18,6 +19,7 @@ class Tail:
         self._pulse = folder / f"pulse-{rank}"
         self._place = 0
         self._rest = b""
+        self._silent = False
         self._out = out or sys.stdout
         self._console = Console(file=self._out)
         self._bar = self._make_bar() if self._console.is_terminal else None
@@ -50,7 +52,11 @@ class Tail:
             return []
         self._place += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [line.decode(errors="replace") for line in lines]
+        talk = [line.decode(errors="replace") for line in lines]
+        if END_OF_TALK in talk or self._silent:
+            talk = [] if self._silent else talk[: talk.index(END_OF_TALK)]
+            self._silent, self._rest = True, b""
+        return talk
 
     def _move_bar(self) -> None:
         beat = read_pulse(self._pulse)

@@ -79,9 +79,7 @@ def make_sinks(names: Sequence[str], *, run: RunFolder) -> tuple[list[Sink], lis
         except (ImportError, UsageError) as error:
             if name not in _OPTIONAL:
                 raise
-            notes.append(
-                f"{name} is not installed and left out ({error.__class__.__name__}): pip install {name}"
-            )
+            notes.append(f"{name} is not installed and left out ({error.__class__.__name__}): pip install {name}")
     return sinks, notes
 
 

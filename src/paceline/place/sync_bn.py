@@ -1,0 +1,77 @@
+"""BatchNorm over one microbatch of every replica at once, on any device.
+
+`SyncBatchNorm` of torch refuses CPU tensors; this one sums (count, sum, sum of squares) over the ranks, forward
+and backward. Every rank takes part in every round, also one without a sample.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.errors import LayoutError
+from paceline.world import World
+
+
+class _JointMoments(torch.autograd.Function):
+    """Sums over ranks whose gradient is summed over ranks too."""
+
+    @staticmethod
+    def forward(ctx: Any, moments: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return world.all_reduce(moments.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        world: World = ctx.world
+        return world.all_reduce(grads[0].contiguous().clone()), None
+
+
+class _Synchronised:
+    """The forward of one BatchNorm, with moments over all ranks."""
+
+    def __init__(self, module: _BatchNorm, world: World) -> None:
+        self._module = module
+        self._world = world
+        self._alone = module.forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module = self._module
+        if not module.training:
+            return self._alone(x)
+        dims = [d for d in range(x.dim()) if d != 1]
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        local = x.new_full((1,), x.numel() / x.shape[1])
+        moments = torch.cat([local, x.sum(dims), (x * x).sum(dims)])
+        joint: Tensor = _JointMoments.apply(moments, self._world)  # type: ignore[no-untyped-call]
+        count, total, squares = joint[0], *joint[1:].chunk(2)
+        mean = total / count
+        variance = squares / count - mean * mean
+        self._remember(mean.detach(), (variance * (count / (count - 1).clamp(min=1))).detach())
+        y = (x - mean.view(shape)) * torch.rsqrt(variance.view(shape) + module.eps)
+        if module.affine:
+            y = y * module.weight.view(shape) + module.bias.view(shape)
+        return y
+
+    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+        module = self._module
+        if module.running_mean is None or module.running_var is None:
+            return
+        with torch.no_grad():
+            if module.num_batches_tracked is not None:
+                module.num_batches_tracked.add_(1)
+            weight = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked or 1)
+            module.running_mean.lerp_(mean, weight)
+            module.running_var.lerp_(variance, weight)
+
+
+def synchronise(model: nn.Module, *, world: World) -> list[str]:
+    """Let every BatchNorm of the model see all replicas; names and parameters stay. Returns a note."""
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    if not layers:
+        raise LayoutError("train.buffers=sync_bn, but the model has no BatchNorm.", hint="--train.buffers fold")
+    if world.world_size > 1:
+        for module in layers:
+            module.forward = _Synchronised(module, world)  # type: ignore[method-assign, assignment]
+    return [f"sync_bn: {len(layers)} BatchNorm layers see one microbatch of every replica at once"]

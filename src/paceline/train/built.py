@@ -1,0 +1,215 @@
+"""From a task to something that can train: job, settings, plan, world, model, optimizer, step."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import JobError, PacelineError, UsageError, raise_all
+from paceline.job import EarlyStopping, Job
+from paceline.place.batchnorm import StatisticsTape
+from paceline.place.exact import MOST_MICROBATCHES, ExactReducer, Grid
+from paceline.place.replicate import BucketReducer, LocalReducer, Reducer, equal_start
+from paceline.place.sync_bn import synchronise
+from paceline.place.units import Named, trainable
+from paceline.plan.settle import Plan
+from paceline.spec.settings import Settings
+from paceline.step.loss import LossContract
+from paceline.step.spmd import Parts, SpmdStep
+from paceline.step.update import Ema, Update
+from paceline.streams import Streams, key, seed_all
+from paceline.train.state import make_optimizers
+from paceline.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """One rank's share of a run, ready to step."""
+
+    job: Job
+    settings: Settings
+    plan: Plan
+    world: World
+    model: nn.Module
+    named: Sequence[Named]
+    step: SpmdStep
+    grid: Grid | None
+    notes: tuple[str, ...]
+
+    @property
+    def update(self) -> Update:
+        """The optimizer's side."""
+        return self.step.parts.update
+
+    def close(self) -> None:
+        """Remove what was hooked into the model."""
+        self.step.parts.reducer.close()
+        self.step.parts.tape.close()
+
+
+def job_layer(job: Job) -> dict[str, Any]:
+    """The settings that a job brings; a file and the command line go over them."""
+    layer = dict(job.settings or {})
+    for name in ("micro_batch_size", "max_grad_norm"):
+        value = getattr(job, name)
+        if value is not None:
+            layer.setdefault(f"train.{name}", value)
+    return layer
+
+
+def build_model(job: Job, *, seed: int) -> nn.Module:
+    """The model of one plain build: its draws depend on the seed alone."""
+    seed_all(key(seed, "build"))
+    model = job.model()
+    if not isinstance(model, nn.Module):
+        raise JobError(
+            f"model= gave a {type(model).__name__}, expected a torch.nn.Module.", hint="model=lambda: MyModel()"
+        )
+    return model
+
+
+def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
+    """Put one rank's share together.
+
+    Raises:
+        JobError, UsageError, Problems: something can't be had as asked.
+    """
+    _check_asked(job, settings, plan)
+    model = build_model(job, seed=settings.seed).to(world.device)
+    notes = _equal_start(model, world)
+    if settings.train.buffers == "sync_bn":
+        notes += synchronise(model, world=world)
+    named = trainable(model)
+    grid = Grid(num_parameters=len(named)) if settings.train.exact else None
+    streams = Streams(seed=settings.seed)
+    streams.arm(model)
+    parts = Parts(
+        model=_compiled(model, settings),
+        world=world,
+        contract=LossContract(job=job, model=model),
+        reducer=_reducer(named, world, grid),
+        tape=StatisticsTape(model=model, world=world),
+        update=_update(job, settings, model, named, plan, world),
+        streams=streams,
+        precision=settings.train.precision,
+    )
+    step = SpmdStep(parts)
+    return Built(
+        job=job,
+        settings=settings,
+        plan=plan,
+        world=world,
+        model=model,
+        named=named,
+        step=step,
+        grid=grid,
+        notes=tuple(notes),
+    )
+
+
+def early_stopping(job: Job) -> EarlyStopping | None:
+    """The rule, where the job has one; a number alone is patience in evaluations of `best`."""
+    rule = job.early_stopping
+    if not isinstance(rule, int):
+        return rule
+    metric, mode = best_rule(job)
+    return EarlyStopping(metric=metric, mode="max" if mode == "max" else "min", patience=rule)
+
+
+def best_rule(job: Job) -> tuple[str, str]:
+    """The metric that says which checkpoint is best, and whether more is better."""
+    metric, _, mode = (job.best or "loss:min").partition(":")
+    mode = mode or "min"
+    if mode not in ("min", "max") or not metric:
+        raise JobError(f"best={job.best!r} is not understood.", hint='best="accuracy:max"')
+    return metric, mode
+
+
+def _check_asked(job: Job, settings: Settings, plan: Plan) -> None:
+    problems: list[PacelineError] = []
+    train = settings.train
+    if train.exact:
+        problems += _check_exact(plan, train.precision)
+    if train.precision == "fp16" and job.loss is not None and job.count is None:
+        problems.append(
+            JobError(
+                "fp16 needs the counts before the first forward, so that the scaled loss stays in range.",
+                hint="count=lambda batch: number of targets, or --train.precision bf16",
+            )
+        )
+    if job.loss_over == "batch":
+        problems.append(JobError('loss_over="batch" is not in this version yet.', hint="a loss over samples"))
+    if job.ema is not None and not 0.0 < job.ema < 1.0:
+        problems.append(JobError(f"ema={job.ema} is no decay between 0 and 1.", hint="ema=0.999"))
+    best_rule(job)
+    raise_all(problems)
+
+
+def _check_exact(plan: Plan, precision: str) -> list[PacelineError]:
+    found: list[PacelineError] = []
+    if plan.device != "cpu":
+        found.append(UsageError("exact mode is proved on CPUs only so far.", hint="--device cpu"))
+    if precision == "fp16":
+        found.append(UsageError("exact mode with fp16 is not proved: its loss scale may differ.", hint="bf16 or fp32"))
+    if plan.num_micro > MOST_MICROBATCHES:
+        found.append(
+            UsageError(
+                f"exact mode adds at most {MOST_MICROBATCHES} microbatches, this run has {plan.num_micro}.",
+                hint="a larger --train.micro_batch_size",
+            )
+        )
+    return found
+
+
+def _equal_start(model: nn.Module, world: World) -> list[str]:
+    differed = [name for names in world.gather_json(equal_start(model, world=world)) for name in names]
+    if not differed:
+        return []
+    return [f"warning: start weights differed between ranks ({differed[0]}, ...); rank 0's were given to all"]
+
+
+def _reducer(named: Sequence[Named], world: World, grid: Grid | None) -> Reducer:
+    if grid is not None:
+        return ExactReducer(named=named, world=world, grid=grid)
+    return LocalReducer(named=named) if world.world_size == 1 else BucketReducer(named=named, world=world)
+
+
+def _update(job: Job, settings: Settings, model: nn.Module, named: Sequence[Named], plan: Plan, world: World) -> Update:
+    optimizers = make_optimizers(job, model)
+    factor = lr_factor(settings.train.lr_scaling, plan.global_batch_size / job.global_batch_size)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = group["lr"] * factor if factor != 1.0 else group["lr"]
+    schedules = [job.lr_schedule(optimizer) for optimizer in optimizers] if job.lr_schedule else []
+    fp16 = settings.train.precision == "fp16"
+    return Update(
+        named=named,
+        optimizers=optimizers,
+        schedules=schedules,
+        scaler=torch.amp.GradScaler(world.device.type) if fp16 else None,
+        max_grad_norm=settings.train.max_grad_norm,
+        check_finite=not fp16,
+        skip_nonfinite=settings.train.on_nonfinite == "skip",
+        ema=Ema(model=model, decay=job.ema) if job.ema is not None else None,
+    )
+
+
+def lr_factor(rule: str, ratio: float) -> float:
+    """What the learning rate is multiplied by when the batch is `ratio` times the job's own.
+
+    Linear: Goyal et al. 2017 (SGD). Square root: Krizhevsky 2014, Malladi et al. 2022 (Adam).
+    """
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+
+
+def _compiled(model: nn.Module, settings: Settings) -> nn.Module:
+    if settings.train.compile:
+        model.compile()
+    return model
+
+
+def shown(values: Mapping[str, float]) -> str:
+    """A few numbers for a log line."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in values.items())

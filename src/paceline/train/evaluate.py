@@ -1,0 +1,170 @@
+"""Exact metrics: each sample once, no padding, sums that do not depend on who computed them."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import JobError
+from paceline.feed.feed import eval_feed
+from paceline.job import Job
+from paceline.step.loss import LossContract, to_device
+from paceline.streams import key, seed_all
+from paceline.world import World
+
+_LIMB_BITS = 32
+_SCALE_BITS = 1088
+_LIMBS = 72
+LOSS = "loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """Metrics over a whole split."""
+
+    metrics: dict[str, float]
+    samples: int
+    seconds: float
+
+
+class ExactSum:
+    """A sum of floats without rounding, that ranks can add: Python integers, sent as 32-bit limbs."""
+
+    def __init__(self) -> None:
+        self._total = 0
+        self._broken = False
+
+    def add(self, value: float) -> None:
+        """Add one float."""
+        if not math.isfinite(value):
+            self._broken = True
+            return
+        top, bottom = value.as_integer_ratio()
+        self._total += top << (_SCALE_BITS - bottom.bit_length() + 1)
+
+    def limbs(self) -> list[int]:
+        """Base 2^32 digits of the magnitude, each with the sum's sign, then a mark for what is not finite."""
+        magnitude, sign = abs(self._total), -1 if self._total < 0 else 1
+        mask = (1 << _LIMB_BITS) - 1
+        return [sign * ((magnitude >> (_LIMB_BITS * i)) & mask) for i in range(_LIMBS)] + [int(self._broken)]
+
+    @staticmethod
+    def total(limbs: list[int]) -> float:
+        """The float nearest to the sum of everybody's limbs."""
+        *digits, broken = limbs
+        if broken:
+            return math.nan
+        whole = sum(digit << (_LIMB_BITS * i) for i, digit in enumerate(digits))
+        return float(Fraction(whole, 1 << _SCALE_BITS))
+
+
+class Evaluator:
+    """Runs a model over a split."""
+
+    def __init__(
+        self,
+        *,
+        job: Job,
+        model: nn.Module,
+        world: World,
+        seed: int,
+        autocast: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._job = job
+        self._model = model
+        self._world = world
+        self._seed = seed
+        self._autocast = autocast
+        self._contract = LossContract(job=job, model=model)
+
+    def run(
+        self, data: Any, *, batch_size: int, workers: int, name: str, beat: Callable[[], None] | None = None
+    ) -> Evaluated:
+        """Loss, its terms and the job's metrics, the same on every rank."""
+        began = time.perf_counter()
+        sums: dict[str, tuple[ExactSum, ExactSum]] = {}
+        modules = {n: m for n, m in (self._job.metrics or {}).items() if hasattr(m, "compute")}
+        samples = 0
+        was_training = self._model.training
+        self._model.eval()
+        seed_all(key(self._seed, "evaluate"))
+        with torch.no_grad():
+            for micro in self._feed(data, batch_size, workers, name):
+                self._measure(micro.data, micro.num_samples, sums, modules)
+                samples += micro.num_samples
+                if beat is not None:
+                    beat()
+        self._model.train(was_training)
+        metrics, total = self._joint(sums, samples)
+        metrics |= {n: float(m.compute()) for n, m in modules.items()}
+        for module in modules.values():
+            module.reset()
+        return Evaluated(metrics=metrics, samples=total, seconds=time.perf_counter() - began)
+
+    def _feed(self, data: Any, batch_size: int, workers: int, name: str) -> Any:
+        return eval_feed(
+            data=data,
+            collate=self._job.collate,
+            batch_size=batch_size,
+            replica=self._world.rank,
+            replicas=self._world.world_size,
+            seed=self._seed,
+            workers=workers,
+            name=name,
+        )
+
+    def _measure(
+        self, data: Any, num_samples: int, sums: dict[str, tuple[ExactSum, ExactSum]], modules: Mapping[str, Any]
+    ) -> None:
+        batch = to_device(data, self._world.device)
+        with self._autocast():
+            output = self._contract.forward(self._model, batch)
+            terms = self._contract.terms(output, batch, num_samples=num_samples)
+        for name, (total, count) in terms.items():
+            _add(sums, name if len(terms) == 1 else f"{LOSS}/{name}", total, count)
+        for name, metric in (self._job.metrics or {}).items():
+            if name in modules:
+                metric.update(output, _target(batch))
+                continue
+            pair = metric(output, batch)
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise JobError(
+                    f"the metric {name!r} gave a {type(pair).__name__}, expected (sum, count).",
+                    hint=f"metrics={{{name!r}: lambda output, batch: (correct.sum(), correct.numel())}}",
+                )
+            _add(sums, name, *pair)
+
+    def _joint(self, sums: dict[str, tuple[ExactSum, ExactSum]], samples: int) -> tuple[dict[str, float], int]:
+        names = sorted({name for mine in self._world.gather_json(list(sums)) for name in mine})
+        rows = [limb for name in names for part in sums.get(name, (ExactSum(), ExactSum())) for limb in part.limbs()]
+        vector = self._world.all_reduce(torch.tensor([*rows, samples], dtype=torch.int64, device=self._world.device))
+        values = vector.tolist()
+        width = _LIMBS + 1
+        metrics = {}
+        for place, name in enumerate(names):
+            start = 2 * place * width
+            total = ExactSum.total(values[start : start + width])
+            count = ExactSum.total(values[start + width : start + 2 * width])
+            metrics[name] = total / count if count else math.nan
+        parts = [value for name, value in metrics.items() if name.startswith(f"{LOSS}/")]
+        if parts:
+            metrics = {LOSS: math.fsum(parts), **metrics}
+        return metrics, int(values[-1])
+
+
+def _add(sums: dict[str, tuple[ExactSum, ExactSum]], name: str, total: Any, count: Any) -> None:
+    pair = sums.setdefault(name, (ExactSum(), ExactSum()))
+    for part, value in zip(pair, (total, count), strict=True):
+        part.add(float(value.detach() if isinstance(value, Tensor) else value))
+
+
+def _target(batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return batch.get("labels", batch)
+    return batch[-1] if isinstance(batch, tuple | list) else batch

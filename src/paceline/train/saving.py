@@ -1,0 +1,184 @@
+"""Saving and resuming a run: what goes into a checkpoint, which one is used, what must not have changed."""
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import CheckpointError, ResumeError
+from paceline.events import CheckpointRefused, CheckpointSaved, Event
+from paceline.feed.feed import Feed
+from paceline.order.cursor import Cursor
+from paceline.store.checkpoints import (
+    Loaded,
+    load,
+    mark_best,
+    marked,
+    newest_good,
+    prune,
+    save,
+)
+from paceline.store.disk import sync_folder, write_json
+from paceline.store.tensors import write_tensors
+from paceline.train.built import Built
+from paceline.train.convert import structure, to_bytes
+from paceline.train.state import files_of, grid_state, load_ema, load_grid, load_model, load_update
+from paceline.world import World
+
+
+def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, Any]:
+    """What must be the same for a run to be gone on with."""
+    optimizers = [
+        {"kind": type(o).__name__, "groups": [len(g["params"]) for g in o.param_groups]}
+        for o in built.update.optimizers
+    ]
+    return {
+        "model": structure(built.model.state_dict()),
+        "data": {"num_samples": num_samples, "fingerprint": data},
+        "seed": built.settings.seed,
+        "global_batch_size": built.plan.global_batch_size,
+        "micro_batch_size": built.plan.micro_batch_size,
+        "optimizer": optimizers,
+        "exact": built.settings.train.exact,
+        "precision": built.settings.train.precision,
+    }
+
+
+def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow: Sequence[str]) -> None:
+    """Refuse a resume that would be another run.
+
+    Raises:
+        ResumeError: with every difference.
+    """
+    changed = [name for name in now if saved.get(name) != now[name] and name not in allow]
+    if changed:
+        lines = [f"{name}: was {_short(saved.get(name))}, is {_short(now[name])}" for name in changed]
+        raise ResumeError(
+            f"this is not the run that was saved: {'; '.join(lines)}.",
+            cause="another setting, another job file, or other data",
+            hint=f"--allow {','.join(changed)} to go on all the same",
+        )
+
+
+class Saver:
+    """Writes checkpoints of one run; rank 0 writes, all wait."""
+
+    def __init__(self, *, built: Built, folder: Path, identity: Mapping[str, Any], names: Sequence[str]) -> None:
+        self._built = built
+        self._folder = folder
+        self._identity = identity
+        self._names = names
+        self.last_saved = -1
+
+    def save(self, *, cursor: Cursor, feed: Feed, extra: Mapping[str, Any], best: bool) -> list[Event]:
+        """Save the present state. Every rank calls this; a failure on rank 0 is every rank's.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        events: list[Event] = []
+        problem: dict[str, str] | None = None
+        if self._built.world.is_main:
+            try:
+                events = [self._write(cursor, feed, extra, best)]
+            except CheckpointError as error:
+                problem = error.as_json()
+        problem = self._built.world.share_json(problem)
+        if problem is not None:
+            raise CheckpointError(problem["what"], where=problem["where"], cause=problem["cause"], hint=problem["hint"])
+        self.last_saved = cursor.step
+        return events
+
+    def _write(self, cursor: Cursor, feed: Feed, extra: Mapping[str, Any], best: bool) -> CheckpointSaved:
+        began = time.perf_counter()
+        files, state = files_of(model=self._built.model, update=self._built.update)
+        state |= {
+            "cursor": cursor.as_json(),
+            "feed": dict(feed.state()),
+            "identity": self._identity,
+            "grid": grid_state(self._built.grid, self._names),
+            "extra": dict(extra),
+        }
+        path = save(self._folder, step=cursor.step, files=files, state=state)
+        if best:
+            mark_best(self._folder, path)
+        prune(self._folder, keep=self._built.settings.checkpoint.keep)
+        return CheckpointSaved(
+            step=cursor.step,
+            path=str(path),
+            seconds=time.perf_counter() - began,
+            num_bytes=sum(t.data.nbytes for tensors in files.values() for t in tensors),
+            best=best,
+        )
+
+
+def find_checkpoint(folder: Path, *, asked: Path | None, world: World) -> tuple[Loaded | None, list[Event]]:
+    """The checkpoint to go on from: the one asked for, or the newest good one. Rank 0 chooses for all.
+
+    Raises:
+        CheckpointError: the one asked for can't be used, or none of several can.
+    """
+    chosen: str | None = None
+    refused: list[tuple[str, str]] = []
+    if world.is_main and asked is None:
+        path, bad = newest_good(folder)
+        chosen, refused = (str(path) if path else None), [(str(r.path), r.reason) for r in bad]
+    elif asked is not None:
+        chosen = str(asked)
+    chosen, refused = world.share_json([chosen, refused])
+    events: list[Event] = [CheckpointRefused(path=path, reason=reason) for path, reason in refused]
+    if chosen is None:
+        whole = [path for path, reason in refused if "interrupted" not in reason]
+        if whole:
+            raise CheckpointError(
+                f"none of the {len(whole)} checkpoints can be used; the newest: {refused[0][1]}",
+                where=str(folder),
+                hint="paceline ckpt ls, or start anew with another --run-dir",
+            )
+        return None, events
+    return load(Path(chosen)), events
+
+
+def restore(loaded: Loaded, *, built: Built, feed_state: bool = True) -> Cursor:
+    """Give model, optimizers, schedules and grid their state; returns the cursor."""
+    load_model(loaded, built.model)
+    load_update(loaded, model=built.model, update=built.update)
+    load_grid(built.grid, loaded.state.get("grid", {}), [member.name for member in built.named])
+    cursor = Cursor.from_json(loaded.state["cursor"])
+    built.step.step = cursor.step
+    return cursor
+
+
+def restore_weights(loaded: Loaded, *, built: Built) -> None:
+    """Give only the weights, and the average if there is one, for evaluation."""
+    load_model(loaded, built.model)
+    if built.update.ema is not None:
+        load_ema(loaded, built.update.ema)
+
+
+def consolidate(built: Built, folder: Path) -> Path:
+    """Write the weights as the folder that transformers and vLLM open: every name, plain safetensors."""
+    aside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    tied = set(getattr(built.model, "_tied_weights_keys", None) or ())
+    state = {name: value for name, value in built.model.state_dict().items() if name not in tied}
+    write_tensors(aside / "model.safetensors", [to_bytes(name, value) for name, value in state.items()])
+    config = getattr(built.model, "config", None)
+    if hasattr(config, "to_dict"):
+        write_json(aside / "config.json", config.to_dict())
+    sync_folder(aside)
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)
+    return folder
+
+
+def best_path(folder: Path) -> Path | None:
+    """The best checkpoint, if one was marked."""
+    return marked(folder, "best")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,212 @@
+"""What a run is between two steps: everything a checkpoint holds, and nothing that can be derived."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.errors import CheckpointError, JobError
+from paceline.job import Job
+from paceline.place.exact import Grid
+from paceline.step.update import Ema, Update
+from paceline.store.checkpoints import Loaded
+from paceline.store.tensors import TensorBytes
+from paceline.train.convert import first_names, from_bytes, once, structure, to_bytes
+from paceline.train.plain import from_plain, to_plain, without_anew
+
+MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
+
+
+def make_optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
+    """Call the job's factory and check that every trainable parameter is in exactly one group.
+
+    Raises:
+        JobError: a parameter is missing, twice there, or not the model's.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise JobError("the model has no trainable parameter.", hint="parameter.requires_grad_(True)")
+    made = job.optimizer(named)
+    optimizers = list(made) if isinstance(made, list | tuple) else [made]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise JobError(
+                f"optimizer= gave a {type(optimizer).__name__}, expected a torch.optim.Optimizer.",
+                hint="optimizer=lambda named: torch.optim.AdamW([p for _, p in named])",
+            )
+    _check_groups(optimizers, {id(p): name for name, p in named})
+    return optimizers
+
+
+def files_of(*, model: nn.Module, update: Update) -> tuple[dict[str, list[TensorBytes]], dict[str, Any]]:
+    """The tensors of a checkpoint by file, and the JSON that goes with them."""
+    weights, aliases = once(_state_dict(model))
+    tensors, optimizers = _optimizer_state(update.optimizers, _names(model))
+    files = {MODEL: weights, OPTIMIZER: tensors}
+    if update.ema is not None:
+        pairs = zip(update.ema.names, update.ema.averages, strict=True)
+        files[EMA] = [to_bytes(name, tensor) for name, tensor in pairs]
+    scaler = None if update.scaler is None else to_plain(update.scaler.state_dict(), where="the loss scaler")
+    schedules = [to_plain(s.state_dict(), where=type(s).__name__) for s in update.schedules]
+    return files, {
+        "aliases": aliases,
+        "optimizers": optimizers,
+        "schedules": [without_anew(s) for s in schedules],
+        "scaler": scaler,
+    }
+
+
+def load_model(loaded: Loaded, model: nn.Module) -> None:
+    """Copy a checkpoint's weights into the model, in place, so that ties and aliases stay.
+
+    Raises:
+        CheckpointError: it is another model's.
+    """
+    stored = loaded.files.get(MODEL, {})
+    aliases: Mapping[str, str] = loaded.state.get("aliases", {})
+    targets = _state_dict(model)
+    tensors = {
+        name: from_bytes(stored[aliases.get(name, name)]) for name in targets if aliases.get(name, name) in stored
+    }
+    wanted, found = structure(targets), {**structure(tensors), **{n: "" for n in stored if n not in targets}}
+    differing = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+    if differing:
+        name = differing[0]
+        raise CheckpointError(
+            f"{loaded.path.name} is another model's: {first_names(differing)} differ.",
+            where=str(loaded.path),
+            cause=f"{name} is {found.get(name) or 'absent'} there and {wanted.get(name) or 'absent'} here",
+            hint="the same --job.* settings as when it was saved",
+        )
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(tensors[name])
+
+
+def load_update(loaded: Loaded, *, model: nn.Module, update: Update) -> None:
+    """Give optimizers, schedules, scaler and average their state back."""
+    state = loaded.state
+    for index, (optimizer, plain) in enumerate(zip(update.optimizers, state["optimizers"], strict=True)):
+        _load_optimizer(optimizer, plain, loaded.files.get(OPTIMIZER, {}), _names(model), prefix=f"{index}/")
+    for schedule, plain in zip(update.schedules, state["schedules"], strict=True):
+        current = schedule.state_dict()
+        schedule.load_state_dict({**current, **from_plain(plain)})
+    if update.scaler is not None and state.get("scaler"):
+        update.scaler.load_state_dict(from_plain(state["scaler"]))
+    if update.ema is not None:
+        load_ema(loaded, update.ema)
+
+
+def load_ema(loaded: Loaded, ema: Ema) -> None:
+    """Give the average its values back."""
+    stored = loaded.files.get(EMA, {})
+    with torch.no_grad():
+        for name, average in zip(ema.names, ema.averages, strict=True):
+            if name in stored:
+                average.copy_(from_bytes(stored[name]))
+
+
+def grid_state(grid: Grid | None, names: Sequence[str]) -> dict[str, int | None]:
+    """The exact sum's grid by FQN."""
+    return {} if grid is None else dict(zip(names, grid.exponents, strict=True))
+
+
+def load_grid(grid: Grid | None, state: Mapping[str, int | None], names: Sequence[str]) -> None:
+    """Take the grid back."""
+    if grid is not None:
+        grid.exponents = [state.get(name) for name in names]
+
+
+def _state_dict(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def _check_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+    seen: dict[int, int] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                seen[id(parameter)] = seen.get(id(parameter), 0) + 1
+    foreign = [number for number in seen if number not in names]
+    missing = [name for number, name in names.items() if number not in seen]
+    twice = [names[number] for number, times in seen.items() if times > 1 and number in names]
+    if missing or twice or foreign:
+        parts = [
+            f"no group holds {first_names(missing)}" if missing else "",
+            f"{first_names(twice)} stand in two groups" if twice else "",
+            f"{len(foreign)} parameters in its groups are not trainable ones of this model" if foreign else "",
+        ]
+        raise JobError(
+            f"optimizer=: {'; '.join(part for part in parts if part)}.",
+            cause="every trainable parameter belongs in exactly one group",
+            hint="build the groups from the (name, parameter) pairs that the factory is given",
+        )
+
+
+def _optimizer_state(
+    optimizers: Sequence[Optimizer], names: Mapping[int, str]
+) -> tuple[list[TensorBytes], list[dict[str, Any]]]:
+    tensors: list[TensorBytes] = []
+    plains = []
+    for index, optimizer in enumerate(optimizers):
+        scalars: dict[str, dict[str, Any]] = {}
+        for parameter, state in optimizer.state.items():
+            name = names[id(parameter)]
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    tensors.append(to_bytes(f"{index}/{name}/{key}", value))
+                else:
+                    scalars.setdefault(name, {})[key] = to_plain(value, where=type(optimizer).__name__)
+        groups = [
+            {
+                "names": [names[id(p)] for p in group["params"]],
+                "options": to_plain({k: v for k, v in group.items() if k != "params"}, where="a parameter group"),
+            }
+            for group in optimizer.param_groups
+        ]
+        plains.append({"kind": type(optimizer).__name__, "scalars": scalars, "groups": groups})
+    return tensors, plains
+
+
+def _load_optimizer(
+    optimizer: Optimizer,
+    plain: Mapping[str, Any],
+    stored: Mapping[str, TensorBytes],
+    names: Mapping[int, str],
+    *,
+    prefix: str,
+) -> None:
+    if len(plain["groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the optimizer has {len(optimizer.param_groups)} groups, the checkpoint {len(plain['groups'])}."
+        )
+    for group, saved in zip(optimizer.param_groups, plain["groups"], strict=True):
+        group.update(without_none(from_plain(saved["options"]), group))
+    by_name: dict[str, dict[str, Any]] = {n: from_plain(s) for n, s in plain["scalars"].items()}
+    for key, value in stored.items():
+        if key.startswith(prefix):
+            name, _, part = key.removeprefix(prefix).rpartition("/")
+            by_name.setdefault(name, {})[part] = from_bytes(value)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = by_name.get(names[id(parameter)])
+            if state is not None:
+                optimizer.state[parameter] = {k: _placed(k, v, parameter) for k, v in state.items()}
+
+
+def without_none(options: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved options, where a value that was made anew keeps its present one."""
+    return {key: current.get(key) if value is None else value for key, value in options.items()}
+
+
+def _placed(key: str, value: Any, parameter: nn.Parameter) -> Any:
+    """State lives beside its parameter; a step count stays where the optimizer keeps it."""
+    if not isinstance(value, Tensor) or key == "step":
+        return value
+    return value.to(parameter.device)
