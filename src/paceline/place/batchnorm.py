@@ -32,10 +32,10 @@ class _Layer:
 class StatisticsTape:
     """The tape of one model. `begin`, then `at(j)` before each microbatch, then `fold`."""
 
-    def __init__(self, *, model: nn.Module, world: World) -> None:
+    def __init__(self, *, model: nn.Module, world: World, enabled: bool = True) -> None:
         self._world = world
         self._now = 0
-        self._layers = [_layer(name, module) for name, module in running(model)]
+        self._layers = [_layer(name, module) for name, module in running(model)] if enabled else []
         self._handles = [
             handle
             for layer in self._layers

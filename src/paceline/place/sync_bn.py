@@ -4,6 +4,7 @@
 and backward. Every rank takes part in every round, also one without a sample.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,10 +29,18 @@ class _JointMoments(torch.autograd.Function):
         return world.all_reduce(grads[0].contiguous().clone()), None
 
 
+@dataclass
+class Rounds:
+    """Shared by all synchronised layers: the weight of this rank's samples, zero for a stand-in."""
+
+    weight: float = 1.0
+
+
 class _Synchronised:
     """The forward of one BatchNorm, with moments over all ranks."""
 
-    def __init__(self, module: _BatchNorm, world: World) -> None:
+    def __init__(self, module: _BatchNorm, world: World, rounds: Rounds) -> None:
+        self._rounds = rounds
         self._module = module
         self._world = world
         self._alone = module.forward
@@ -43,7 +52,7 @@ class _Synchronised:
         dims = [d for d in range(x.dim()) if d != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
         local = x.new_full((1,), x.numel() / x.shape[1])
-        moments = torch.cat([local, x.sum(dims), (x * x).sum(dims)])
+        moments = torch.cat([local, x.sum(dims), (x * x).sum(dims)]) * self._rounds.weight
         joint: Tensor = _JointMoments.apply(moments, self._world)  # type: ignore[no-untyped-call]
         count, total, squares = joint[0], *joint[1:].chunk(2)
         mean = total / count
@@ -66,12 +75,16 @@ class _Synchronised:
             module.running_var.lerp_(variance, weight)
 
 
-def synchronise(model: nn.Module, *, world: World) -> list[str]:
-    """Let every BatchNorm of the model see all replicas; names and parameters stay. Returns a note."""
+def synchronise(model: nn.Module, *, world: World) -> Rounds:
+    """Let every BatchNorm of the model see all replicas; names and parameters stay.
+
+    Raises:
+        LayoutError: the model has none.
+    """
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     if not layers:
         raise LayoutError("train.buffers=sync_bn, but the model has no BatchNorm.", hint="--train.buffers fold")
-    if world.world_size > 1:
-        for module in layers:
-            module.forward = _Synchronised(module, world)  # type: ignore[method-assign, assignment]
-    return [f"sync_bn: {len(layers)} BatchNorm layers see one microbatch of every replica at once"]
+    rounds = Rounds()
+    for module in layers:
+        module.forward = _Synchronised(module, world, rounds)  # type: ignore[method-assign, assignment]
+    return rounds

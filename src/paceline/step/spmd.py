@@ -1,7 +1,7 @@
 """The synchronous step: every replica runs its microbatches, gradients are added, all take the same step."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError, RunError
 from paceline.place.batchnorm import StatisticsTape
+from paceline.place.buffers import BufferPolicy
 from paceline.place.replicate import Reducer
+from paceline.place.sync_bn import Rounds
 from paceline.step.given import Given
 from paceline.step.joint import BUFFERS, FINGERPRINT, STOP, Joint, joint_counts
 from paceline.step.later import Later
@@ -34,10 +36,11 @@ class Parts:
     contract: LossContract
     reducer: Reducer
     tape: StatisticsTape
+    buffers: BufferPolicy
     update: Update
     streams: Streams
     precision: str = "fp32"
-    phantoms: bool = False
+    rounds: Rounds | None = None
 
 
 class SpmdStep:
@@ -48,6 +51,7 @@ class SpmdStep:
         self.step = 0
         self._names: tuple[str, ...] | None = None
         self._late: StepResult | None = None
+        self._spare: Any = None
 
     def run(self, given: Given, *, stop: bool = False, buffers_changed: Callable[[], bool] | None = None) -> StepResult:
         """Forward, backward, reduce, clip, update. `stop` is this rank's wish to stop after it.
@@ -57,7 +61,7 @@ class SpmdStep:
             DesyncError: the ranks disagree on the terms of the loss or on the data.
         """
         self.parts.model.train()
-        result = self.gradients(given, stop=stop, buffers_changed=buffers_changed)
+        result = self.gradients(given, stop=stop)
         on_host = self.parts.world.device.type == "cpu"
         norm, taken = self.parts.update.commit(step=self.step + 1, loss=result.loss if on_host else None)
         self.step += 1
@@ -67,21 +71,20 @@ class SpmdStep:
             self._check_late(result)
         return result
 
-    def gradients(
-        self, given: Given, *, stop: bool = False, buffers_changed: Callable[[], bool] | None = None
-    ) -> StepResult:
+    def gradients(self, given: Given, *, stop: bool = False) -> StepResult:
         """Leave the global gradient in every `.grad`, and update nothing but running statistics."""
         started = time.perf_counter()
         for _ in range(MOST_ATTEMPTS):
             self.parts.tape.begin()
             self.parts.reducer.begin()
-            joint, divide = self._passes(given, stop, buffers_changed)
+            joint, divide = self._passes(given, stop)
             waiting = time.perf_counter()
             if self.parts.reducer.finish(divisor=joint.divisor() if divide else None):
                 break
         else:
             raise RunError("the exact sum found no grid that holds this step's gradients.")
         self.parts.tape.fold(num_micro=given.num_micro)
+        self._settle_buffers(joint)
         ended = time.perf_counter()
         return StepResult(
             step=self.step + 1,
@@ -92,24 +95,57 @@ class SpmdStep:
             communication_seconds=ended - waiting,
         )
 
-    def _passes(self, given: Given, stop: bool, buffers_changed: Callable[[], bool] | None) -> tuple[Joint, bool]:
+    def _passes(self, given: Given, stop: bool) -> tuple[Joint, bool]:
         """Forward and backward of this rank's microbatches; the joint vector travels under the last one."""
         device = self.parts.world.device
         data = [to_device(micro.data, device) for micro in given.micro]
         counts = self._counts(data)
+        missing = self._missing(given)
         joint: Joint | None = None
         for position, (micro, batch) in enumerate(zip(given.micro, data, strict=True)):
-            last = position == len(given.micro) - 1
+            last = position == len(data) - 1
             terms = self._forward(micro.index, batch, micro.num_samples)
             joint = joint or self._joint(given, terms, stop)
             joint.put(micro.index, terms)
             if last:
-                self._send(joint, buffers_changed)
-            self._backward(self._loss(terms, counts), last=last)
+                self._send(joint)
+            self._backward(self._loss(terms, counts), last=last and not missing)
         if joint is None:
             joint = self._joint(given, None, stop)
-            self._send(joint, buffers_changed)
+            self._send(joint)
+        self._stand_in(given, data, missing)
         return joint, counts is None
+
+    def _missing(self, given: Given) -> int:
+        """Rounds in which the layers meet and this replica has no sample."""
+        if self.parts.rounds is None:
+            return 0
+        return -(-given.num_micro // self.parts.world.world_size) - len(given.micro)
+
+    def _stand_in(self, given: Given, data: Sequence[Any], missing: int) -> None:
+        """Take part in those rounds with weight zero."""
+        rounds = self.parts.rounds
+        if rounds is None:
+            return
+        self._spare = data[0] if data else self._spare
+        for number in range(missing):
+            if self._spare is None:
+                raise JobError(
+                    f"the first batch has {given.num_micro} microbatches for {self.parts.world.world_size} replicas.",
+                    cause="sync_bn needs a sample on every replica in its first step",
+                    hint="a smaller --train.micro_batch_size, or --train.buffers fold",
+                )
+            rounds.weight = 0.0
+            terms = self._forward(given.num_micro, self._spare, 1)
+            nothing = torch.stack([total for total, _ in terms.values()]).sum() * 0.0
+            self._backward(nothing, last=number == missing - 1)
+            rounds.weight = 1.0
+
+    def _settle_buffers(self, joint: Joint) -> None:
+        """Read from the joint vector where that costs nothing; on a GPU, follow this rank's own."""
+        buffers = self.parts.buffers
+        on_host = self.parts.world.device.type == "cpu"
+        buffers.settle(changed=joint.agreed().buffers_changed if on_host else buffers.changed())
 
     def _joint(self, given: Given, terms: Terms | None, stop: bool) -> Joint:
         names = self._agree_names(terms)
@@ -118,9 +154,8 @@ class SpmdStep:
         joint.flag(FINGERPRINT, float(given.fingerprint))
         return joint
 
-    @staticmethod
-    def _send(joint: Joint, buffers_changed: Callable[[], bool] | None) -> None:
-        joint.flag(BUFFERS, float(buffers_changed() if buffers_changed else False))
+    def _send(self, joint: Joint) -> None:
+        joint.flag(BUFFERS, float(self.parts.buffers.changed()))
         joint.start()
 
     def _agree_names(self, terms: Terms | None) -> tuple[str, ...]:
@@ -154,7 +189,7 @@ class SpmdStep:
         parts = self.parts
         parts.streams.enter(step=self.step, microbatch=index)
         parts.tape.at(index)
-        with self._autocast():
+        with self.autocast():
             output = parts.contract.forward(parts.model, batch)
             return parts.contract.terms(output, batch, num_samples=num_samples)
 
@@ -182,7 +217,8 @@ class SpmdStep:
         self.parts.update.scaled(loss).backward()
         self.parts.reducer.after_backward()
 
-    def _autocast(self) -> AbstractContextManager[None]:
+    def autocast(self) -> AbstractContextManager[None]:
+        """The precision that forward and loss run in."""
         dtype = _AUTOCAST.get(self.parts.precision)
         if dtype is None:
             return nullcontext()

@@ -11,6 +11,7 @@ from torch import nn
 from paceline.errors import JobError, PacelineError, UsageError, raise_all
 from paceline.job import EarlyStopping, Job
 from paceline.place.batchnorm import StatisticsTape
+from paceline.place.buffers import BufferPolicy
 from paceline.place.exact import MOST_MICROBATCHES, ExactReducer, Grid
 from paceline.place.replicate import BucketReducer, LocalReducer, Reducer, equal_start
 from paceline.place.sync_bn import synchronise
@@ -80,8 +81,7 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     _check_asked(job, settings, plan)
     model = build_model(job, seed=settings.seed).to(world.device)
     notes = _equal_start(model, world)
-    if settings.train.buffers == "sync_bn":
-        notes += synchronise(model, world=world)
+    rounds = synchronise(model, world=world) if settings.train.buffers == "sync_bn" else None
     named = trainable(model)
     grid = Grid(num_parameters=len(named)) if settings.train.exact else None
     streams = Streams(seed=settings.seed)
@@ -91,10 +91,12 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
         world=world,
         contract=LossContract(job=job, model=model),
         reducer=_reducer(named, world, grid),
-        tape=StatisticsTape(model=model, world=world),
+        tape=StatisticsTape(model=model, world=world, enabled=settings.train.buffers == "fold"),
+        buffers=BufferPolicy(model=model, world=world, policy=settings.train.buffers, exact=settings.train.exact),
         update=_update(job, settings, model, named, plan, world),
         streams=streams,
         precision=settings.train.precision,
+        rounds=rounds,
     )
     step = SpmdStep(parts)
     return Built(

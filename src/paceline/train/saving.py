@@ -165,7 +165,7 @@ def consolidate(built: Built, folder: Path) -> Path:
     tied = set(getattr(built.model, "_tied_weights_keys", None) or ())
     state = {name: value for name, value in built.model.state_dict().items() if name not in tied}
     write_tensors(aside / "model.safetensors", [to_bytes(name, value) for name, value in state.items()])
-    config = getattr(built.model, "config", None)
+    config: Any = getattr(built.model, "config", None)
     if hasattr(config, "to_dict"):
         write_json(aside / "config.json", config.to_dict())
     sync_folder(aside)

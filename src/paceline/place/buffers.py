@@ -1,0 +1,71 @@
+"""Buffers that a forward changes: who decides their value when every replica has its own."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import UsageError
+from paceline.place.batchnorm import running
+from paceline.torch_private import version
+from paceline.world import World
+
+Policy = Literal["fold", "broadcast", "mean", "sync_bn"]
+
+
+class BufferPolicy:
+    """`fold` leaves running statistics to the tape; what else changes is rank 0's, and its name is told."""
+
+    def __init__(self, *, model: nn.Module, world: World, policy: Policy, exact: bool) -> None:
+        self._world = world
+        self._policy = policy
+        self._exact = exact
+        folded = {f"{name}." for name, _ in running(model)} if policy in ("fold", "sync_bn") else set()
+        self._watched = [
+            (name, tensor)
+            for name, tensor in model.named_buffers()
+            if not any(name.startswith(prefix) for prefix in folded)
+        ]
+        self._versions = self._now()
+        self.notes: list[str] = []
+
+    def changed(self) -> bool:
+        """Whether this rank's forward wrote to a watched buffer since the last step."""
+        return self._now() != self._versions
+
+    def settle(self, *, changed: bool) -> None:
+        """Make them equal again, once any rank's have changed.
+
+        Raises:
+            UsageError: exact mode, where no rule gives one process's values.
+        """
+        if changed:
+            names = [
+                n for (n, _), old, new in zip(self._watched, self._versions, self._now(), strict=True) if old != new
+            ]
+            self._tell(names)
+            for _, tensor in self._watched:
+                self._spread(tensor)
+        self._versions = self._now()
+
+    def _tell(self, names: list[str]) -> None:
+        if self._exact and names:
+            raise UsageError(
+                f"the forward changes the buffer {names[0]}, which exact mode can't make equal to one process's.",
+                hint="leave --train.exact out, or keep such state outside the forward",
+            )
+        if names and not self.notes and self._world.world_size > 1 and self._policy == "fold":
+            self.notes.append(f"warning: the forward changes {', '.join(names[:3])}; every rank gets rank 0's value")
+
+    def _spread(self, tensor: Tensor) -> None:
+        if self._world.world_size == 1:
+            return
+        with torch.no_grad():
+            if self._policy == "mean" and tensor.is_floating_point():
+                self._world.all_reduce(tensor)
+                tensor.div_(self._world.world_size)
+            else:
+                self._world.broadcast(tensor)
+
+    def _now(self) -> list[int]:
+        return [version(tensor) for _, tensor in self._watched]

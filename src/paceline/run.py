@@ -1,0 +1,200 @@
+"""`pl.Run`: the loop in the user's own hands, the same file under python, torchrun and srun."""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from paceline.errors import ExitCode
+from paceline.events import EvalDone
+from paceline.feed.types import StepInput
+from paceline.job import Job
+from paceline.launch.environments import detect
+from paceline.launch.meet import adopt
+from paceline.plan.machine import usable_cores, visible_gpus
+from paceline.spec.task import Task
+from paceline.start import Request, failure_screen, start
+from paceline.step.generate import generate
+from paceline.step.result import StepResult
+from paceline.store.checkpoints import all_steps
+from paceline.store.disk import read_json
+from paceline.store.runs import RunFolder, new_run
+from paceline.survive.signals import stop_flag
+from paceline.train.session import Ready, Session, join_world, prepare
+from paceline.watch.console import Tail
+
+
+class Run:
+    """A run of `job`. Started by plain Python with `ranks > 1`, the script starts again as that many workers.
+
+    `settings` are dotted names: `Run(job, ranks=2, settings={"train.steps": 100})`.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        layout: str | None = None,
+        ranks: int | None = None,
+        device: str = "auto",
+        run_dir: str | Path | None = None,
+        resume: str | Path | bool = False,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.job = job
+        self.exit_code = int(ExitCode.DONE)
+        self._session: Session | None = None
+        kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
+        count = ranks or _world_size() or (visible_gpus() if kind == "cuda" else 1) or 1
+        script = Path(sys.argv[0]).stem or "run"
+        self._task = Task(
+            verb="train",
+            job=job.name or script,
+            layout=layout or ("single" if count == 1 else "ddp"),
+            ranks=count,
+            device=kind,
+            run=str(run_dir or ""),
+            resume=str(resume) if isinstance(resume, str | Path) else ("newest" if resume else None),
+            settings=dict(settings or {}),
+            origins=dict.fromkeys(settings or {}, "Run(settings=)"),
+        )
+
+    @classmethod
+    def worker(cls, task: Task) -> Self:
+        """A run inside a worker that the command started."""
+        run = cls.__new__(cls)
+        run._task = task
+        run._session = None
+        run.exit_code = int(ExitCode.DONE)
+        run._ready = prepare(task)
+        run.job = run._ready.job
+        return run
+
+    _ready: Ready | None = None
+
+    def __enter__(self) -> Self:
+        self._join_or_start()
+        ready = self._ready or prepare(self._task, job=self.job)
+        self._session = Session(ready, world=join_world(ready), target=self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        session = self._live
+        if error is None:
+            self.exit_code = session.finish()
+            session.close()
+            if self.exit_code and self._ready is None:
+                sys.exit(self.exit_code)
+        elif session.world.world_size == 1:
+            session.close()
+
+    def batches(self) -> Iterator[StepInput]:
+        """This replica's share of each global batch, until the run is over or asked to stop."""
+        return self._live.loop.batches()
+
+    def step(self, batch: StepInput) -> StepResult:
+        """Forward, backward, reduce, clip, update; log, evaluate and save when it is time."""
+        return self._live.loop.step(batch)
+
+    def evaluate(self, *, split: str = "eval") -> EvalDone:
+        """Exact metrics of the present weights; every rank calls this."""
+        return self._live.loop.evaluate(split=split)
+
+    def save(self) -> None:
+        """Save now; every rank calls this."""
+        self._live.loop.save()
+
+    def stop(self) -> None:
+        """End after this step, saved; every rank calls this."""
+        self._live.loop.request_stop()
+
+    def generate(self, prompt: Tensor, *, num_tokens: int, **options: Any) -> Tensor:
+        """Continue token ids `[batch, length]`; every rank calls this and gets the same."""
+        return generate(self.model, prompt.to(self._live.world.device), num_tokens=num_tokens, **options)
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's own module."""
+        return self._live.built.model
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self._live.run.path
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._live.world.rank
+
+    @property
+    def _live(self) -> Session:
+        if self._session is None:
+            raise RuntimeError("use a Run inside `with pl.Run(job) as run:`")
+        return self._session
+
+    def _join_or_start(self) -> None:
+        """In a worker, or one process: go on. In a plain process with several ranks: start them and leave."""
+        if self._ready is not None:
+            return
+        folder = os.environ.get("PACELINE_ATTEMPT_FOLDER")
+        if folder:
+            given = read_json(Path(folder) / "request.json")["payload"]
+            self._task = Task.from_json({**self._task.as_json(), **{n: given[n] for n in ("run", "attempt", "resume")}})
+            return
+        joined = detect(os.environ)
+        if joined is not None:
+            adopt(joined, os.environ)
+        self._task = with_folder(self._task, make=joined is None or joined.rank == 0)
+        if joined is not None or self._task.ranks == 1:
+            stop_flag.install()
+            return
+        sys.exit(self._start_again())
+
+    def _start_again(self) -> int:
+        task = self._task
+        tails: list[Tail] = []
+
+        def follow(folder: Path) -> Tail:
+            tails.append(Tail(folder))
+            return tails[-1]
+
+        threads = task.settings.get("train.threads") or max(1, usable_cores() // task.ranks)
+        exact = bool(task.settings.get("train.exact"))
+        request = Request(
+            ranks=task.ranks,
+            run=RunFolder(Path(task.run)),
+            script=[str(Path(sys.argv[0]).resolve()), *sys.argv[1:]],
+            payload=task.as_json(),
+            threads=1 if exact else int(threads),
+            exact=exact,
+        )
+        outcome = start(request, on_start=follow)
+        tails[-1].close()
+        if outcome.failure is not None:
+            print(failure_screen(outcome), file=sys.stderr)
+        return outcome.exit_code
+
+
+def with_folder(task: Task, *, make: bool = True) -> Task:
+    """The task with a run folder; a given one that holds a checkpoint is gone on with."""
+    values = task.as_json()
+    if not task.run:
+        values["run"] = str(new_run(Path(task.job.partition(":")[0]).stem).path) if make else ""
+        return Task.from_json(values)
+    run = RunFolder(Path(task.run))
+    run.path.mkdir(parents=True, exist_ok=True)
+    if task.resume is None and all_steps(run.checkpoints):
+        values["resume"] = "newest"
+    return Task.from_json(values)
+
+
+def _world_size() -> int | None:
+    joined = detect(os.environ)
+    return joined.world_size if joined else None

@@ -1,0 +1,51 @@
+"""Forward-only: continue token ids, the same on every rank."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.streams import key, preserved, seed_torch
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt: Tensor,
+    *,
+    num_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    context: int | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """Append `num_tokens` ids to `prompt` `[batch, length]`.
+
+    The model maps ids to logits `[batch, length, vocabulary]`, or to an output with `.logits`. `context` is the
+    most ids it can look back on. Temperature 0 takes the likeliest.
+    """
+    was_training = model.training
+    model.eval()
+    ids = prompt
+    with preserved():
+        seed_torch(key(seed, "generate"))
+        for _ in range(num_tokens):
+            window = ids if context is None else ids[:, -context:]
+            logits = _logits(model(window))[:, -1].float()
+            ids = torch.cat([ids, _pick(logits, temperature, top_k)], dim=1)
+    model.train(was_training)
+    return ids
+
+
+def _logits(output: Any) -> Tensor:
+    found = getattr(output, "logits", output)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _pick(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
+    if temperature == 0.0:
+        return logits.argmax(dim=-1, keepdim=True)
+    if top_k is not None:
+        least = torch.topk(logits, min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    return torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1)

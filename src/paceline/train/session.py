@@ -1,0 +1,256 @@
+"""One rank's session: from a task to a loop that is ready to run, and back out."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import JobError
+from paceline.events import Event, Note, RunEnded, RunStarted, Stream
+from paceline.faults import Faults, parse_faults
+from paceline.feed.feed import make_feed
+from paceline.feed.seeds import seed_sample
+from paceline.feed.source import read_source
+from paceline.feed.stream import checksum
+from paceline.feed.types import Cut
+from paceline.job import Job, load_job
+from paceline.measure.environment import environment
+from paceline.order.cursor import Cursor
+from paceline.plan.machine import usable_cores
+from paceline.plan.settle import Cluster, Facts, Plan, settle
+from paceline.pulse import Pulse
+from paceline.spec.jobref import parse_jobref
+from paceline.spec.layout import parse_layout
+from paceline.spec.read import Asked, as_toml, merge
+from paceline.spec.settings import Settings
+from paceline.spec.task import Task
+from paceline.spec.update import parse_update
+from paceline.store.checkpoints import Loaded
+from paceline.store.disk import write_json, write_text
+from paceline.store.runs import RunFolder
+from paceline.streams import preserved
+from paceline.survive.signals import stop_flag
+from paceline.train.built import build, job_layer
+from paceline.train.convert import weights_digest
+from paceline.train.loop import Length, Loop, Progress
+from paceline.train.saving import Saver, check_identity, consolidate, find_checkpoint, identity, restore
+from paceline.watch.sinks import make_sinks
+from paceline.world import Place, World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A job with its settings and plan, before any process group is made."""
+
+    task: Task
+    job: Job
+    asked: Asked
+    settings: Settings
+    plan: Plan
+
+
+def prepare(task: Task, *, job: Job | None = None) -> Ready:
+    """Load the job, merge its settings under what was asked, and settle the plan."""
+    asked = Asked(values=dict(task.settings), origins=dict(task.origins))
+    if job is None:
+        params = {name[4:]: value for name, value in asked.values.items() if name.startswith("job.")}
+        job = load_job(parse_jobref(task.job), params=params)
+    asked = asked.over(job_layer(job), origin="job")
+    settings = merge(asked)
+    facts = Facts(
+        global_batch_size=settings.train.global_batch_size or job.global_batch_size,
+        micro_batch_size=settings.train.micro_batch_size,
+        accumulation=settings.train.gradient_accumulation_steps,
+        one_thread=settings.train.exact or task.verb == "verify",
+        threads=settings.train.threads,
+    )
+    plan = settle(
+        layout=parse_layout(task.layout),
+        update=parse_update(task.update),
+        cluster=Cluster(ranks=task.ranks, device=task.device, cores=usable_cores()),
+        facts=facts,
+    )
+    return Ready(task=task, job=job, asked=asked, settings=settings, plan=plan)
+
+
+def join_world(ready: Ready) -> World:
+    """Meet the other ranks."""
+    return World.join(
+        place=Place.read(os.environ),
+        device_type=ready.plan.device,
+        backend=ready.plan.backend,
+        timeout_seconds=ready.settings.train.timeout_seconds,
+    )
+
+
+class Session:
+    """Everything between joining and leaving."""
+
+    def __init__(self, ready: Ready, *, world: World, target: Any = None) -> None:
+        self.ready = ready
+        self.world = world
+        self.run = RunFolder(Path(world.share_json(ready.task.run)))
+        self.built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
+        loaded, events = self._found()
+        cursor = Cursor() if loaded is None else restore(loaded, built=self.built)
+        self.identity = identity(self.built, **_data_facts(ready.job, ready.settings))
+        if loaded is not None:
+            check_identity(loaded.state["identity"], self.identity, allow=ready.task.allow)
+        self._feed = self._make_feed(cursor)
+        self.stream = self._make_stream()
+        self.loop = self._make_loop(cursor, loaded, target)
+        self._announce(cursor, loaded, events)
+
+    def finish(self) -> int:
+        """Save, consolidate, and answer with the exit code."""
+        code = int(self.loop.finish())
+        if code == 0 and self.ready.settings.checkpoint.consolidated != "none" and self.world.is_main:
+            folder = consolidate(self.built, self.run.path / "consolidated")
+            digest = weights_digest(dict(self.built.model.state_dict()))
+            write_json(self.run.path / "weights.json", {"digest": digest, "step": self.loop.cursor.step})
+            self.stream.emit(Note(text=f"weights {digest[:16]} in {folder}"))
+        status = "done" if code == 0 else "stopped"
+        self.stream.emit(RunEnded(status=status, step=self.loop.cursor.step, exit_code=code))
+        return code
+
+    def close(self) -> None:
+        """Leave."""
+        self._feed.close()
+        self.stream.close()
+        self.built.close()
+        self.world.close()
+
+    def _found(self) -> tuple[Loaded | None, list[Event]]:
+        if self.ready.task.resume is None:
+            return None, []
+        asked = Path(self.ready.task.resume)
+        is_step = asked.name.startswith("step-")
+        return find_checkpoint(self.run.checkpoints, asked=asked if is_step else None, world=self.world)
+
+    def _make_feed(self, cursor: Cursor) -> Any:
+        plan, settings, job = self.ready.plan, self.ready.settings, self.ready.job
+        return make_feed(
+            data=job.train_data,
+            collate=job.collate,
+            order=job.order,
+            seed=settings.seed,
+            cut=Cut(
+                global_batch_size=plan.global_batch_size,
+                micro_batch_size=plan.micro_batch_size,
+                replica=self.world.rank,
+                replicas=self.world.world_size,
+                drop_last=settings.data.drop_last,
+            ),
+            cursor=cursor,
+            workers=settings.data.workers,
+            sample_seeds=settings.data.sample_seeds,
+            pin_memory=self.world.device.type == "cuda",
+        )
+
+    def _make_stream(self) -> Stream:
+        if not self.world.is_main:
+            return Stream()
+        sinks, notes = make_sinks(self.ready.settings.watch.to, run=self.run)
+        stream = Stream(sinks)
+        for note in notes:
+            stream.emit(Note(text=note))
+        return stream
+
+    def _make_loop(self, cursor: Cursor, loaded: Loaded | None, target: Any) -> Loop:
+        settings, task = self.ready.settings, self.ready.task
+        if loaded is not None:
+            self._feed.restore(loaded.state["feed"])
+        extra = loaded.state.get("extra", {}) if loaded else {}
+        return Loop(
+            built=self.built,
+            feed=self._feed,
+            saver=Saver(
+                built=self.built,
+                folder=self.run.checkpoints,
+                identity=self.identity,
+                names=[member.name for member in self.built.named],
+            ),
+            stream=self.stream,
+            pulse=self._make_pulse(),
+            faults=Faults(parse_faults(task.faults), rank=self.world.rank, attempt=task.attempt),
+            stop=stop_flag,
+            length=length_of(settings, epoch_samples=self._feed.num_samples),
+            cursor=cursor,
+            progress=Progress(tokens=extra.get("tokens", 0.0), best=extra.get("best"), waited=extra.get("waited", 0)),
+            on_eval_target=target,
+        )
+
+    def _make_pulse(self) -> Pulse | None:
+        folder = os.environ.get("PACELINE_ATTEMPT_FOLDER")
+        return Pulse(Path(folder) / f"pulse-{self.world.rank}") if folder else None
+
+    def _announce(self, cursor: Cursor, loaded: Loaded | None, events: Sequence[Event]) -> None:
+        if not self.world.is_main:
+            return
+        task, plan = self.ready.task, self.ready.plan
+        write_text(self.run.path / "config.toml", as_toml(self.ready.asked))
+        write_json(self.run.path / "plan.json", plan.as_json())
+        write_json(self.run.path / "env.json", environment())
+        write_json(self.run.path / "task.json", task.as_json())
+        for event in events:
+            self.stream.emit(event)
+        self.stream.emit(
+            RunStarted(
+                run_id=str(self.run.path),
+                job=task.job,
+                layout=plan.layout,
+                ranks=plan.processes,
+                attempt=task.attempt,
+                resumed_from=cursor.step if loaded else None,
+                total_steps=self.loop.total_steps,
+                banner=self._banner(cursor, loaded),
+            )
+        )
+
+    def _banner(self, cursor: Cursor, loaded: Loaded | None) -> tuple[str, ...]:
+        settings, loop = self.ready.settings, self.loop
+        parameters = sum(member.parameter.numel() for member in self.built.named)
+        lines = [f"run: {self.run.path}", f"model: {parameters:,} trainable parameters", *self.ready.plan.notes]
+        samples = self._feed.num_samples
+        lines.append(f"data: {'a stream' if samples is None else f'{samples:,} samples an epoch'}")
+        lines += [*self._feed.notes, *self.built.notes]
+        lines.append(f"steps: {loop.total_steps or 'until the data ends'}, save every {loop.save_every}")
+        lines.append(f"precision: {settings.train.precision}{', exact' if settings.train.exact else ''}")
+        scale = settings.train.lr_scaling
+        lines.append(f"lr: {loop.built.update.optimizers[0].param_groups[0]['lr']:.3g} (scaling: {scale})")
+        if loaded is not None:
+            lines.append(f"resumed: {loaded.path.name}, {cursor.samples:,} samples consumed")
+        return tuple(lines)
+
+
+def length_of(settings: Settings, *, epoch_samples: int | None) -> Length:
+    """How long to train; one epoch where nothing is said."""
+    train = settings.train
+    unsaid = train.steps is None and train.samples is None and train.tokens is None and train.epochs is None
+    return Length(
+        steps=train.steps,
+        samples=train.samples,
+        tokens=train.tokens,
+        epochs=1.0 if unsaid else train.epochs,
+        epoch_samples=epoch_samples,
+    )
+
+
+def _data_facts(job: Job, settings: Settings) -> dict[str, Any]:
+    """The number of samples, and a checksum of the first and the middle one."""
+    source = read_source(job.train_data, collate=job.collate, order=job.order, workers=0, name="train_data")
+    if not source.is_indexed:
+        return {"num_samples": None, "data": "stream"}
+    total = len(source.data)
+    value = 0
+    with preserved():
+        for index in {0: 0, total // 2: 0}:
+            seed_sample(seed=settings.seed, epoch=0, index=index)
+            try:
+                value = checksum(source.data[index], value)
+            except Exception as error:
+                raise JobError(
+                    f"reading sample {index} of train_data failed: {type(error).__name__}: {error}"
+                ) from error
+    return {"num_samples": total, "data": f"{value:08x}"}
