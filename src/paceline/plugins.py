@@ -1,6 +1,7 @@
 """`"my.pkg:Thing"` to the object: the only dynamic import."""
 
 import importlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.errors import UsageError
@@ -24,3 +25,14 @@ def resolve(reference: str) -> Any:
     except AttributeError as error:
         raise UsageError(f"{reference!r}: {place} has no {name}.") from error
     return found
+
+
+def lazy_attributes(places: Mapping[str, str], *, package: str) -> Callable[[str], Any]:
+    """A module `__getattr__` (PEP 562) that imports each name's own module when it is first used."""
+
+    def get(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(places[name]), name)
+
+    return get

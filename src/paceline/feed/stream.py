@@ -115,7 +115,7 @@ def stream_once(*, source: Source, batch_size: int, replica: int, replicas: int)
 def checksum(sample: Any, start: int) -> int:
     """A running CRC of a sample's content."""
     if isinstance(sample, torch.Tensor):
-        return checksum(sample.detach().cpu().contiguous().view(torch.uint8).numpy(), start)
+        return checksum(sample.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), start)
     if isinstance(sample, np.ndarray):
         return zlib.crc32(np.ascontiguousarray(sample).tobytes(), start)
     if isinstance(sample, Mapping):

@@ -38,8 +38,8 @@ def generate(
 
 
 def _logits(output: Any) -> Tensor:
-    found = getattr(output, "logits", output)
-    return found[0] if isinstance(found, tuple) else found
+    found: Tensor = getattr(output, "logits", output)
+    return found
 
 
 def _pick(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:

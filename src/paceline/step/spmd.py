@@ -53,7 +53,7 @@ class SpmdStep:
         self._late: StepResult | None = None
         self._spare: Any = None
 
-    def run(self, given: Given, *, stop: bool = False, buffers_changed: Callable[[], bool] | None = None) -> StepResult:
+    def run(self, given: Given, *, stop: bool = False) -> StepResult:
         """Forward, backward, reduce, clip, update. `stop` is this rank's wish to stop after it.
 
         Raises:

@@ -7,6 +7,7 @@ import runpy
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from paceline.errors import ExitCode
+from paceline.errors import ExitCode, PacelineError, user_line
 from paceline.plugins import resolve
 from paceline.survive.failure import current_rank, print_traceback, write_failure
 from paceline.survive.signals import stop_flag
@@ -89,3 +90,22 @@ def read_request(path: Path) -> dict[str, Any]:
     """The file that crosses."""
     value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return value
+
+
+def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int) -> int:
+    """Run `entry` in a process that another launcher made; a failure goes to the standard error."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    torch.set_num_threads(threads)
+    stop_flag.install()
+    try:
+        return int(resolve(entry)(payload))
+    except PacelineError as error:
+        print(f"rank {current_rank()}: {error}", file=sys.stderr, flush=True)
+        os._exit(int(error.exit_code))
+    except BaseException as error:
+        traceback.print_exception(error)
+        line = user_line(error)
+        where = f"{line}, " if line else ""
+        text = f"FAILED. rank {current_rank()}, {where}{type(error).__name__}: {error}"
+        print(text, file=sys.stderr, flush=True)
+        os._exit(int(ExitCode.FAILED))

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError, JobError
-from paceline.run import Run
 from paceline.spec.task import Task
 from paceline.store.checkpoints import load, newest_good
 from paceline.store.disk import write_json
 from paceline.store.runs import RunFolder
+from paceline.train.run import Run
 from paceline.train.saving import restore_weights
 from paceline.train.session import Session, join_world, prepare
 

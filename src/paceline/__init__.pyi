@@ -1,0 +1,24 @@
+from paceline.errors import CheckpointError as CheckpointError
+from paceline.errors import DataError as DataError
+from paceline.errors import DesyncError as DesyncError
+from paceline.errors import ExitCode as ExitCode
+from paceline.errors import JobError as JobError
+from paceline.errors import LayoutError as LayoutError
+from paceline.errors import MachineError as MachineError
+from paceline.errors import NonFiniteError as NonFiniteError
+from paceline.errors import PacelineError as PacelineError
+from paceline.errors import ResumeError as ResumeError
+from paceline.errors import RunError as RunError
+from paceline.errors import UsageError as UsageError
+from paceline.job import EarlyStopping as EarlyStopping
+from paceline.job import Job as Job
+from paceline.prove.record import record as record
+from paceline.train.run import Run as Run
+from paceline.verbs.compare import compare as compare
+from paceline.verbs.evaluate import evaluate as evaluate
+from paceline.verbs.report import report as report
+from paceline.verbs.train import train as train
+from paceline.verbs.verify import verify as verify
+from paceline.world import World as World
+
+__version__: str

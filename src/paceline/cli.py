@@ -1,0 +1,139 @@
+"""The command: reads words, calls a verb, prints, answers with an exit code. No logic, and no torch."""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from paceline.errors import ExitCode, PacelineError, UsageError
+from paceline.spec.words import did_you_mean
+
+_HELP = """\
+usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.module:name
+
+  new NAME            write a job to start from: text, digits, hf
+  train JOB           train; --ranks N processes, --layout single|ddp, --resume
+  verify JOB          check that a layout is the same training as one process
+  evaluate [RUN]      exact metrics of a checkpoint
+  compare RUN RUN     two runs side by side; where their recordings part
+  report [RUN]        write the page
+  ckpt ls|verify|consolidate [RUN]
+  config JOB          every setting, its value and where it came from
+
+Every setting has one dotted name: --train.steps 100, --train.exact, --job.lr 1e-3, --seed 1.
+`paceline VERB --help` shows a verb's options. Exit codes: 0 done, 1 failed, 2 refused, 3 machine, 4 different,
+75 stopped and saved: start me again."""
+
+_ALIASES = {
+    "--nproc-per-node": "--ranks",
+    "--nproc_per_node": "--ranks",
+    "--devices": "--ranks",
+    "--strategy": "--layout",
+}
+_PLAIN_SETTINGS = ("seed",)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and answer with its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_HELP)
+        return int(ExitCode.DONE if words else ExitCode.REFUSED)
+    if words[0] == "--version":
+        from paceline import __version__
+
+        print(f"paceline {__version__}")
+        return 0
+    as_json = "--json" in words
+    try:
+        return _run(words)
+    except PacelineError as error:
+        return _refuse(error, as_json=as_json)
+    except KeyboardInterrupt:
+        return 130
+
+
+def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate a verb's own words from `--dotted.name value` settings."""
+    own: list[str] = []
+    settings: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        name = _ALIASES.get(name, name)
+        word = name + equals + value
+        if not (name.startswith("--") and ("." in name or name[2:] in _PLAIN_SETTINGS)):
+            own.append(word)
+            continue
+        settings.append(word)
+        if not equals and rest and not rest[0].startswith("--"):
+            settings.append(rest.pop(0))
+    return own, settings
+
+
+def _run(words: list[str]) -> int:
+    from paceline.verbs.table import VERBS
+
+    verb = words[0]
+    if verb not in VERBS:
+        raise UsageError(
+            f"there is no verb {verb!r}.", cause=did_you_mean(verb, VERBS), hint=f"paceline {' | '.join(VERBS)}"
+        )
+    own, settings = split_settings(words[1:])
+    options = _options(verb, VERBS[verb].options, own)
+    if settings and not VERBS[verb].takes_settings:
+        raise UsageError(f"{verb} takes no settings, got {settings[0]}.", hint=f"paceline {verb} --help")
+    code, value, text = VERBS[verb].run(options, settings)
+    if getattr(options, "json", False):
+        print(json.dumps(_plain(value), indent=1, default=str))
+    elif text:
+        print(text, file=sys.stderr if code else sys.stdout)
+    return int(code)
+
+
+def _options(verb: str, cls: type, words: list[str]) -> Any:
+    import tyro
+
+    known = _known_flags(cls)
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag[2:].replace("-", "_") not in {*known, "help"}:
+            raise UsageError(
+                f"{verb} has no option {flag}.",
+                cause=did_you_mean(flag, [f"--{name.replace('_', '-')}" for name in known]),
+                hint=f"paceline {verb} --help",
+            )
+    try:
+        return tyro.cli(cls, args=words, prog=f"paceline {verb}", config=(tyro.conf.OmitArgPrefixes,))
+    except SystemExit as error:
+        if error.code in (0, None):
+            raise
+        raise UsageError(f"these words can't be read: {' '.join(words)}.", hint=f"paceline {verb} --help") from None
+
+
+def _known_flags(cls: type) -> list[str]:
+    return [*getattr(cls, "__dataclass_fields__", {})]
+
+
+def _refuse(error: PacelineError, *, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(error.as_json(), indent=1))
+    else:
+        print(f"error: {error}", file=sys.stderr)
+    return int(error.exit_code)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+Verb = Callable[[Any, list[str]], tuple[int, Any, str]]
+
+if __name__ == "__main__":
+    sys.exit(main())

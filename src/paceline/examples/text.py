@@ -1,0 +1,129 @@
+"""A byte-level GPT on the source text of Python's own standard library, which is always there.
+
+paceline train text.py --ranks 2
+"""
+
+import hashlib
+import math
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import paceline as pl
+
+LONGEST = 4_000_000  # bytes of training text
+
+
+@cache
+def read_text(held_out: bool) -> Tensor:
+    """The library's files, one after another; one in sixteen, chosen by its name, is held out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    parts, size = [], 0
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        chosen = hashlib.sha256(name.encode()).digest()[0] % 16 == 0
+        if chosen == held_out and "site-packages" not in name and "test" not in name and size < LONGEST:
+            parts.append(path.read_bytes())
+            size += len(parts[-1])
+    return torch.from_numpy(np.frombuffer(b"".join(parts)[:LONGEST], dtype=np.uint8).copy())
+
+
+class Windows(Dataset):
+    """Windows of `length` bytes and the bytes that follow each."""
+
+    def __init__(self, text: Tensor, length: int, most: int | None = None):
+        self.text, self.length = text, length
+        self.count = min((len(text) - 1) // length, most or len(text))
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        at = index * self.length
+        window = self.text[at : at + self.length + 1].long()
+        return window[:-1], window[1:]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(seen.transpose(1, 2).reshape(batch, length, width)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int, depth: int, heads: int, context: int, dropout: float):
+        super().__init__()
+        self.token, self.place = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth) if "out" in name else 0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.token(ids) + self.place(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def loss(logits, batch):
+    targets = batch[-1]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+
+
+def bits_per_byte(logits, batch):
+    total, count = loss(logits, batch)
+    return total / math.log(2), count
+
+
+def make_job(
+    lr: float = 2e-3, width: int = 160, depth: int = 4, context: int = 128, dropout: float = 0.0, steps: int = 600
+) -> pl.Job:
+    def optimizer(named):
+        decay = {"params": [p for _, p in named if p.dim() == 2], "weight_decay": 0.1}
+        rest = {"params": [p for _, p in named if p.dim() != 2], "weight_decay": 0.0}
+        return torch.optim.AdamW([decay, rest], lr=lr, betas=(0.9, 0.95))
+
+    def schedule(optimizer):
+        def factor(step):
+            return min((step + 1) / 30, 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, step / steps))))
+
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+    def sample(run):
+        prompt = torch.tensor([list(b"def main(")])
+        ids = run.generate(prompt, num_tokens=120, temperature=0.7, context=context)
+        return {"sample": bytes(ids[0].tolist()).decode(errors="replace")}
+
+    return pl.Job(
+        model=lambda: GPT(width, depth, 4, context, dropout),
+        loss=loss,
+        train_data=lambda: Windows(read_text(held_out=False), context),
+        eval_data=lambda: Windows(read_text(held_out=True), context, most=512),
+        optimizer=optimizer,
+        lr_schedule=schedule,
+        metrics={"bits_per_byte": bits_per_byte},
+        global_batch_size=32,
+        max_grad_norm=1.0,
+        best="bits_per_byte:min",
+        on_eval=sample,
+        settings={"train.steps": steps, "eval.every": steps // 3},
+    )

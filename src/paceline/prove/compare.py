@@ -1,0 +1,99 @@
+"""Where two recordings part: the first step, the worst parameter, and what the difference looks like."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.prove.prints import Print, Record
+
+ROUNDING = 1e-4
+_SHAPE = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The verdict on two recordings; `first` is None where they differ by rounding at most."""
+
+    verdict: str
+    steps: int
+    text: str
+    first: dict[str, Any] | None = None
+
+
+def compare_recordings(a: Sequence[Record], b: Sequence[Record], *, floor: float = ROUNDING) -> Comparison:
+    """Compare step by step: gradients before the update, then weights after it."""
+    b_by_step = {record.step: record for record in b}
+    pairs = [(record, b_by_step[record.step]) for record in a if record.step in b_by_step]
+    if not pairs:
+        return Comparison(verdict="different", steps=0, text="the recordings have no step in common", first={"step": 0})
+    worst = 0.0
+    for one, other in pairs:
+        found = _first_in(one, other, floor)
+        if found is not None:
+            text = (
+                f"different: first at step {found['step']}, {found['kind']} of {found['parameter']}: {found['cause']}"
+            )
+            return Comparison(verdict="different", steps=len(pairs), text=text, first=found)
+        worst = max(worst, _distance(one, other))
+    verdict = "bitwise" if worst == 0.0 else "rounding"
+    return Comparison(
+        verdict=verdict, steps=len(pairs), text=f"{verdict}: {len(pairs)} steps, at most {worst:.1e} apart"
+    )
+
+
+def _first_in(one: Record, other: Record, floor: float) -> dict[str, Any] | None:
+    for kind, left, right in (
+        ("gradient", one.gradients, other.gradients),
+        ("weight", one.weights, other.weights),
+    ):
+        names = sorted(set(left) ^ set(right))
+        if names:
+            cause = f"only one run has a {kind} for it: not trained, frozen or not used in the other"
+            return {"step": one.step, "kind": kind, "parameter": names[0], "cause": cause}
+        distances = {name: left[name].distance(right[name]) for name in left}
+        bad = {name: value for name, value in distances.items() if value > floor}
+        if bad:
+            name = max(bad, key=lambda key: bad[key])
+            cause = _cause(kind, one, other, left, right, sorted(bad))
+            return {"step": one.step, "kind": kind, "parameter": name, "distance": bad[name], "cause": cause}
+    return None
+
+
+def _cause(
+    kind: str,
+    one: Record,
+    other: Record,
+    left: Mapping[str, Print],
+    right: Mapping[str, Print],
+    bad: Sequence[str],
+) -> str:
+    share = f"{len(bad)} of {len(left)} parameters"
+    factors = [_factor(left[name], right[name]) for name in bad]
+    known = [factor for factor in factors if factor is not None]
+    if kind == "weight":
+        return f"equal gradients, other weights ({share}): the optimizer, its groups, or what it holds"
+    if one.batch is not None and other.batch is not None and one.batch != other.batch:
+        return f"the batches differ ({share}): data order"
+    if len(known) == len(factors) and max(known) - min(known) < _SHAPE * max(known):
+        return (
+            f"a factor of {known[0]:.4g} ({share}): a sum for a mean, a missing or double reduction, or a scaled loss"
+        )
+    return f"no common factor ({share}): other samples, other random numbers, or one rank's gradient alone"
+
+
+def _factor(one: Print, other: Print) -> float | None:
+    """The number that turns one tensor into the other, if there is one."""
+    a, b = np.asarray(one.projections), np.asarray(other.projections)
+    if not np.any(b):
+        return None
+    factor = float(a @ b / (b @ b))
+    residual = float(np.linalg.norm(a - factor * b))
+    return abs(factor) if residual <= _SHAPE * max(float(np.linalg.norm(a)), 1e-300) else None
+
+
+def _distance(one: Record, other: Record) -> float:
+    pairs = [(one.gradients[n], other.gradients[n]) for n in one.gradients]
+    pairs += [(one.weights[n], other.weights[n]) for n in one.weights]
+    return max((a.distance(b) for a, b in pairs), default=0.0)

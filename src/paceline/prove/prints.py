@@ -1,0 +1,137 @@
+"""Fingerprints: what is kept of a tensor so that two runs can be compared without keeping the tensor.
+
+Norm, largest magnitude, 16 projections on fixed random signs, and a digest of the bits. Projections are linear:
+those of a sum are the sum of those, so that a wrong combination of gradients shows itself in them
+(Johnson and Lindenstrauss, 1984; signs: Achlioptas, 2003).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import UsageError
+
+NUM_PROJECTIONS = 16
+_BLOCK = 4096
+FOLDER = "record"
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Print:
+    """The fingerprint of one tensor."""
+
+    numel: int
+    norm: float
+    largest: float
+    projections: tuple[float, ...]
+    digest: str
+
+    def as_json(self) -> list[Any]:
+        """Compact, for a JSON line."""
+        return [self.numel, self.norm, self.largest, list(self.projections), self.digest]
+
+    @staticmethod
+    def from_json(value: list[Any]) -> "Print":
+        """From a JSON line."""
+        numel, norm, largest, projections, digest = value
+        return Print(
+            numel=int(numel),
+            norm=float(norm),
+            largest=float(largest),
+            projections=tuple(float(p) for p in projections),
+            digest=str(digest),
+        )
+
+    def distance(self, other: "Print") -> float:
+        """An estimate of the relative distance of the two tensors; 0 exactly when the bits are equal."""
+        if self.digest == other.digest:
+            return 0.0
+        if self.numel != other.numel:
+            return float("inf")
+        difference = np.subtract(self.projections, other.projections)
+        size = max(self.norm, other.norm)
+        if not np.all(np.isfinite(difference)) or not np.isfinite(size):
+            return float("inf")
+        return float(np.sqrt(np.mean(difference**2)) / size) if size else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One step of a recording: prints of gradients before the update and of weights after it, by FQN."""
+
+    step: int
+    gradients: Mapping[str, Print]
+    weights: Mapping[str, Print]
+    batch: int | None = None
+
+
+def fingerprint(values: Vector, *, raw: bytes | memoryview) -> Print:
+    """The fingerprint of a flat float64 copy of a tensor; `raw` are its own bits."""
+    return Print(
+        numel=int(values.size),
+        norm=float(np.linalg.norm(values)),
+        largest=float(np.max(np.abs(values), initial=0.0)),
+        projections=tuple(project(values).tolist()),
+        digest=hashlib.blake2b(raw, digest_size=12).hexdigest(),
+    )
+
+
+def project(values: Vector) -> Vector:
+    """Sixteen sums of the elements with fixed random signs."""
+    blocks = -(-values.size // _BLOCK)
+    padded = np.zeros(blocks * _BLOCK)
+    padded[: values.size] = values
+    partial = padded.reshape(blocks, _BLOCK) @ _signs(_BLOCK, 1)
+    result: Vector = (partial * _signs(blocks, 2)).sum(axis=0)
+    return result
+
+
+@cache
+def _signs(rows: int, stream: int) -> Vector:
+    """Signs of row i depend on i and the stream alone."""
+    drawn = np.random.Generator(np.random.Philox(key=stream)).integers(0, 2, size=(rows, NUM_PROJECTIONS))
+    return drawn.astype(np.float64) * 2.0 - 1.0
+
+
+def has_recording(path: Path) -> bool:
+    """Whether `path` is a recording, or a run folder that holds one."""
+    return _file(path).exists()
+
+
+def read_recording(path: Path, *, rank: int = 0) -> list[Record]:
+    """The steps of a recording, in order; a last line torn by a kill is passed over.
+
+    Raises:
+        UsageError: there is none.
+    """
+    file = _file(path, rank)
+    if not file.exists():
+        raise UsageError(f"{path} holds no recording.", hint="pl.record(model, optimizer, path)")
+    return list(_records(file))
+
+
+def _file(path: Path, rank: int = 0) -> Path:
+    inside = path / FOLDER
+    return (inside if inside.is_dir() else path) / f"rank-{rank}.jsonl"
+
+
+def _records(file: Path) -> Iterator[Record]:
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        yield Record(
+            step=int(value["step"]),
+            gradients={name: Print.from_json(entry) for name, entry in value["gradients"].items()},
+            weights={name: Print.from_json(entry) for name, entry in value["weights"].items()},
+            batch=value.get("batch"),
+        )

@@ -1,0 +1,48 @@
+"""`evaluate`."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.errors import UsageError
+from paceline.spec.task import Task
+from paceline.store.checkpoints import BEST, marked
+from paceline.store.disk import read_json
+from paceline.store.runs import find_run
+from paceline.verbs.running import Answer, Common, execute, read_answer
+
+ENTRY = "paceline.train.worker:evaluate"
+
+
+def evaluate(
+    run: str | None = None, *, split: str = "eval", best: bool = False, common: Common | None = None
+) -> Answer:
+    """Exact metrics of a run's newest good checkpoint, of its best, or of the one named."""
+    common = common or Common()
+    if split not in ("eval", "test"):
+        raise UsageError(f"{split!r} is no split.", hint="--split eval | test")
+    folder, checkpoint = find_run(run)
+    task = saved_task(folder.path)
+    if best:
+        checkpoint = marked(folder.checkpoints, BEST)
+        if checkpoint is None:
+            raise UsageError(f"{folder.path} has no best checkpoint.", hint="paceline ckpt ls")
+    options = {"split": split, "checkpoint": str(checkpoint or "")}
+    ranks = common.ranks or task.ranks
+    layout = "single" if ranks == 1 else "ddp"
+    task = replace(
+        task, verb="evaluate", options=options, resume=None, faults="", ranks=ranks, layout=layout, run=str(folder.path)
+    )
+    answer = execute(task, entry=ENTRY, common=common)
+    return replace(answer, value=read_answer(task, "evaluate"))
+
+
+def saved_task(folder: Path) -> Task:
+    """The task that a run was started with.
+
+    Raises:
+        UsageError: the run never got that far.
+    """
+    path = folder / "task.json"
+    if not path.exists():
+        raise UsageError(f"{folder} does not say what it ran.", cause="it ended before its first step")
+    return Task.from_json(read_json(path))

@@ -1,0 +1,236 @@
+"""What the verbs that start processes share: task, run folder, start or join, and how it ended."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError, UsageError, raise_all
+from paceline.faults import parse_faults
+from paceline.launch.environments import Joined, detect
+from paceline.launch.meet import adopt
+from paceline.plan.machine import usable_cores, visible_gpus
+from paceline.plan.settle import Cluster, settle_threads
+from paceline.plugins import resolve
+from paceline.spec.jobref import job_defaults, parse_jobref
+from paceline.spec.layout import Kind, parse_layout
+from paceline.spec.read import Asked, merge, read_asked
+from paceline.spec.task import Task
+from paceline.spec.update import parse_update
+from paceline.spec.words import did_you_mean
+from paceline.start import Outcome, Request, failure_screen, start
+from paceline.store.checkpoints import all_steps
+from paceline.store.disk import read_json
+from paceline.store.runs import RunFolder, find_run, new_run, newest_run
+from paceline.watch.console import Tail
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """The options of every verb that starts processes."""
+
+    ranks: int | None = None
+    layout: str | None = None
+    update: str = "sync"
+    device: str = "auto"
+    config: Path | None = None
+    run_dir: str | None = None
+    faults: str = ""
+    dry_run: bool = False
+    quiet: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """How a verb ended."""
+
+    exit_code: int
+    run: Path
+    seconds: float = 0.0
+    screen: str = ""
+    value: Any = None
+
+
+def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> Task:
+    """Check everything that can be checked before a process starts.
+
+    Raises:
+        PacelineError, Problems: with everything that is wrong.
+    """
+    problems: list[PacelineError] = []
+    ref = _collect(problems, lambda: parse_jobref(job))
+    asked = _collect(problems, lambda: read_asked(file=common.config, overrides=overrides)) or Asked()
+    settings = _collect(problems, lambda: merge(asked))
+    joined = _collect(problems, lambda: detect(os.environ))
+    device = _device(common.device, problems)
+    ranks = _ranks(common.ranks, joined, device, problems)
+    layout = _collect(problems, lambda: parse_layout(common.layout or ("single" if ranks == 1 else "ddp")))
+    _collect(problems, lambda: parse_update(common.update))
+    _collect(problems, lambda: parse_faults(common.faults))
+    if ref is not None:
+        problems += _unknown_parameters(job_defaults(ref), asked)
+    if layout is not None and layout.replicas and common.ranks is None and joined is None:
+        ranks = layout.replicas
+    raise_all(problems)
+    assert layout is not None and settings is not None
+    return Task(
+        verb=verb,
+        job=job,
+        run=common.run_dir or settings.run_dir or "",
+        layout=str(layout.kind if layout.kind is not Kind.DDP else layout),
+        update=common.update,
+        ranks=ranks,
+        device=device,
+        settings=asked.values,
+        origins=asked.origins,
+        faults=common.faults,
+    )
+
+
+def with_run(task: Task, *, resume: str | None) -> Task:
+    """Choose the run folder: a new one, the newest, or the one that was named."""
+    name = parse_jobref(task.job).short
+    if resume is not None:
+        return _resumed(task, resume, name)
+    if task.run:
+        run = RunFolder(Path(task.run))
+        _make(run.path)
+        goes_on = "newest" if all_steps(run.checkpoints) else None
+        return replace(task, run=str(run.path), resume=goes_on)
+    return replace(task, run=str(new_run(name).path))
+
+
+def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False) -> Answer:
+    """Run `entry` on every rank: in this process where a world exists already, else in new ones."""
+    joined = detect(os.environ)
+    if joined is not None:
+        adopt(joined, os.environ)
+        return _joined(task, entry, joined, one_thread)
+    settings = merge(Asked(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
+    exact = settings.train.exact or one_thread
+    tails: list[Tail] = []
+
+    def follow(folder: Path) -> Callable[[], None]:
+        tails.append(Tail(folder))
+        return tails[-1] if not common.quiet else _nothing
+
+    request = Request(
+        ranks=1 if task.layout == Kind.THREADS else task.ranks,
+        run=RunFolder(Path(task.run)),
+        entry=entry,
+        payload=task.as_json(),
+        threads=settle_threads(
+            cluster=Cluster(ranks=task.ranks, cores=usable_cores()), one=exact, asked=settings.train.threads
+        ),
+        exact=exact,
+    )
+    outcome = start(request, on_start=follow)
+    if tails and not common.quiet:
+        tails[-1].close()
+    return _answer(task, outcome)
+
+
+def read_answer(task: Task, verb: str) -> Any:
+    """What rank 0 wrote for the command."""
+    path = Path(task.run) / f"answer-{verb}.json"
+    return read_json(path) if path.exists() else None
+
+
+def _answer(task: Task, outcome: Outcome) -> Answer:
+    go_on = f"paceline train {task.job} --run-dir {task.run} --ranks {task.ranks}"
+    screen = ""
+    if outcome.failure is not None:
+        screen = failure_screen(outcome, go_on=go_on if task.verb == "train" else "")
+    elif outcome.exit_code and task.verb == "train":
+        screen = f"Stopped and saved. Go on: {go_on}"
+    return Answer(exit_code=outcome.exit_code, run=Path(task.run), seconds=outcome.seconds, screen=screen)
+
+
+def _joined(task: Task, entry: str, joined: Joined, one_thread: bool) -> Answer:
+    child = resolve("paceline.survive.child:run_joined")
+    payload = task.as_json()
+    settings = merge(Asked(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
+    cluster = Cluster(ranks=joined.world_size, cores=usable_cores(), ranks_per_node=joined.local_world_size)
+    threads = settle_threads(cluster=cluster, one=settings.train.exact or one_thread, asked=settings.train.threads)
+    code = child(entry, payload, threads=threads)
+    sys.stdout.flush()
+    return Answer(exit_code=int(code), run=Path(task.run))
+
+
+def _resumed(task: Task, resume: str, name: str) -> Task:
+    if resume:
+        run, checkpoint = find_run(resume)
+        return replace(task, run=str(run.path), resume=str(checkpoint or "newest"))
+    run_or_none = RunFolder(Path(task.run)) if task.run else newest_run(name)
+    if run_or_none is None or not run_or_none.path.is_dir():
+        raise UsageError(f"there is no run of {name} to go on with.", hint=f"paceline train {task.job}")
+    return replace(task, run=str(run_or_none.path), resume="newest")
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"the run folder {path} can't be written: {error.strerror}.", hint="--run-dir on a disk you may write"
+        ) from None
+
+
+def _collect(problems: list[PacelineError], read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except PacelineError as error:
+        problems += getattr(error, "problems", [error])
+        return None
+
+
+def _device(text: str, problems: list[PacelineError]) -> str:
+    if text not in ("auto", "cpu", "cuda"):
+        hint = "--device auto | cpu | cuda"
+        problems.append(
+            UsageError(f"{text!r} is no device.", cause=did_you_mean(text, ["auto", "cpu", "cuda"]), hint=hint)
+        )
+    if text == "cuda" and not visible_gpus():
+        problems.append(UsageError("--device cuda: this machine shows no GPU.", hint="nvidia-smi, or --device cpu"))
+    return ("cuda" if visible_gpus() else "cpu") if text == "auto" else text
+
+
+def _ranks(asked: int | None, joined: Joined | None, device: str, problems: list[PacelineError]) -> int:
+    if asked is not None and asked < 1:
+        problems.append(UsageError(f"--ranks {asked}: a run needs at least one.", hint="--ranks 2"))
+        return 1
+    if joined is not None:
+        if asked is not None and asked != joined.world_size:
+            problems.append(
+                UsageError(f"--ranks {asked}, but {joined.kind} started {joined.world_size}.", hint="leave --ranks out")
+            )
+        return joined.world_size
+    gpus = visible_gpus() if device == "cuda" else 0
+    if gpus and asked is not None and asked > gpus:
+        problems.append(UsageError(f"--ranks {asked}, this machine has {gpus} GPUs.", hint=f"--ranks {gpus}"))
+    return asked or gpus or 1
+
+
+def _unknown_parameters(known: dict[str, str] | None, asked: Asked) -> list[PacelineError]:
+    if known is None:
+        return []
+    names = [name[4:] for name in asked.values if name.startswith("job.")]
+    return [
+        UsageError(
+            f"make_job has no parameter {name!r}.",
+            where=asked.origins.get(f"job.{name}", ""),
+            cause=did_you_mean(name, known),
+            hint=f"it takes: {', '.join(known) or 'none'}",
+        )
+        for name in names
+        if name not in known
+    ]
+
+
+def _nothing() -> None:
+    return None

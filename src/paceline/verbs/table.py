@@ -1,0 +1,231 @@
+"""The table of verbs: the options of each, and the few lines that call it and say what to print."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from paceline.verbs import ckpt as ckpt_verbs
+from paceline.verbs import config as config_verb
+from paceline.verbs import new as new_verb
+from paceline.verbs.compare import compare
+from paceline.verbs.evaluate import evaluate
+from paceline.verbs.report import report
+from paceline.verbs.running import Answer, Common
+from paceline.verbs.train import train
+from paceline.verbs.verify import verify
+
+Printed = tuple[int, Any, str]
+_Job = Annotated[str, tyro.conf.Positional]
+_Run = Annotated[str | None, tyro.conf.Positional]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verb:
+    """One row: options, whether settings may follow, and the call."""
+
+    options: type
+    run: Callable[[Any, list[str]], Printed]
+    takes_settings: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Starting:
+    """Options of verbs that start processes."""
+
+    job: _Job
+    ranks: int | None = None
+    """Processes on this machine; default: all GPUs, else 1."""
+    layout: str | None = None
+    """single, threads, ddp or dp=N."""
+    update: str = "sync"
+    device: str = "auto"
+    config: Path | None = None
+    """A TOML file of settings."""
+    run_dir: str | None = None
+    """The run folder; one that holds a checkpoint is gone on with."""
+    faults: str = ""
+    """Break the run on purpose: "kill rank=1 step=50"."""
+    dry_run: bool = False
+    """Check everything, start nothing."""
+    json: bool = False
+
+    def common(self) -> Common:
+        """As the verbs take them."""
+        return Common(
+            ranks=self.ranks,
+            layout=self.layout,
+            update=self.update,
+            device=self.device,
+            config=self.config,
+            run_dir=self.run_dir,
+            faults=self.faults,
+            dry_run=self.dry_run,
+            quiet=self.json,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(Starting):
+    """Train a job."""
+
+    resume: str | None = None
+    """Go on with this run or checkpoint; `--resume newest` with the job's newest run."""
+    allow: str = ""
+    """Differences to accept on resume, by name: model,data,seed,..."""
+    evaluate_first: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(Starting):
+    """Check a layout against one process."""
+
+    steps: int = 3
+    against: str = "single"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewOptions:
+    """Write an example job."""
+
+    name: _Job
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """Exact metrics of a checkpoint."""
+
+    run: _Run = None
+    split: str = "eval"
+    best: bool = False
+    ranks: int | None = None
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigOptions:
+    """Every setting."""
+
+    job: _Job
+    config: Path | None = None
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Write the page."""
+
+    run: _Run = None
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Two runs side by side."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CkptOptions:
+    """List, verify or consolidate checkpoints."""
+
+    what: _Job
+    run: _Run = None
+    to: Path = Path("consolidated")
+    average: bool = False
+    json: bool = False
+
+
+def _new(options: NewOptions, _: list[str]) -> Printed:
+    path = new_verb.new(options.name)
+    text = f"wrote {path}\nnext:\n  paceline train {path} --ranks 2\n  paceline verify {path} --layout ddp --ranks 2"
+    return 0, {"path": str(path)}, text
+
+
+def _train(options: TrainOptions, settings: list[str]) -> Printed:
+    allow = [name for name in options.allow.split(",") if name]
+    resume = "" if options.resume == "newest" else options.resume
+    answer = train(
+        options.job,
+        common=options.common(),
+        overrides=settings,
+        resume=resume,
+        allow=allow,
+        evaluate_first=options.evaluate_first,
+    )
+    if options.dry_run:
+        return 0, answer.value, "\n".join(f"{k}: {v}" for k, v in (answer.value or {}).items())
+    return answer.exit_code, _summary(answer), answer.screen or f"run: {answer.run}"
+
+
+def _verify(options: VerifyOptions, settings: list[str]) -> Printed:
+    answer = verify(
+        options.job, common=options.common(), overrides=settings, steps=options.steps, against=options.against
+    )
+    return answer.exit_code, answer.value, answer.screen
+
+
+def _evaluate(options: EvaluateOptions, _: list[str]) -> Printed:
+    common = Common(ranks=options.ranks, quiet=True)
+    answer = evaluate(options.run, split=options.split, best=options.best, common=common)
+    value = answer.value or {}
+    if answer.exit_code:
+        return answer.exit_code, value, answer.screen
+    lines = [f"{name} {number:.6f}" for name, number in value["metrics"].items()]
+    lines.append(f"{value['samples']} samples of {value['split']}_data, each once; step {value['step']}")
+    return 0, value, "\n".join(lines)
+
+
+def _config(options: ConfigOptions, settings: list[str]) -> Printed:
+    rows = config_verb.config(options.job, file=options.config, overrides=settings)
+    width = max(len(row.name) for row in rows)
+    return 0, rows, "\n".join(f"{row.name:<{width}}  {row.value!s:<24} {row.origin}" for row in rows)
+
+
+def _report(options: ReportOptions, _: list[str]) -> Printed:
+    path = report(options.run)
+    return 0, {"report": str(path)}, str(path)
+
+
+def _compare(options: CompareOptions, _: list[str]) -> Printed:
+    found = compare(*options.runs)
+    return found.exit_code, asdict(found), found.text
+
+
+def _ckpt(options: CkptOptions, _: list[str]) -> Printed:
+    if options.what == "ls":
+        rows = ckpt_verbs.ls(options.run)
+        lines = [
+            f"{'✓' if row.good else '✗'} step {row.step:>8}  {row.num_bytes / 2**20:8.1f} MiB  {' '.join(row.marks)}  "
+            f"{row.reason}".rstrip()
+            for row in rows
+        ]
+        return 0, rows, "\n".join(lines) or "no checkpoints"
+    if options.what == "verify":
+        row = ckpt_verbs.verify_checkpoint(options.run)
+        return 0, row, f"{row.path} is what was written, bit for bit"
+    if options.what == "consolidate":
+        path = ckpt_verbs.consolidate(options.run, to=options.to, average=options.average)
+        return 0, {"path": str(path)}, f"wrote {path}"
+    raise ckpt_verbs.unknown(options.what)
+
+
+def _summary(answer: Answer) -> Mapping[str, Any]:
+    return {"exit_code": answer.exit_code, "run": str(answer.run), "seconds": answer.seconds}
+
+
+VERBS: dict[str, Verb] = {
+    "new": Verb(options=NewOptions, run=_new),
+    "train": Verb(options=TrainOptions, run=_train, takes_settings=True),
+    "verify": Verb(options=VerifyOptions, run=_verify, takes_settings=True),
+    "evaluate": Verb(options=EvaluateOptions, run=_evaluate),
+    "compare": Verb(options=CompareOptions, run=_compare),
+    "report": Verb(options=ReportOptions, run=_report),
+    "ckpt": Verb(options=CkptOptions, run=_ckpt),
+    "config": Verb(options=ConfigOptions, run=_config, takes_settings=True),
+}

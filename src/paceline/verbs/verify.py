@@ -1,0 +1,36 @@
+"""`verify`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.errors import ExitCode, UsageError
+from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
+
+ENTRY = "paceline.prove.worker:verify"
+
+
+def verify(
+    job: str,
+    *,
+    common: Common | None = None,
+    overrides: Sequence[str] = (),
+    steps: int = 3,
+    against: str = "single",
+) -> Answer:
+    """Check the layout against one process on this job; exit code 4 where they differ."""
+    common = common or Common()
+    if steps < 1:
+        raise UsageError(f"--steps {steps}: verify needs at least one step.", hint="--steps 3")
+    if against != "single":
+        raise UsageError(f"verify --against {against} is not in this version yet.", hint="--against single")
+    task = make_task("verify", job, replace(common, layout=common.layout or "ddp"), overrides)
+    if common.dry_run:
+        return Answer(exit_code=0, run=Path(task.run), value=task.as_json())
+    task = with_run(replace(task, options={"steps": steps}), resume=None)
+    answer = execute(task, entry=ENTRY, common=common, one_thread=True)
+    value = read_answer(task, "verify")
+    if value is None:
+        return answer
+    code = ExitCode.DIFFERENT if value["verdict"] == "different" else answer.exit_code
+    return replace(answer, exit_code=int(code), value=value, screen="\n".join(value["lines"]))

@@ -1,0 +1,52 @@
+"""The look of the pages."""
+
+_LIGHT = ("#2563a8", "#b4541a", "#2c7a4b", "#7a4fa3", "#a33a56", "#5f6b76")
+_DARK = ("#7fb2ea", "#e59a63", "#7cc79a", "#bd9be0", "#e58aa2", "#a5b0ba")
+
+
+def _inks(colours: tuple[str, ...]) -> str:
+    return "".join(
+        f".line{n}{{stroke:{c}}}.fill{n}{{fill:{c}}}.ink{n}{{fill:{c}}}.box{n}{{background:{c}}}"
+        for n, c in enumerate(colours)
+    )
+
+
+STYLE = (
+    """
+:root{--bg:#fbfbfa;--ink:#1d2126;--soft:#626b75;--rule:#dfe2e5;--card:#fff;color-scheme:light dark}
+@media(prefers-color-scheme:dark){:root{--bg:#15181b;--ink:#e5e8eb;--soft:#9aa4ae;--rule:#2b3138;--card:#1c2024}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
+main{max-width:1360px;margin:0 auto;padding:24px 16px 64px}
+h1{font-size:22px;margin:0 0 12px;font-weight:600;overflow-wrap:anywhere}
+h1 small{color:var(--soft);font-weight:400;font-size:15px}
+h2{font-size:16px;margin:32px 0 10px;font-weight:600}
+h3{font-size:14px;margin:8px 0 4px;color:var(--soft);font-weight:500}
+dl{display:flex;flex-wrap:wrap;gap:10px 28px;margin:0;padding:14px 0;border-block:1px solid var(--rule)}
+dt{color:var(--soft);font-size:12px}dd{margin:0;font-size:19px;font-variant-numeric:tabular-nums}
+.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(300px,1fr));gap:12px}
+figure{margin:0;background:var(--card);border:1px solid var(--rule);border-radius:6px;padding:6px}
+svg{display:block;width:100%;height:auto}
+.bar{height:22px;border-radius:4px;overflow:hidden}
+polyline{fill:none;stroke-width:1.6;stroke-linejoin:round;vector-effect:non-scaling-stroke}
+.grid{stroke:var(--rule)}.mark{stroke:var(--soft);stroke-dasharray:3 3}
+.title{font:600 12px system-ui,sans-serif;fill:var(--ink)}.tick{font:10px system-ui,sans-serif;fill:var(--soft)}
+.legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:8px 0 0;color:var(--soft);font-size:13px}
+.legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:6px}
+table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
+td,th{text-align:left;padding:4px 18px 4px 0;border-bottom:1px solid var(--rule);vertical-align:top}
+th{color:var(--soft);font-weight:500;font-size:12px}td{overflow-wrap:anywhere}
+.wide{overflow-x:auto}
+.badge{font-size:12px;font-weight:600;padding:2px 8px;border-radius:10px;border:1px solid currentColor;white-space:nowrap}
+.bitwise{color:#2c7a4b}.rounding{color:#2563a8}.different,.bad{color:#b3362f}
+@media(prefers-color-scheme:dark){.bitwise{color:#7cc79a}.rounding{color:#7fb2ea}.different,.bad{color:#ee8a83}}
+pre{background:var(--card);border:1px solid var(--rule);border-radius:6px;padding:10px;overflow-x:auto;font-size:13px}
+summary{cursor:pointer;font-weight:600}details table{margin-top:8px}
+ul{margin:0;padding-left:18px}li{margin:2px 0}
+@media print{details{display:block}figure{break-inside:avoid}}
+"""
+    + _inks(_LIGHT)
+    + "@media(prefers-color-scheme:dark){"
+    + _inks(_DARK)
+    + "}"
+)
