@@ -22,10 +22,10 @@ class Bytes(Dataset):
         files = sorted(root.glob("*.py"))
         text = b"".join(path.read_bytes() for i, path in enumerate(files) if (i % 16 == 0) == held_out)
         self.ids = torch.tensor(list(text[:400_000]), dtype=torch.long)
-        self.length = length
+        self.length, self.most = length, 200 if held_out else 4000
 
     def __len__(self):
-        return min(2000, len(self.ids) // self.length)
+        return min(self.most, len(self.ids) // self.length)
 
     def __getitem__(self, index):
         ids = self.ids[index * self.length : (index + 1) * self.length]

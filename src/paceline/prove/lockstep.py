@@ -34,7 +34,7 @@ class Finding:
         """Remember the worst."""
         self.verdict = max(self.verdict, verdict, key=_ORDER.index)
         if difference >= self.max_difference:
-            self.max_difference, self.noise_floor = difference, max(floor, self.noise_floor)
+            self.max_difference, self.noise_floor = difference, floor
 
     def blame(self, *, step: int, parameter: str, cause: str) -> None:
         """Remember the first difference."""

@@ -63,7 +63,8 @@ class SpmdStep:
         self.parts.model.train()
         result = self.gradients(given, stop=stop)
         on_host = self.parts.world.device.type == "cpu"
-        norm, taken = self.parts.update.commit(step=self.step + 1, loss=result.loss if on_host else None)
+        known = (result.loss, result.agreed.counts) if on_host else (None, None)
+        norm, taken = self.parts.update.commit(step=self.step + 1, loss=known[0], counts=known[1])
         self.step += 1
         result.norm = None if norm is None else Later(norm)
         result.skipped = not taken

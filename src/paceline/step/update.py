@@ -63,7 +63,9 @@ class Update:
         """The loss that backward runs on: under fp16, times the loss scale."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def commit(self, *, step: int, loss: float | None) -> tuple[Tensor | None, bool]:
+    def commit(
+        self, *, step: int, loss: float | None, counts: Mapping[str, float] | None = None
+    ) -> tuple[Tensor | None, bool]:
         """Take the step; returns the gradient norm, if it was measured, and whether the step was taken.
 
         `loss` is None where it is not known yet; then the finite check is the caller's, a step later.
@@ -76,7 +78,7 @@ class Update:
         norm = self._norm(gradients)
         if loss is not None and self._check and not self._finite(loss, norm):
             if not self._skip:
-                raise self.refusal(step=step, loss=loss)
+                raise self.refusal(step=step, loss=loss, counts=counts)
             self._after(taken=False)
             return norm, False
         if self._max_grad_norm is not None and norm is not None:
@@ -85,8 +87,15 @@ class Update:
         self._after(taken=True)
         return norm, True
 
-    def refusal(self, *, step: int, loss: float) -> NonFiniteError:
-        """Name the first parameters whose gradient is not finite."""
+    def refusal(self, *, step: int, loss: float, counts: Mapping[str, float] | None = None) -> NonFiniteError:
+        """Name the term whose count is zero, or the first parameters whose gradient is not finite."""
+        empty = [name for name, count in (counts or {}).items() if count == 0]
+        if empty:
+            return NonFiniteError(
+                f"step {step}: the count of {', '.join(empty)} is 0 over the whole global batch.",
+                cause="every target of the batch is masked, as may happen in a short last batch",
+                hint="--train.on_nonfinite skip, or --data.drop_last true",
+            )
         bad = [
             member.name
             for member in self._named

@@ -1,0 +1,41 @@
+# Two commands do everything on a fresh machine with Python 3.11 or newer: `make demo` and `make test`.
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+STAMP := $(VENV)/.made
+TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
+
+.PHONY: demo test lint types soak bench clean
+
+$(STAMP): constraints.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed"; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[digits,hf,tensorboard,test,lint]'
+	@touch $@
+
+demo: $(STAMP)
+	@rm -rf .demo && mkdir .demo
+	@cd .demo && PATH="$(CURDIR)/$(BIN):$$PATH" sh ../examples/demo.sh
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest -m "not soak and not gpu" -q
+
+soak: $(STAMP)
+	@$(BIN)/python -m pytest -m soak -q
+
+lint: $(STAMP)
+	@$(BIN)/ruff check src tests examples benchmarks
+	@$(BIN)/ruff format --check src tests examples benchmarks
+
+types: $(STAMP)
+	@$(BIN)/mypy
+
+bench: $(STAMP)
+	@$(BIN)/python benchmarks/overhead.py
+	@$(BIN)/python benchmarks/exact.py
+
+clean:
+	rm -rf $(VENV) .demo

@@ -1,0 +1,11 @@
+#!/bin/sh
+# The main job on real data: train on two processes, check that it is the same training, write the page.
+set -eu
+paceline new text >/dev/null
+paceline train text.py --ranks 2 --run-dir runs/demo --evaluate-first --job.steps "${STEPS:-500}"
+echo
+echo "Is that the same training as one process?"
+paceline verify text.py --layout ddp --ranks 2 --run-dir runs/demo-verify --job.width 64 --job.depth 2 --train.global_batch_size 16
+cp runs/demo-verify/answer-verify.json runs/demo/
+echo
+echo "The page: $(pwd)/$(paceline report runs/demo)"

@@ -1,0 +1,146 @@
+"""What tests share: small jobs written to a folder, and the command run as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL_JOB = '''
+import torch, torch.nn as nn, torch.nn.functional as F
+import paceline as pl
+
+class Net(nn.Module):
+    def __init__(self, norm, dropout):
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.norm = nn.BatchNorm1d(16) if norm else nn.LayerNorm(16)
+        self.dropout = nn.Dropout(dropout)
+        self.second = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.second(self.dropout(torch.tanh(self.norm(self.first(x)))))
+
+def loss(output, batch):
+    kept = batch[-1] != 3
+    return F.cross_entropy(output[kept], batch[-1][kept], reduction="sum"), kept.sum()
+
+def make_job(samples: int = 50, batch: int = 12, norm: bool = False, dropout: float = 0.0, lr: float = 1e-2,
+             two_terms: bool = False, fused: bool = False) -> pl.Job:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 6, generator=generator)
+    y = torch.randint(0, 7, (samples,), generator=generator) % 4
+
+    def two(output, batch):
+        kept = batch[-1] != 3
+        token = F.cross_entropy(output[kept], batch[-1][kept], reduction="sum"), kept.sum()
+        return {"token": token, "size": (output.square().sum() * 0.01, len(output))}
+
+    def counts(batch):
+        return {"token": (batch[-1] != 3).sum(), "size": len(batch[-1])}
+
+    def optimizer(named):
+        decay = [p for n, p in named if p.dim() > 1]
+        rest = [p for n, p in named if p.dim() <= 1]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=lr, fused=fused or None)
+
+    return pl.Job(
+        model=lambda: Net(norm, dropout),
+        loss=two if two_terms else loss,
+        count=counts if two_terms else None,
+        train_data=torch.utils.data.TensorDataset(x, y),
+        eval_data=torch.utils.data.TensorDataset(x[:23], y[:23]),
+        optimizer=optimizer,
+        lr_schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 5, 0.9),
+        global_batch_size=batch,
+        max_grad_norm=1.0,
+        metrics={"accuracy": lambda output, batch: ((output.argmax(-1) == batch[-1]).sum(), len(batch[-1]))},
+    )
+'''
+
+
+@dataclass
+class Ended:
+    """A command that ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
+
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@dataclass
+class Shop:
+    """A folder with a job in it, and the command."""
+
+    path: Path
+
+    def run(self, *words: str, timeout: float = 120, environ: dict[str, str] | None = None) -> Ended:
+        """Run `paceline WORDS` here."""
+        done = subprocess.run(
+            self.command(*words),
+            cwd=self.path,
+            env=self.environ(environ),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        return Ended(done.returncode, done.stdout, done.stderr)
+
+    def start(self, *words: str, environ: dict[str, str] | None = None) -> "subprocess.Popen[str]":
+        """Start `paceline WORDS` here and don't wait."""
+        return subprocess.Popen(
+            self.command(*words),
+            cwd=self.path,
+            env=self.environ(environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def train(self, run: str, *words: str, ranks: int = 2, steps: int = 12, timeout: float = 120) -> Ended:
+        """Train the job into `run`."""
+        return self.run(
+            "train", "job.py", "--ranks", str(ranks), "--run-dir", run, "--train.steps", str(steps), *words,
+            "--watch.to", "console,jsonl", timeout=timeout,
+        )  # fmt: skip
+
+    def digest(self, run: str) -> str:
+        """The digest of a run's final weights."""
+        return str(json.loads((self.path / run / "weights.json").read_text())["digest"])
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file here."""
+        path = self.path / name
+        path.write_text(text)
+        return path
+
+    @staticmethod
+    def command(*words: str) -> list[str]:
+        return [sys.executable, "-W", "ignore", "-m", "paceline", *words]
+
+    @staticmethod
+    def environ(extra: dict[str, str] | None = None) -> dict[str, str]:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "SLURM_", "PMI", "TORCHELASTIC"))}
+        return {**inherited, "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": "", **(extra or {})}
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Shop:
+    """A fresh folder with the small job."""
+    shop = Shop(tmp_path)
+    shop.write("job.py", SMALL_JOB)
+    return shop

@@ -1,0 +1,111 @@
+"""verify: no false alarm on sound runs, and the right name for planted faults."""
+
+import pytest
+
+from tests.conftest import SMALL_JOB, Shop
+
+SOUND = [
+    (2, ()),
+    (3, ("--job.norm", "true")),
+    (2, ("--job.dropout", "0.3")),
+    (4, ("--job.samples", "25")),
+    (2, ("--train.micro_batch_size", "2")),
+    (3, ("--job.two_terms", "true", "--train.micro_batch_size", "3")),
+    (2, ("--train.buffers", "sync_bn", "--job.norm", "true")),
+    (2, ("--data.workers", "1")),
+    (2, ("--train.exact", "--job.norm", "true")),
+    (2, ("--train.precision", "bf16")),
+]
+
+FACTORY = "\nfrom paceline.place import replicate as _r\n"
+FAULTS = {
+    "reduced twice": (
+        FACTORY
+        + """
+_launch = _r._Unit.land
+def land(self, divisor):
+    _launch(self, divisor)
+    for p in self.parameters:
+        p.grad.mul_(2)
+_r._Unit.land = land
+""",
+        "factor of 2",
+        None,
+    ),
+    "one gradient not reduced": (
+        FACTORY
+        + """
+from torch import Tensor
+_hook = _r.BucketReducer.finish
+def finish(self, *, divisor):
+    own = {m.name: m.parameter.grad.clone() for m in self._named if m.name == "second.weight" and m.parameter.grad is not None}
+    done = _hook(self, divisor=divisor)
+    for m in self._named:
+        if m.name == "second.weight":
+            m.parameter.grad = KEPT[0] / divisor
+    return done
+KEPT = []
+_before = _r.BucketReducer._hook
+def hook(self, unit, member):
+    ready = _before(self, unit, member)
+    def wrapped(p):
+        if member.name == "second.weight":
+            KEPT[:] = [p.grad.clone()]
+        ready(p)
+    return wrapped
+_r.BucketReducer._hook = hook
+_r.BucketReducer.finish = finish
+""",
+        "not reduced",
+        "second.weight",
+    ),
+    "a layer frozen on one rank": (
+        """
+import os
+_forward = Net.forward
+def forward(self, x):
+    if os.environ.get("RANK") == "1" and REAL.get("on"):
+        h = torch.tanh(self.norm(self.first(x))).detach()
+        return self.second(h)
+    return _forward(self, x)
+REAL = {"on": True}
+Net.forward = forward
+""",
+        "missing on rank 1",
+        "first",
+    ),
+    "mean of means": (
+        """
+from paceline.step import joint as _j
+import os
+def divisor(self):
+    vector = self._arrived()
+    return float(vector[5::2].sum())
+_put = _j.Joint.put
+""",
+        None,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(("ranks", "words"), SOUND)
+def test_sound_layouts_are_called_equal(shop: Shop, ranks: int, words: tuple[str, ...]) -> None:
+    ended = shop.run("verify", "job.py", "--ranks", str(ranks), "--json", *words)
+    assert ended.code == 0, ended.text
+    answer = ended.json()
+    assert answer["verdict"] in ("bitwise", "rounding")
+    assert answer["first_difference"] is None
+    assert answer["max_difference"] <= 1e-4
+    assert {"reference", "layout", "update", "ranks", "steps", "noise_floor", "rungs"} <= set(answer)
+
+
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault[1]])
+def test_planted_faults_are_named(shop: Shop, name: str) -> None:
+    code, cause, parameter = FAULTS[name]
+    shop.write("job.py", SMALL_JOB + code)
+    ended = shop.run("verify", "job.py", "--ranks", "2", "--json")
+    assert ended.code == 4, ended.text
+    first = ended.json()["first_difference"]
+    assert cause in first["cause"], first
+    assert parameter is None or first["parameter"].startswith(parameter), first
