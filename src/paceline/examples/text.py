@@ -71,14 +71,16 @@ class GPT(nn.Module):
     def __init__(self, width: int, depth: int, heads: int, context: int, dropout: float):
         super().__init__()
         self.token, self.place = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.near = nn.Conv1d(width, width, 4)  # the last four bytes, seen at once
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth) if "out" in name else 0.02)
+                nn.init.normal_(parameter, std=0.5 if name == "token.weight" else 0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.token(ids) + self.place(torch.arange(ids.shape[1], device=ids.device))
+        x = x + F.gelu(self.near(F.pad(x.transpose(1, 2), (3, 0)))).transpose(1, 2)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -95,16 +97,16 @@ def bits_per_byte(logits, batch):
 
 
 def make_job(
-    lr: float = 2e-3, width: int = 160, depth: int = 4, context: int = 128, dropout: float = 0.0, steps: int = 600
+    lr: float = 4e-3, width: int = 128, depth: int = 3, context: int = 64, dropout: float = 0.0, steps: int = 500
 ) -> pl.Job:
     def optimizer(named):
-        decay = {"params": [p for _, p in named if p.dim() == 2], "weight_decay": 0.1}
-        rest = {"params": [p for _, p in named if p.dim() != 2], "weight_decay": 0.0}
+        decay = {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1}
+        rest = {"params": [p for _, p in named if p.dim() == 1], "weight_decay": 0.0}
         return torch.optim.AdamW([decay, rest], lr=lr, betas=(0.9, 0.95))
 
     def schedule(optimizer):
         def factor(step):
-            return min((step + 1) / 30, 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, step / steps))))
+            return min((step + 1) / 30, 0.05 + 0.475 * (1 + math.cos(math.pi * min(1.0, step / steps))))
 
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
@@ -117,7 +119,7 @@ def make_job(
         model=lambda: GPT(width, depth, 4, context, dropout),
         loss=loss,
         train_data=lambda: Windows(read_text(held_out=False), context),
-        eval_data=lambda: Windows(read_text(held_out=True), context, most=512),
+        eval_data=lambda: Windows(read_text(held_out=True), context, most=1024),
         optimizer=optimizer,
         lr_schedule=schedule,
         metrics={"bits_per_byte": bits_per_byte},
@@ -125,5 +127,5 @@ def make_job(
         max_grad_norm=1.0,
         best="bits_per_byte:min",
         on_eval=sample,
-        settings={"train.steps": steps, "eval.every": steps // 3},
+        settings={"train.steps": steps, "eval.every": max(1, steps // 2)},
     )
