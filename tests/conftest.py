@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-SMALL_JOB = '''
+SMALL_JOB = """
 import torch, torch.nn as nn, torch.nn.functional as F
 import paceline as pl
 
@@ -61,7 +61,7 @@ def make_job(samples: int = 50, batch: int = 12, norm: bool = False, dropout: fl
         max_grad_norm=1.0,
         metrics={"accuracy": lambda output, batch: ((output.argmax(-1) == batch[-1]).sum(), len(batch[-1]))},
     )
-'''
+"""
 
 
 @dataclass
@@ -134,7 +134,9 @@ class Shop:
 
     @staticmethod
     def environ(extra: dict[str, str] | None = None) -> dict[str, str]:
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "SLURM_", "PMI", "TORCHELASTIC"))}
+        inherited = {
+            k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "SLURM_", "PMI", "TORCHELASTIC"))
+        }
         return {**inherited, "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": "", **(extra or {})}
 
 

@@ -1,13 +1,19 @@
 """The one place that touches what torch does not document as public.
 
 Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torch itself) and
-`Tensor._version` (bumped by every write in place).
+`Tensor._version` (bumped by every write in place), and the common bases of
+BatchNorm, of all norms with running statistics, and of dropout.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+
+__all__ = ["BatchNormBase", "DropoutBase", "NormBase", "copy_all", "divide_all", "lerp_all", "version"]
 
 
 def divide_all(tensors: Sequence[Tensor], divisor: float | Tensor) -> None:

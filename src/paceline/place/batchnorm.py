@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from paceline.torch_private import NormBase
 from paceline.world import World
 
 
 @dataclass
 class _Layer:
     name: str
-    module: _NormBase
+    module: NormBase
     momentum: float | None
     before: tuple[Tensor, Tensor]
     count: int
@@ -124,23 +124,23 @@ class StatisticsTape:
                 layer.module.num_batches_tracked.fill_(count)
 
 
-def running(model: nn.Module) -> list[tuple[str, _NormBase]]:
+def running(model: nn.Module) -> list[tuple[str, NormBase]]:
     """The normalisations that keep running statistics, by FQN, a shared one once."""
     return [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, _NormBase) and module.running_mean is not None
+        if isinstance(module, NormBase) and module.running_mean is not None
     ]
 
 
-def _layer(name: str, module: _NormBase) -> _Layer:
+def _layer(name: str, module: NormBase) -> _Layer:
     return _Layer(name, module, module.momentum, _statistics(module), int(_tracked(module)))
 
 
-def _statistics(module: _NormBase) -> tuple[Tensor, Tensor]:
+def _statistics(module: NormBase) -> tuple[Tensor, Tensor]:
     assert module.running_mean is not None and module.running_var is not None
     return module.running_mean.detach().clone(), module.running_var.detach().clone()
 
 
-def _tracked(module: _NormBase) -> Tensor | int:
+def _tracked(module: NormBase) -> Tensor | int:
     return module.num_batches_tracked if module.num_batches_tracked is not None else 0

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import LayoutError
+from paceline.torch_private import BatchNormBase
 from paceline.world import World
 
 
@@ -39,7 +39,7 @@ class Rounds:
 class _Synchronised:
     """The forward of one BatchNorm, with moments over all ranks."""
 
-    def __init__(self, module: _BatchNorm, world: World, rounds: Rounds) -> None:
+    def __init__(self, module: BatchNormBase, world: World, rounds: Rounds) -> None:
         self._rounds = rounds
         self._module = module
         self._world = world
@@ -81,7 +81,7 @@ def synchronise(model: nn.Module, *, world: World) -> Rounds:
     Raises:
         LayoutError: the model has none.
     """
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    layers = [module for module in model.modules() if isinstance(module, BatchNormBase)]
     if not layers:
         raise LayoutError("train.buffers=sync_bn, but the model has no BatchNorm.", hint="--train.buffers fold")
     rounds = Rounds()

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 
-import torch
-
 from paceline.place.batchnorm import running
 from paceline.prove.lockstep import ROUNDING, Finding
 from paceline.prove.noise import distance
 from paceline.prove.reference import Reference
+from paceline.torch_private import DropoutBase
 from paceline.world import World
 
 _SUM = 1e-3
@@ -59,4 +58,4 @@ def _halves(make: Callable[[], Reference], finding: Finding) -> None:
 
 def _draws(reference: Reference) -> bool:
     model = reference.model
-    return any(isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
+    return any(isinstance(m, DropoutBase) and m.p > 0 for m in model.modules())

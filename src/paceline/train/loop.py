@@ -1,14 +1,8 @@
 """The one loop: step, log, perhaps evaluate, perhaps save, perhaps stop. It can't tell which step runs."""
 
-import math
-import resource
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from paceline.errors import ExitCode
 from paceline.events import EvalDone, Note, StepDone, Stream
@@ -22,70 +16,10 @@ from paceline.step.result import StepResult
 from paceline.survive.signals import StopFlag
 from paceline.train.built import Built, best_rule, early_stopping
 from paceline.train.evaluate import Evaluator
+from paceline.train.length import Clock, Length, Progress, derived_interval, peak_gib
 from paceline.train.replicas import check_replicas
 from paceline.train.saving import Saver
 from paceline.train.statistics import statistics
-
-
-@dataclass(frozen=True, kw_only=True)
-class Length:
-    """How long to train; the first limit that is reached ends the run."""
-
-    steps: int | None = None
-    samples: int | None = None
-    tokens: int | None = None
-    epochs: float | None = None
-    epoch_samples: int | None = None
-
-    def total_steps(self, *, batch: int, drop_last: bool) -> int | None:
-        """The number of steps, where it is known before."""
-        if self.steps is not None:
-            return self.steps
-        if self.samples is not None and self.epoch_samples is None:
-            return math.ceil(self.samples / batch)
-        if self.epoch_samples is None or (self.epochs is None and self.samples is None):
-            return None
-        per_epoch = self.epoch_samples // batch if drop_last else math.ceil(self.epoch_samples / batch)
-        epochs = self.epochs if self.epochs is not None else (self.samples or 0) / self.epoch_samples
-        return max(1, math.ceil(per_epoch * epochs))
-
-    def reached(self, cursor: Cursor, *, tokens: float, total: int | None) -> bool:
-        """Whether the run is over at this cursor."""
-        if total is not None and cursor.step >= total:
-            return True
-        if self.tokens is not None and tokens >= self.tokens:
-            return True
-        if self.samples is not None and self.epoch_samples is None and cursor.samples >= self.samples:
-            return True
-        return total is None and self.epochs is not None and cursor.epoch >= self.epochs
-
-
-@dataclass
-class Progress:
-    """What the loop remembers beside the cursor; saved with it."""
-
-    tokens: float = 0.0
-    best: float | None = None
-    waited: int = 0
-    saves_seconds: float = 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return {"tokens": self.tokens, "best": self.best, "waited": self.waited}
-
-
-@dataclass
-class Clock:
-    """Seconds since the last logged step, by what they went to."""
-
-    began: float = field(default_factory=time.perf_counter)
-    steps: int = 0
-    samples: int = 0
-    tokens: float = 0.0
-    data: float = 0.0
-    compute: float = 0.0
-    communication: float = 0.0
-    saving: float = 0.0
 
 
 class Loop:
@@ -305,24 +239,3 @@ class Loop:
         if self._pulse is not None:
             loss = self._last.loss if self._last is not None and self.built.world.device.type == "cpu" else 0.0
             self._pulse.beat(step=self.cursor.step, total=self.total_steps or 0, loss=loss)
-
-
-def derived_interval(total: int | None) -> int:
-    """Ten times in a run, or every thousand steps where its length is not known."""
-    return max(1, total // 10) if total else 1000
-
-
-def peak_gib(device: torch.device) -> float:
-    """The most memory this rank has held so far."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def event_folder(environ: dict[str, str]) -> Path | None:
-    """Where this attempt's logs are, if we were started by our own agent."""
-    folder = environ.get("PACELINE_ATTEMPT_FOLDER")
-    return Path(folder) if folder else None
-
-
-Callback = Callable[[], None]

@@ -33,7 +33,8 @@ from paceline.streams import preserved
 from paceline.survive.signals import stop_flag
 from paceline.train.built import build, job_layer
 from paceline.train.convert import weights_digest
-from paceline.train.loop import Length, Loop, Progress
+from paceline.train.length import Length, Progress
+from paceline.train.loop import Loop
 from paceline.train.saving import Saver, check_identity, consolidate, find_checkpoint, identity, restore
 from paceline.watch.sinks import make_sinks
 from paceline.world import Place, World

@@ -1,0 +1,1 @@
+../src/paceline/examples/digits_cnn.py

@@ -1,0 +1,1 @@
+../src/paceline/examples/hf_llama.py

@@ -1,0 +1,1 @@
+../src/paceline/examples/text.py
