@@ -1,0 +1,130 @@
+"""What was asked: layouts, settings with origins, jobs checked without importing them."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import split_settings
+from paceline.errors import LayoutError, PacelineError, Problems, UsageError
+from paceline.faults import Fault, parse_faults
+from paceline.launch.environments import detect
+from paceline.plan.settle import Cluster, Facts, settle
+from paceline.spec.jobref import job_defaults, parse_jobref
+from paceline.spec.layout import Kind, parse_layout
+from paceline.spec.read import as_toml, merge, read_asked
+from paceline.spec.update import Update
+
+
+def test_settings_come_from_file_then_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('seed = 3\n[train]\nsteps = 10\nprecision = "bf16"\n[job]\nlr = 0.1\n')
+    asked = read_asked(file=file, overrides=["--train.steps", "20", "--train.exact", "--watch.to", "console,jsonl"])
+    settings = merge(asked)
+    assert (settings.seed, settings.train.steps, settings.train.precision) == (3, 20, "bf16")
+    assert settings.train.exact and settings.watch.to == ("console", "jsonl") and settings.job == {"lr": 0.1}
+    assert asked.origins["train.steps"] == "command line" and asked.origins["seed"] == f"file {file}"
+    again = tmp_path / "again.toml"
+    again.write_text(as_toml(asked))
+    assert merge(read_asked(file=again, overrides=[])) == settings
+
+
+def test_the_job_lies_under_what_was_asked() -> None:
+    asked = read_asked(file=None, overrides=["--train.steps=5"]).over(
+        {"train.steps": 9, "train.epochs": 2.0}, origin="job"
+    )
+    assert merge(asked).train.steps == 5 and merge(asked).train.epochs == 2.0
+    assert asked.origins == {"train.epochs": "job", "train.steps": "command line"}
+
+
+def test_all_problems_at_once() -> None:
+    with pytest.raises(Problems) as caught:
+        read_asked(file=None, overrides=["--train.stps", "1", "--seed", "x", "--train.precision", "fp8"])
+    text = str(caught.value)
+    assert "did you mean 'train.steps'" in text and "seed" in text and "fp8" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "replicas"),
+    [("ddp", Kind.DDP, None), ("DP=4", Kind.DDP, 4), ("dp_replicate=-1", Kind.DDP, None), ("single", Kind.SINGLE, None)],
+)
+def test_layouts(text: str, kind: Kind, replicas: int | None) -> None:
+    layout = parse_layout(text)
+    assert (layout.kind, layout.replicas) == (kind, replicas)
+
+
+@pytest.mark.parametrize("text", ["dpp", "fsdp", "dp=0", "dp=x", "tp=2,dp=2", "wide=3", ""])
+def test_layouts_that_can_not_be_had_say_so(text: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        parse_layout(text)
+    assert caught.value.hint
+
+
+def test_micro_batches_are_derived_and_disagreement_is_refused() -> None:
+    plan = settle(
+        layout=parse_layout("ddp"),
+        update=Update.SYNC,
+        cluster=Cluster(ranks=3, cores=8),
+        facts=Facts(global_batch_size=64),
+    )
+    assert (plan.micro_batch_size, plan.num_micro, plan.replicas, plan.threads) == (22, 3, 3, 2)
+    with pytest.raises(UsageError, match="8 × 3 replicas × 2 accumulation steps = 48, but global_batch_size is 64"):
+        settle(
+            layout=parse_layout("ddp"),
+            update=Update.SYNC,
+            cluster=Cluster(ranks=3),
+            facts=Facts(global_batch_size=64, micro_batch_size=8, accumulation=2),
+        )
+
+
+def test_a_job_is_checked_without_importing_it(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text("import nowhere\ndef make_job(lr=0.1, *, width: int = 3):\n    pass\n")
+    assert job_defaults(parse_jobref(str(job))) == {"lr": "0.1", "width": "3"}
+    for text, word in (("def f(:\n", "valid Python"), ("x = 1\n", "make_job"), ("\0", "Python")):
+        job.write_text(text)
+        with pytest.raises(PacelineError, match=word):
+            parse_jobref(str(job))
+
+
+def test_settings_and_options_are_told_apart() -> None:
+    own, settings = split_settings(
+        ["--train.steps", "5", "job.py", "--nproc-per-node=2", "--seed", "1", "--json", "--train.exact"]
+    )
+    assert own == ["job.py", "--ranks=2", "--json"]
+    assert settings == ["--train.steps", "5", "--seed", "1", "--train.exact"]
+
+
+def test_faults_are_data() -> None:
+    assert parse_faults("kill rank=2 step=50; nan rank=1 step=70 point=save attempt=2") == (
+        Fault(kind="kill", rank=2, step=50),
+        Fault(kind="nan", rank=1, step=70, point="save", attempt=2),
+    )
+    with pytest.raises(UsageError, match="melt"):
+        parse_faults("melt rank=1 step=1")
+
+
+WORLDS = {
+    "torchrun": {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+    "mpirun": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+               "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+    "mpiexec": {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+    "srun": {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0",
+             "SLURM_JOB_ID": "7", "SLURM_NTASKS_PER_NODE": "2"},
+    "environment": {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WORLDS)
+def test_worlds_of_others_are_found(kind: str) -> None:
+    found = detect(WORLDS[kind])
+    assert found is not None
+    assert (found.kind, found.rank, found.world_size, found.local_rank, found.local_world_size) == (kind, 1, 4, 1, 2)
+    assert not found.is_one_node
+
+
+def test_contradicting_worlds_are_refused() -> None:
+    assert detect({}) is None
+    with pytest.raises(UsageError, match="contradict"):
+        detect({"TORCHELASTIC_RUN_ID": "x", "RANK": "4", "WORLD_SIZE": "4"})
+    with pytest.raises(UsageError, match="can't be read"):
+        detect({"TORCHELASTIC_RUN_ID": "x", "RANK": "a", "WORLD_SIZE": "4"})
