@@ -45,7 +45,12 @@ def test_all_problems_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("text", "kind", "replicas"),
-    [("ddp", Kind.DDP, None), ("DP=4", Kind.DDP, 4), ("dp_replicate=-1", Kind.DDP, None), ("single", Kind.SINGLE, None)],
+    [
+        ("ddp", Kind.DDP, None),
+        ("DP=4", Kind.DDP, 4),
+        ("dp_replicate=-1", Kind.DDP, None),
+        ("single", Kind.SINGLE, None),
+    ],
 )
 def test_layouts(text: str, kind: Kind, replicas: int | None) -> None:
     layout = parse_layout(text)

@@ -8,7 +8,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from paceline.errors import PacelineError, user_line
+from paceline.errors import DataError, PacelineError, user_line
 from paceline.store.disk import write_text
 
 END_OF_TALK = "\x1e"
@@ -31,6 +31,7 @@ class Failure:
 
 def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 0) -> None:
     """Write down what happened on this rank."""
+    error = _in_our_words(error)
     line = user_line(error)
     ours = isinstance(error, PacelineError)
     failure = Failure(
@@ -80,6 +81,17 @@ def print_traceback(error: BaseException) -> None:
     """The full text, for the rank's own log; the console stops before it, since the agent says it shorter."""
     print(END_OF_TALK, flush=True)
     traceback.print_exception(error)
+
+
+def _in_our_words(error: BaseException) -> BaseException:
+    """torch tells of a dead data worker from a signal handler, wherever the rank happens to be."""
+    if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+        return DataError(
+            f"a data worker died: {error}",
+            cause="it was killed, perhaps for memory, or a library in it crashed",
+            hint="--data.workers 0 shows the error in the rank itself",
+        )
+    return error
 
 
 def _path(folder: Path, rank: int) -> Path:

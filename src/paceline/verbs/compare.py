@@ -32,7 +32,7 @@ def compare(*runs: str) -> Compared:
     paths = [Path(run) for run in runs]
     missing = [str(path) for path in paths if not path.is_dir()]
     if missing:
-        raise UsageError(f"there is no run {missing[0]}.", hint="ls runs/*/")
+        raise UsageError(f"there is no run {missing[0]} to compare.", hint="ls runs/*/")
     if all(has_recording(path) for path in paths):
         return _recordings(paths)
     rows = [_row(RunFolder(path)) for path in paths]

@@ -25,6 +25,7 @@ from paceline.store.checkpoints import all_steps
 from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, find_run, new_run, newest_run
 from paceline.watch.console import Tail
+from paceline.watch.sinks import check_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,8 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
     ref = _collect(problems, lambda: parse_jobref(job))
     asked = _collect(problems, lambda: read_asked(file=common.config, overrides=overrides)) or Asked()
     settings = _collect(problems, lambda: merge(asked))
+    if settings is not None:
+        _collect(problems, lambda: check_names(settings.watch.to))
     joined = _collect(problems, lambda: detect(os.environ))
     device = _device(common.device, problems)
     ranks = _ranks(common.ranks, joined, device, problems)

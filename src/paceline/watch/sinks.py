@@ -83,16 +83,26 @@ def make_sinks(names: Sequence[str], *, run: RunFolder) -> tuple[list[Sink], lis
     return sinks, notes
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Refuse what is neither a sink nor a reference to one.
+
+    Raises:
+        UsageError: with a suggestion.
+    """
+    for name in names:
+        if ":" not in name and name not in SINKS:
+            raise UsageError(
+                f"{name!r} is nothing to watch with.",
+                cause=did_you_mean(name, SINKS),
+                hint=f"--watch.to {','.join(SINKS)} or my.pkg:Thing",
+            )
+
+
 def _make(name: str, run: RunFolder) -> Sink:
+    check_names([name])
     if ":" in name:
         sink: Sink = resolve(name)(run)
         return sink
-    if name not in SINKS:
-        raise UsageError(
-            f"{name!r} is nothing to watch with.",
-            cause=did_you_mean(name, SINKS),
-            hint=f"--watch.to {','.join(SINKS)} or my.pkg:Thing",
-        )
     return SINKS[name](run)
 
 

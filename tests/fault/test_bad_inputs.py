@@ -1,0 +1,191 @@
+"""A corpus of bad inputs: each ends soon, with one screen in our own words, the right exit code, no two alike."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SMALL_JOB, Shop
+
+SEEN: dict[str, str] = {}
+EARLY: dict[str, tuple[tuple[str, ...], str]] = {
+    "no verb of that name": (("trian", "job.py"), "did you mean 'train'"),
+    "no such file": (("train", "nowhere.py"), "does not exist"),
+    "a folder for a job": (("train", "."), "is a folder"),
+    "not Python": (("train", "broken.py"), "not valid Python"),
+    "binary for a job": (("train", "binary.py"), "Python"),
+    "no job in it": (("train", "empty.py"), "defines no make_job"),
+    "no such name in it": (("train", "job.py:other"), "other"),
+    "no module reference": (("train", "a..b"), "is no job"),
+    "unknown setting": (("train", "job.py", "--train.stps", "3"), "did you mean 'train.steps'"),
+    "wrong type": (("train", "job.py", "--train.steps", "many"), "many"),
+    "wrong choice": (("train", "job.py", "--train.precision", "fp8"), "fp8"),
+    "wrong policy": (("train", "job.py", "--train.buffers", "avg"), "avg"),
+    "unknown section": (("train", "job.py", "--trian.steps", "3"), "trian.steps"),
+    "unknown option": (("train", "job.py", "--rank", "3"), "did you mean '--ranks'"),
+    "unknown parameter": (("train", "job.py", "--job.lrr", "3"), "did you mean 'lr'"),
+    "no such config file": (("train", "job.py", "--config", "none.toml"), "none.toml"),
+    "broken config file": (("train", "job.py", "--config", "broken.toml"), "can't be read"),
+    "unknown key in a file": (("train", "job.py", "--config", "unknown.toml"), "train.speed"),
+    "unknown layout": (("train", "job.py", "--layout", "dpp"), "did you mean"),
+    "a layout of a later version": (("train", "job.py", "--layout", "fsdp"), "not in this version"),
+    "an axis of a later version": (("train", "job.py", "--layout", "tp=2"), "'tp'"),
+    "an axis without a count": (("train", "job.py", "--layout", "dp=two"), "'two'"),
+    "an axis of zero": (("train", "job.py", "--layout", "dp=0"), "'0'"),
+    "unknown update": (("train", "job.py", "--update", "async"), "async"),
+    "an update of a later version": (("train", "job.py", "--update", "hogwild"), "hogwild"),
+    "no ranks": (("train", "job.py", "--ranks", "0"), "at least one"),
+    "ranks in words": (("train", "job.py", "--ranks", "two"), "can't be read"),
+    "unknown device": (("train", "job.py", "--device", "gpu"), "'gpu'"),
+    "no GPU here": (("train", "job.py", "--device", "cuda"), "no GPU"),
+    "a fault not understood": (("train", "job.py", "--faults", "explode rank=1 step=1"), "explode"),
+    "unknown sink": (("train", "job.py", "--watch.to", "jsonl,consle"), "did you mean 'console'"),
+    "a fault without a step": (("train", "job.py", "--faults", "kill rank=1"), "kill rank=1"),
+    "nothing to resume": (("train", "job.py", "--resume", "newest"), "no run of job"),
+    "resume from nowhere": (("train", "job.py", "--resume", "runs/none"), "no run runs/none"),
+    "a run folder that can't be written": (("train", "job.py", "--run-dir", "/proc/nothing"), "can't be written"),
+    "a file for a run folder": (("train", "job.py", "--run-dir", "job.py/run"), "job.py/run"),
+    "unknown example": (("new", "txt"), "did you mean 'text'"),
+    "an example that exists": (("new", "digits"), "left alone"),
+    "no run to report": (("report", "none"), "there is no run none"),
+    "no run at all": (("report",), "no run here yet"),
+    "a folder that is no run": (("ckpt", "ls", "plain"), "is no run folder"),
+    "unknown ckpt word": (("ckpt", "verfy"), "did you mean 'verify'"),
+    "one run to compare": (("compare", "plain"), "needs two"),
+    "a run to compare that is not there": (("compare", "plain", "none"), "no run none to compare"),
+    "a split of another name": (("evaluate", "plain", "--split", "dev"), "'dev'"),
+    "no steps to verify": (("verify", "job.py", "--steps", "0"), "at least one step"),
+    "settings where none are taken": (("report", "--train.steps", "3"), "takes no settings"),
+    "stray words": (("train", "job.py", "extra"), "extra"),
+}
+
+
+@pytest.fixture
+def full_shop(shop: Shop) -> Shop:
+    shop.write("broken.py", "def make_job(:\n    pass\n")
+    (shop.path / "binary.py").write_bytes(b"\x80\x81\x00")
+    shop.write("empty.py", "x = 1\n")
+    shop.write("broken.toml", "train = [\n")
+    shop.write("unknown.toml", "[train]\nspeed = 3\n")
+    shop.write("digits_cnn.py", "# mine\n")
+    (shop.path / "plain").mkdir()
+    return shop
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_refused_before_a_process_starts(
+    full_shop: Shop, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paceline.cli import main
+
+    words, expected = EARLY[name]
+    monkeypatch.chdir(full_shop.path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    began = time.monotonic()
+    code = main(list(words))
+    text = capsys.readouterr().err
+    assert code == 2, text
+    assert time.monotonic() - began < 5
+    _one_screen(name, text, expected)
+
+
+LATE: dict[str, tuple[str, tuple[str, ...], int, str]] = {
+    "import fails": ("import nowhere_to_be_found", (), 1, "nowhere_to_be_found"),
+    "make_job raises": ("def make_job():\n    raise ValueError('no data today')", (), 1, "no data today"),
+    "make_job gives no job": ("def make_job():\n    return 3", (), 2, "gave a int"),
+    "no optimizer": ("BASE(optimizer=lambda named: None)", (), 2, "NoneType"),
+    "half an optimizer": (
+        "BASE(optimizer=lambda named: torch.optim.SGD([named[0][1]], lr=0.1))", (), 2, "no group holds"),
+    "a foreign parameter": (
+        "BASE(optimizer=lambda named: torch.optim.SGD([p for _, p in named] + [torch.nn.Parameter(torch.zeros(1))], lr=0.1))",
+        (), 2, "not trainable ones of this model"),
+    "the model is no module": ("BASE(model=lambda: 3)", (), 2, "gave a int, expected a torch.nn.Module"),
+    "the model raises": ("BASE(model=lambda: 1 / 0)", (), 1, "ZeroDivisionError"),
+    "loss of wrong shape": ("BASE(loss=lambda o, b: (o, 1))", (), 2, "has shape"),
+    "loss is a list": ("BASE(loss=lambda o, b: [1])", (), 2, "gave a list"),
+    "loss is detached": ("BASE(loss=lambda o, b: (o.sum().detach(), 1))", (), 2, "does not depend on"),
+    "count is text": ("BASE(loss=lambda o, b: (o.sum(), 'x'))", (), 2, "is a str"),
+    "two terms without counts": ("BASE(loss=lambda o, b: {'a': (o.sum(), 1), 'b': (o.sum(), 1)})", (), 2, "2 terms"),
+    "empty data": ("BASE(train_data=[])", (), 2, "train_data is empty"),
+    "data that is a number": ("BASE(train_data=3)", (), 2, "neither indexed nor iterated"),
+    "data raises": ("BASE(train_data=Bad())", (), 2, "disk on fire"),
+    "ragged samples": (
+        "BASE(train_data=[(torch.zeros(6 + i % 2), torch.tensor(0)) for i in range(40)])", (), 1, "collating samples"),
+    "labels out of range": (
+        "BASE(loss=lambda o, b: (F.cross_entropy(o, b[-1] + 4, reduction='sum'), len(o)))", (), 1, "out of bounds"),
+    "not finite": ("BASE(loss=lambda o, b: (o.sum() * float('inf'), 1))", (), 1, "gradients are not finite"),
+    "nothing counted": ("BASE(loss=lambda o, b: (o.sum() * 0, 0))", (), 1, "the count of loss is 0"),
+    "wrong input width": ("BASE(train_data=[(torch.zeros(5), torch.tensor(0))] * 40)", (), 1, "shapes"),
+    "a batch the model can't take": ("BASE(train_data=[3.0] * 40, collate=lambda rows: 'text')", (), 2, "batch is a str"),
+    "micro and global disagree": (
+        "BASE()", ("--train.micro_batch_size", "3", "--train.gradient_accumulation_steps", "3"), 2, "accumulation steps ="),
+    "single with two ranks": ("BASE()", ("--layout", "single"), 2, "layout single is one process"),
+    "other ranks than the layout": ("BASE()", ("--layout", "dp=3"), 2, "needs 3 ranks"),
+    "fp16 without counts": ("BASE()", ("--train.precision", "fp16"), 2, "fp16 needs the counts"),
+    "sync_bn without BatchNorm": ("BASE()", ("--train.buffers", "sync_bn"), 2, "no BatchNorm"),
+    "a best that is no rule": ("BASE(best='loss:up')", (), 2, "best='loss:up'"),
+    "an average that is no decay": ("BASE(ema=2.0)", (), 2, "ema=2.0"),
+    "a metric without a count": ("BASE(metrics={'m': lambda o, b: 3.0})", (), 2, "the metric 'm'"),
+    "parameter of wrong type": ("BASE_FACTORY", ("--job.lr", "fast"), 2, "--job.lr=fast"),
+}  # fmt: skip
+
+BASE = """
+import dataclasses
+_plain = make_job
+class Bad:
+    def __len__(self): return 40
+    def __getitem__(self, i): raise OSError("disk on fire")
+def BASE(**changes):
+    global job
+    del globals()["make_job"]
+    job = dataclasses.replace(_plain(), **changes)
+"""
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_refused_or_failed_soon_after_the_start(shop: Shop, name: str) -> None:
+    body, words, code, expected = LATE[name]
+    if body.startswith("BASE("):
+        shop.write("job.py", SMALL_JOB + BASE + body + "\njob_is_made = True\njob = job\n")
+    elif body != "BASE_FACTORY":
+        shop.write("job.py", body if "def make_job" in body else body + "\ndef make_job(): pass\n")
+    began = time.monotonic()
+    ended = shop.train("run", *words, "--train.steps", "3", ranks=2, timeout=40)
+    assert ended.code == code, ended.text
+    assert time.monotonic() - began < 10 + 10 * (os.getloadavg()[0] > 3)
+    _one_screen(name, ended.err, expected)
+
+
+def test_another_models_checkpoint_and_another_batch_are_refused_with_the_difference(shop: Shop) -> None:
+    assert shop.train("run", steps=4).code == 0
+    for words, expected in (
+        (("--train.global_batch_size", "10"), "global_batch_size: was 12, is 10"),
+        (("--seed", "4"), "seed: was 0, is 4"),
+        (("--job.samples", "60"), "data"),
+        (("--train.precision", "bf16"), "precision"),
+    ):
+        ended = shop.train("run", *words, steps=8)
+        assert ended.code == 2 and "--allow" in ended.err
+        _one_screen(f"resume {words}", ended.err, expected)
+    shop.write("job.py", SMALL_JOB.replace("16", "20"))
+    ended = shop.train("run", steps=8)
+    assert ended.code == 2
+    _one_screen("another model", ended.err, "another model's")
+
+
+def test_a_foreign_checkpoint_folder_is_refused(shop: Shop) -> None:
+    folder = shop.path / "run" / "checkpoints" / "step-00000003"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"not ours")
+    ended = shop.train("run", steps=8)
+    assert ended.code == 2
+    _one_screen("foreign checkpoint", ended.err, "checkpoints can be used")
+
+
+def _one_screen(name: str, text: str, expected: str) -> None:
+    assert expected in text, text
+    assert "Traceback" not in text and len(text.splitlines()) <= 25
+    assert any(word in text for word in ("to do:", "Go on:", "likely cause:"))
+    first = text.strip().splitlines()[0].replace(str(Path.cwd()), "")
+    assert SEEN.setdefault(first, name) == name, f"{name} and {SEEN[first]} say the same: {first}"

@@ -1,0 +1,213 @@
+"""Real runs that are killed, stopped and broken, and what they say and leave behind."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SMALL_JOB, Shop
+
+WORDS = ("--job.dropout", "0.2", "--checkpoint.every", "2")
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Every living process that inherited this mark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if (
+                    mark.encode() in (entry / "environ").read_bytes()
+                    and "State:\tZ" not in (entry / "status").read_text()
+                ):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def wait_until_gone(mark: str, *, seconds: float = 10) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while (left := marked_processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def wait_for(path: Path, word: str, *, seconds: float = 40) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if path.exists() and word in path.read_text(errors="replace"):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{word!r} never stood in {path}: {path.read_text() if path.exists() else 'no file'}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kills_and_restarts_on_as_many_ranks_change_no_bit(shop: Shop, ranks: int) -> None:
+    assert shop.train("whole", *WORDS, ranks=ranks).code == 0
+    rng = random.Random(ranks)
+    attempt = 1
+    for _ in range(3):
+        fault = f"kill rank={rng.randrange(ranks)} step={rng.randrange(2, 12)} attempt={attempt}"
+        ended = shop.train("cut", *WORDS, "--faults", fault, ranks=ranks)
+        attempt += 1
+        if ended.code == 0:
+            break
+        assert "SIGKILL" in ended.err and "Go on: paceline train" in ended.err
+    assert shop.train("cut", *WORDS, ranks=ranks).code == 0
+    assert shop.digest("cut") == shop.digest("whole")
+
+
+def test_a_resume_on_another_number_of_ranks_reads_the_same_samples(shop: Shop) -> None:
+    more = ("--train.micro_batch_size", "3")
+    assert shop.train("whole", *WORDS, *more, ranks=2).code == 0
+    assert shop.train("cut", *WORDS, *more, "--faults", "kill rank=0 step=7", ranks=3).code == 1
+    assert shop.train("cut", *WORDS, *more, ranks=1).code == 0
+    whole, cut = (_last(shop.path / run / "metrics.jsonl") for run in ("whole", "cut"))
+    assert cut["eval/loss"] == pytest.approx(whole["eval/loss"], rel=1e-4)
+    assert shop.digest("cut") != "" and cut["step"] == whole["step"] == 12
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_signal_finishes_the_step_saves_and_says_go_on(shop: Shop, number: signal.Signals) -> None:
+    mark = f"MARK{uuid.uuid4().hex}"
+    process = shop.start(
+        "train", "job.py", "--ranks", "2", "--run-dir", "run", "--train.steps", "100000", "--data.workers", "1",
+        "--watch.to", "console,jsonl", "--checkpoint.every", "100000", "--eval.every", "100000", environ={"MARK": mark},
+    )  # fmt: skip
+    wait_for(shop.path / "run" / "logs" / "attempt-1" / "rank-0.log", "step 20 ")
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 75, err
+    assert "Stopped and saved" in err
+    assert len(list((shop.path / "run" / "checkpoints").glob("step-*"))) == 1
+    assert wait_until_gone(mark) == []
+
+
+def test_two_signals_stop_now(shop: Shop) -> None:
+    mark = f"MARK{uuid.uuid4().hex}"
+    process = shop.start(
+        "train", "job.py", "--ranks", "2", "--run-dir", "run", "--train.steps", "100000", "--faults", "hang rank=1 step=9",
+        "--watch.to", "console,jsonl", environ={"MARK": mark},
+    )  # fmt: skip
+    wait_for(shop.path / "run" / "logs" / "attempt-1" / "rank-0.log", "step 1 ")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode not in (0, 75)
+    assert wait_until_gone(mark) == []
+
+
+@pytest.mark.parametrize("victim", ["launcher", "nursery"])
+def test_nothing_outlives_a_killed_launcher(shop: Shop, victim: str) -> None:
+    mark = f"MARK{uuid.uuid4().hex}"
+    process = shop.start(
+        "train", "job.py", "--ranks", "2", "--run-dir", "run", "--train.steps", "100000", "--data.workers", "2",
+        "--watch.to", "console,jsonl", environ={"MARK": mark},
+    )  # fmt: skip
+    wait_for(shop.path / "run" / "logs" / "attempt-1" / "rank-0.log", "step 1 ")
+    assert len(marked_processes(mark)) >= 8  # the command, the nursery, two ranks, four data workers
+    if victim == "launcher":
+        process.kill()
+    else:
+        nursery = next(p for p in marked_processes(mark) if b"survive.nursery" in Path(f"/proc/{p}/cmdline").read_bytes()
+                       and int(Path(f"/proc/{p}/stat").read_text().rsplit(")")[1].split()[1]) == process.pid)  # fmt: skip
+        os.kill(nursery, signal.SIGKILL)
+    process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert wait_until_gone(mark) == []
+
+
+BROKEN = {
+    "exception on rank 1": ('if RANK == 1 and STEP[0] == 3: raise IndexError("index 5000")', "rank 1", "IndexError: index 5000"),
+    "rank 0 first, rank 1 later": (
+        "if STEP[0] == 3 and RANK == 0: raise KeyError('gone')", "rank 0", "KeyError"),
+    "exit 7": ("if RANK == 1 and STEP[0] == 3: os._exit(7)", "rank 1", "exit code 7"),
+    "SystemExit 3": ("if RANK == 1 and STEP[0] == 3: raise SystemExit(3)", "rank 1", "SystemExit"),
+    "segfault": ("if RANK == 1 and STEP[0] == 3: ctypes.string_at(0)", "rank 1", "SIGSEGV"),
+    "killed": ("if RANK == 0 and STEP[0] == 3: os.kill(os.getpid(), 9)", "rank 0", "SIGKILL"),
+    "not finite": ("if STEP[0] == 3: x = x * float('nan')", "rank", "NonFiniteError"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_first_failing_rank_is_named(shop: Shop, name: str) -> None:
+    line, rank, word = BROKEN[name]
+    code = SMALL_JOB.replace(
+        "    def forward(self, x):\n",
+        f"    def forward(self, x):\n        STEP[0] += 1\n        {line}\n",
+    )
+    shop.write("job.py", "import ctypes, os\nRANK = int(os.environ.get('RANK', 0)); STEP = [0]\n" + code)
+    ended = shop.train("run", "--eval.every", "1000")
+    assert ended.code == 1
+    screen = ended.err
+    assert screen.startswith("FAILED") and word in screen.splitlines()[0] and f"rank {rank[-1]}" in screen.splitlines()[0].replace(
+        "rank rank", "rank"
+    ) or rank == "rank", screen  # fmt: skip
+    assert "Traceback" not in ended.text and len(screen.splitlines()) <= 12
+    if "raise" in line and "System" not in line:
+        assert f"{shop.path}/job.py:" in screen and line.split(": ")[1] in screen
+
+
+def test_the_same_bits_under_torchrun_and_mpirun(shop: Shop) -> None:
+    assert shop.train("ours", *WORDS, "--train.threads", "1").code == 0
+    words = ["-m", "paceline", "train", "job.py", "--train.steps", "12", *WORDS, "--train.threads", "1"]
+    words += ["--watch.to", "console,jsonl"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    _run([*torchrun, "--run-dir", "torchrun"], shop)
+    assert shop.digest("torchrun") == shop.digest("ours")
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed: torchrun was compared, Open MPI was not")
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, *words]
+    _run([*mpirun, "--run-dir", "mpirun"], shop)
+    assert shop.digest("mpirun") == shop.digest("ours")
+
+
+def test_two_runs_at_once(shop: Shop) -> None:
+    both = [
+        shop.start("train", "job.py", "--ranks", "2", "--train.steps", "12", "--run-dir", name, "--watch.to", "jsonl")
+        for name in ("left", "right")
+    ]
+    for process in both:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+    assert shop.digest("left") == shop.digest("right")
+
+
+def test_a_killed_data_worker_is_named(shop: Shop) -> None:
+    code = SMALL_JOB.replace(
+        "    return pl.Job(",
+        "    class Data(torch.utils.data.TensorDataset):\n"
+        "        def __getitem__(self, i):\n"
+        "            import os\n"
+        "            if i == 7 and torch.utils.data.get_worker_info(): os.kill(os.getpid(), 9)\n"
+        "            return super().__getitem__(i)\n"
+        "    return pl.Job(",
+    ).replace("train_data=torch.utils.data.TensorDataset(x, y)", "train_data=Data(x, y)")
+    shop.write("job.py", code)
+    ended = shop.train("run", "--data.workers", "1", timeout=60)
+    assert ended.code == 1 and "data worker" in ended.err, ended.text
+
+
+def _run(command: list[str], shop: Shop) -> None:
+    done = subprocess.run(
+        command, cwd=shop.path, env=shop.environ(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def _last(path: Path) -> dict[str, float]:
+    merged: dict[str, float] = {}
+    for line in path.read_text().splitlines():
+        merged |= json.loads(line)
+    return merged
