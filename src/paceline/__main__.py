@@ -1,7 +1,5 @@
 """`python -m paceline`."""
 
-import sys
+from paceline.cli import entry
 
-from paceline.cli import main
-
-sys.exit(main())
+entry()

@@ -1,8 +1,9 @@
 """The command: reads words, calls a verb, prints, answers with an exit code. No logic, and no torch."""
 
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -52,6 +53,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(error, as_json=as_json)
     except KeyboardInterrupt:
         return 130
+
+
+def entry() -> None:
+    """The console script. Inside a world that others made, leave without running destructors: peers may be gone."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")):
+        os._exit(code)
+    sys.exit(code)
 
 
 def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -131,9 +142,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
-
-
-Verb = Callable[[Any, list[str]], tuple[int, Any, str]]
-
-if __name__ == "__main__":
-    sys.exit(main())

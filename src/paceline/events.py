@@ -41,6 +41,7 @@ class StepDone(Event):
     compute_seconds: float = 0.0
     communication_seconds: float = 0.0
     checkpoint_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
     samples_per_second: float = 0.0
     tokens_per_second: float | None = None
     memory_peak_gib: float = 0.0
@@ -150,6 +151,7 @@ def metrics_of(event: StepDone) -> Mapping[str, float]:
         "time/compute": event.compute_seconds / total,
         "time/communication": event.communication_seconds / total,
         "time/checkpoint": event.checkpoint_seconds / total,
+        "time/evaluation": event.evaluation_seconds / total,
     }
     if event.grad_norm is not None:
         found["grad_norm"] = event.grad_norm

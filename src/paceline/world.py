@@ -1,5 +1,6 @@
 """The world: this process's rank among all, and what ranks say to each other. Passed around, never global."""
 
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -144,9 +145,14 @@ class World:
         self.all_reduce(torch.zeros(1, device=self.device))
 
     def close(self) -> None:
-        """Leave; every rank calls this once, last."""
+        """Leave; every rank calls this once, last.
+
+        The group is let go of here and now: its threads must end before the interpreter does.
+        """
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
+            object.__setattr__(self, "group", None)
+            gc.collect()
 
 
 def _store(place: Place, timeout: timedelta) -> tuple[TCPStore | None, str | None]:

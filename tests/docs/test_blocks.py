@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITHOUT_BLOCKS = {"settings.md"}
-BLOCK = re.compile(r"(?:<!-- (?P<mark>not run|file|needs)(?:: (?P<word>[^>]*?))? -->\n)?```(?P<kind>\w+)\n(?P<body>.*?)```", re.S)
+BLOCK = re.compile(
+    r"(?:<!-- (?P<mark>not run|file|needs)(?:: (?P<word>[^>]*?))? -->\n)?```(?P<kind>\w+)\n(?P<body>.*?)```", re.S
+)
 
 
 @dataclass(frozen=True)

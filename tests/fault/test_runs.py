@@ -151,9 +151,9 @@ def test_the_first_failing_rank_is_named(shop: Shop, name: str) -> None:
     ended = shop.train("run", "--eval.every", "1000")
     assert ended.code == 1
     screen = ended.err
-    assert screen.startswith("FAILED") and word in screen.splitlines()[0] and f"rank {rank[-1]}" in screen.splitlines()[0].replace(
+    assert (screen.startswith("FAILED") and word in screen.splitlines()[0] and f"rank {rank[-1]}" in screen.splitlines()[0].replace(
         "rank rank", "rank"
-    ) or rank == "rank", screen  # fmt: skip
+    )) or rank == "rank", screen  # fmt: skip
     assert "Traceback" not in ended.text and len(screen.splitlines()) <= 12
     if "raise" in line and "System" not in line:
         assert f"{shop.path}/job.py:" in screen and line.split(": ")[1] in screen

@@ -64,10 +64,12 @@ class SpmdStep:
         result = self.gradients(given, stop=stop)
         on_host = self.parts.world.device.type == "cpu"
         known = (result.loss, result.agreed.counts) if on_host else (None, None)
+        began = time.perf_counter()
         norm, taken = self.parts.update.commit(step=self.step + 1, loss=known[0], counts=known[1])
         self.step += 1
         result.norm = None if norm is None else Later(norm)
         result.skipped = not taken
+        result.compute_seconds += time.perf_counter() - began
         if not on_host:
             self._check_late(result)
         return result

@@ -70,6 +70,7 @@ class Clock:
     compute: float = 0.0
     communication: float = 0.0
     saving: float = 0.0
+    evaluating: float = 0.0
 
 
 def derived_interval(total: int | None) -> int:

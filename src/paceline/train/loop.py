@@ -94,6 +94,7 @@ class Loop:
 
     def evaluate(self, *, split: str = "eval", data: Any = None) -> EvalDone:
         """Exact metrics of the present weights (of the average, where there is one) on a split."""
+        began = time.perf_counter()
         data = data if data is not None else getattr(self.built.job, f"{split}_data")
         ema = self.built.update.ema
         if ema is not None:
@@ -116,6 +117,7 @@ class Loop:
             seconds=found.seconds,
             extra={name: str(value) for name, value in extra.items() if name not in numbers},
         )
+        self._clock.evaluating += time.perf_counter() - began
         self.stream.emit(event)
         return event
 
@@ -217,6 +219,7 @@ class Loop:
                 compute_seconds=clock.compute / max(clock.steps, 1),
                 communication_seconds=clock.communication / max(clock.steps, 1),
                 checkpoint_seconds=clock.saving / max(clock.steps, 1),
+                evaluation_seconds=clock.evaluating / max(clock.steps, 1),
                 samples_per_second=clock.samples / max(now - clock.began, 1e-9),
                 tokens_per_second=clock.tokens / max(now - clock.began, 1e-9)
                 if clock.tokens != clock.samples

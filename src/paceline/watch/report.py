@@ -64,7 +64,7 @@ def _head(run: RunFolder, metrics: dict[int, dict[str, Any]], events: list[dict[
         ("steps", f"{max(metrics, default=0):,}"),
         ("loss", _number(last.get("loss"))),
     ]
-    facts += [(name.removeprefix("eval/"), _number(v)) for name, v in last.items() if name.startswith("eval/")][:4]
+    facts += [(name.replace("/", " "), _number(v)) for name, v in last.items() if name.startswith("eval/")][:4]
     cells = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts)
     badge = ""
     if verify:
@@ -101,7 +101,7 @@ def _points(metrics: dict[int, dict[str, Any]], name: str) -> list[tuple[float, 
 
 
 def _time(metrics: dict[int, dict[str, Any]]) -> str:
-    kinds = ("compute", "communication", "data", "checkpoint")
+    kinds = ("compute", "communication", "data", "evaluation", "checkpoint")
     totals = dict.fromkeys(kinds, 0.0)
     whole = 0.0
     for record in metrics.values():
