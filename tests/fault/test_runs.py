@@ -173,6 +173,12 @@ def test_the_same_bits_under_torchrun_and_mpirun(shop: Shop) -> None:
     assert shop.digest("mpirun") == shop.digest("ours")
 
 
+def test_ranks_of_a_joined_world_share_one_new_run_folder(shop: Shop) -> None:
+    words = ["-m", "paceline", "train", "job.py", "--train.steps", "3", "--watch.to", "jsonl"]
+    _run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words], shop)
+    assert len(list((shop.path / "runs" / "job").iterdir())) == 1
+
+
 def test_two_runs_at_once(shop: Shop) -> None:
     both = [
         shop.start("train", "job.py", "--ranks", "2", "--train.steps", "12", "--run-dir", name, "--watch.to", "jsonl")

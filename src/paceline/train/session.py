@@ -91,7 +91,8 @@ class Session:
     def __init__(self, ready: Ready, *, world: World, target: Any = None) -> None:
         self.ready = ready
         self.world = world
-        self.run = RunFolder(Path(world.share_json(ready.task.run)))
+        folder, self._resume = world.share_json([ready.task.run, ready.task.resume])
+        self.run = RunFolder(Path(folder))
         self.built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
         loaded, events = self._found()
         cursor = Cursor() if loaded is None else restore(loaded, built=self.built)
@@ -123,9 +124,9 @@ class Session:
         self.world.close()
 
     def _found(self) -> tuple[Loaded | None, list[Event]]:
-        if self.ready.task.resume is None:
+        if self._resume is None:
             return None, []
-        asked = Path(self.ready.task.resume)
+        asked = Path(self._resume)
         is_step = asked.name.startswith("step-")
         return find_checkpoint(self.run.checkpoints, asked=asked if is_step else None, world=self.world)
 

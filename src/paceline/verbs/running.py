@@ -93,7 +93,10 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
 
 
 def with_run(task: Task, *, resume: str | None) -> Task:
-    """Choose the run folder: a new one, the newest, or the one that was named."""
+    """Choose the run folder: a new one, the newest, or the one that was named. In a joined world rank 0 chooses."""
+    joined = detect(os.environ)
+    if joined is not None and joined.rank != 0:
+        return task
     name = parse_jobref(task.job).short
     if resume is not None:
         return _resumed(task, resume, name)
@@ -175,7 +178,7 @@ def _resumed(task: Task, resume: str, name: str) -> Task:
 def _make(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".writable"
+        probe = path / f".writable-{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
