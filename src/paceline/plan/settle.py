@@ -103,8 +103,6 @@ def _ranks(layout: Layout, cluster: Cluster, problems: list[PacelineError]) -> t
                 hint=f"--layout ddp --ranks {cluster.ranks}",
             )
         )
-    if layout.kind is Kind.THREADS:
-        return 1, cluster.ranks
     return cluster.ranks, cluster.ranks
 
 

@@ -11,11 +11,10 @@ class Kind(StrEnum):
     """The layouts of this version."""
 
     SINGLE = "single"
-    THREADS = "threads"
     DDP = "ddp"
 
 
-NOT_YET = ("zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "pp", "cp", "ep", "auto")
+NOT_YET = ("threads", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "pp", "cp", "ep", "auto")
 _NOT_YET_AXES = ("pp", "dp_shard", "cp", "tp", "ep", "schedule", "remat", "offload", "zero")
 _REPLICATE_AXES = ("dp", "dp_replicate")
 
@@ -32,7 +31,7 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """Read `ddp`, `single`, `threads`, `dp=4` or `dp_replicate=-1`.
+    """Read `ddp`, `single`, `dp=4` or `dp_replicate=-1`.
 
     Raises:
         LayoutError: unknown, mistyped, or not in this version.
@@ -72,6 +71,6 @@ def _axes(text: str) -> Layout:
 def _not_yet(word: str) -> LayoutError:
     return LayoutError(
         f"the layout {word!r} is not in this version yet.",
-        cause="it places data parallelism only: single, threads, ddp",
+        cause="it places data parallelism in processes only: single, ddp",
         hint="--layout ddp",
     )

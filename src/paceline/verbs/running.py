@@ -123,7 +123,7 @@ def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False)
         return tails[-1] if not common.quiet else _nothing
 
     request = Request(
-        ranks=1 if task.layout == Kind.THREADS else task.ranks,
+        ranks=task.ranks,
         run=RunFolder(Path(task.run)),
         entry=entry,
         payload=task.as_json(),

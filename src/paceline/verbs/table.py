@@ -39,7 +39,7 @@ class Starting:
     ranks: int | None = None
     """Processes on this machine; default: all GPUs, else 1."""
     layout: str | None = None
-    """single, threads, ddp or dp=N."""
+    """single, ddp or dp=N."""
     update: str = "sync"
     device: str = "auto"
     config: Path | None = None

@@ -1,0 +1,46 @@
+"""One process, plain torch: what every layout is compared with.
+
+python examples/by_hand/single.py
+"""
+
+import torch
+import torch.nn.functional as F
+
+STEPS, GLOBAL_BATCH, MICRO_BATCH = 10, 24, 4
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+
+
+def make_data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(240, 8, generator=generator), torch.randint(-1, 4, (240,), generator=generator)
+
+
+def loss_sum(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss contract: a sum, and how many targets it is a sum over (a label of -1 is no target)."""
+    return F.cross_entropy(model(x), y, reduction="sum", ignore_index=-1), (y >= 0).sum()
+
+
+def train() -> torch.nn.Module:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x, y = make_data()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        count = torch.zeros(())
+        start = step * GLOBAL_BATCH
+        for at in range(start, start + GLOBAL_BATCH, MICRO_BATCH):
+            loss, counted = loss_sum(model, x[at : at + MICRO_BATCH], y[at : at + MICRO_BATCH])
+            loss.backward()  # sums add up in .grad
+            count += counted
+        for parameter in model.parameters():
+            parameter.grad.div_(count)  # divided once, by the global count
+        optimizer.step()
+    return model
+
+
+if __name__ == "__main__":
+    print(sum(p.double().sum().item() for p in train().parameters()))
