@@ -64,20 +64,24 @@ class LocalReducer:
 
 
 class _Unit:
-    """Gradients that are reduced together. A single large one is reduced where it lies, without a copy."""
+    """Gradients that are reduced together. A single large one is reduced where it lies, without a copy.
 
-    def __init__(self, members: Sequence[Named]) -> None:
+    The last unit carries `num_flags` more numbers: which parameters got a gradient on this rank.
+    """
+
+    def __init__(self, members: Sequence[Named], *, num_flags: int = 0) -> None:
         self.members = list(members)
         self.parameters = [member.parameter for member in members]
         self.ready = 0
         self.wait: Callable[[], object] | None = None
         self.flat: Tensor | None = None
         self.views: list[Tensor] = []
-        if len(members) > 1:
+        self.flags: Tensor | None = None
+        if len(members) > 1 or num_flags:
             first = self.parameters[0]
-            total = sum(p.numel() for p in self.parameters)
-            self.flat = torch.empty(total, dtype=first.dtype, device=first.device)
-            parts = self.flat.split([p.numel() for p in self.parameters])
+            sizes = [p.numel() for p in self.parameters]
+            self.flat = torch.empty(sum(sizes) + num_flags, dtype=first.dtype, device=first.device)
+            *parts, self.flags = self.flat.split([*sizes, num_flags])
             self.views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
     def launch(self, world: World) -> None:
@@ -111,8 +115,8 @@ class BucketReducer:
     def __init__(self, *, named: Sequence[Named], world: World) -> None:
         self._world = world
         self._named = list(named)
-        self._units = [_Unit(members) for members in cut_units(named)]
-        self._used = torch.zeros(len(named), device=world.device)
+        *most, last = cut_units(named)
+        self._units = [*(_Unit(members) for members in most), _Unit(last, num_flags=len(named))]
         self._touched = [False] * len(named)
         self._armed = False
         self._next = 0
@@ -142,18 +146,14 @@ class BucketReducer:
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
         """Send what backward did not reach, wait for all, divide."""
-        unused = [member for member in self._named if not self._touched[member.index]]
         while self._next < len(self._units):
             self._launch_next()
-        self._used.fill_(1.0)
-        if unused:
-            self._used[[member.index for member in unused]] = 0.0
-        wait = self._world.start_all_reduce(self._used)
         for unit in self._units:
             unit.land(divisor)
-        wait()
-        for member in unused:
-            if not self._used[member.index]:
+        flags = self._units[-1].flags
+        assert flags is not None
+        for member in self._named:
+            if not self._touched[member.index] and not flags[member.index]:
                 member.parameter.grad = None
         return True
 
@@ -184,7 +184,13 @@ class BucketReducer:
         return unit.ready == len(unit.members)
 
     def _launch_next(self) -> None:
-        self._units[self._next].launch(self._world)
+        unit = self._units[self._next]
+        if unit is self._units[-1] and unit.flags is not None:
+            unit.flags.fill_(1.0)
+            absent = [member.index for member in self._named if not self._touched[member.index]]
+            if absent:
+                unit.flags[absent] = 0.0
+        unit.launch(self._world)
         self._next += 1
 
 

@@ -7,8 +7,9 @@ from itertools import groupby
 import torch
 from torch import nn
 
-SMALL_BYTES = 1 << 20
-BUCKET_BYTES = 4 << 20
+LARGE_BYTES = 16 << 20
+FIRST_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,8 @@ def trainable(model: nn.Module) -> list[Named]:
 def cut_units(named: Sequence[Named]) -> list[list[Named]]:
     """Cut into units, last layers first, since backward finishes them first.
 
-    A large parameter travels alone and is reduced where it lies; small ones share a buffer.
+    A large parameter travels alone and is reduced where it lies; the others share buffers of the size that DDP
+    has found good: a small first one, so that sending starts early, then few and large ones.
     """
     units: list[list[Named]] = []
     backwards = list(reversed(named))
@@ -37,15 +39,15 @@ def cut_units(named: Sequence[Named]) -> list[list[Named]]:
         if alone:
             units += [[member] for member in members]
         else:
-            units += _buckets(list(members))
+            units += _buckets(list(members), started=bool(units))
     return units
 
 
 def _travels_alone(member: Named) -> tuple[bool, ...]:
-    return (True,) if num_bytes(member.parameter) >= SMALL_BYTES else ()
+    return (True,) if num_bytes(member.parameter) > LARGE_BYTES else ()
 
 
-def _buckets(members: Sequence[Named]) -> list[list[Named]]:
+def _buckets(members: Sequence[Named], *, started: bool) -> list[list[Named]]:
     buckets: list[list[Named]] = []
     for _, alike in groupby(members, key=lambda m: (m.parameter.dtype, m.parameter.device)):
         bucket: list[Named] = []
@@ -53,7 +55,7 @@ def _buckets(members: Sequence[Named]) -> list[list[Named]]:
         for member in alike:
             bucket.append(member)
             size += num_bytes(member.parameter)
-            if size >= BUCKET_BYTES:
+            if size >= (BUCKET_BYTES if buckets or started else FIRST_BYTES):
                 buckets.append(bucket)
                 bucket, size = [], 0
         if bucket:

@@ -110,13 +110,10 @@ class SpmdStep:
             terms = self._forward(micro.index, batch, micro.num_samples)
             joint = joint or self._joint(given, terms, stop)
             joint.put(micro.index, terms)
-            if last:
+            if last and not missing:
                 self._send(joint)
             self._backward(self._loss(terms, counts), last=last and not missing)
-        if joint is None:
-            joint = self._joint(given, None, stop)
-            self._send(joint)
-        self._stand_in(given, data, missing)
+        joint = self._stand_in(given, data, missing, joint, stop)
         return joint, counts is None
 
     def _missing(self, given: Given) -> int:
@@ -125,11 +122,15 @@ class SpmdStep:
             return 0
         return -(-given.num_micro // self.parts.world.world_size) - len(given.micro)
 
-    def _stand_in(self, given: Given, data: Sequence[Any], missing: int) -> None:
-        """Take part in those rounds with weight zero."""
+    def _stand_in(self, given: Given, data: Sequence[Any], missing: int, joint: Joint | None, stop: bool) -> Joint:
+        """Take part in those rounds with weight zero; as on every rank, the joint vector is sent in the last one."""
         rounds = self.parts.rounds
-        if rounds is None:
-            return
+        if rounds is None or not missing:
+            if joint is None:
+                joint = self._joint(given, None, stop)
+                self._send(joint)
+            self._spare = data[0] if data else self._spare
+            return joint
         self._spare = data[0] if data else self._spare
         for number in range(missing):
             if self._spare is None:
@@ -140,9 +141,14 @@ class SpmdStep:
                 )
             rounds.weight = 0.0
             terms = self._forward(given.num_micro, self._spare, 1)
+            joint = joint or self._joint(given, terms, stop)
+            if number == missing - 1:
+                self._send(joint)
             nothing = torch.stack([total for total, _ in terms.values()]).sum() * 0.0
             self._backward(nothing, last=number == missing - 1)
             rounds.weight = 1.0
+        assert joint is not None
+        return joint
 
     def _settle_buffers(self, joint: Joint) -> None:
         """Read from the joint vector where that costs nothing; on a GPU, follow this rank's own."""
