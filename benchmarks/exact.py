@@ -1,6 +1,6 @@
 """What exact mode costs: its step time against the default mode, interleaved in one run.
 
-    python benchmarks/exact.py [--rounds 60] [--ranks 2]
+python benchmarks/exact.py [--rounds 60] [--ranks 2]
 """
 
 import argparse

@@ -108,7 +108,9 @@ def plain(world: World, model: torch.nn.Module) -> Callable[[], object]:
     return step
 
 
-def ours(world: World, *, check_finite: bool = True, exact: bool = False) -> tuple[Callable[[], object], torch.nn.Module]:
+def ours(
+    world: World, *, check_finite: bool = True, exact: bool = False
+) -> tuple[Callable[[], object], torch.nn.Module]:
     """Paceline's feed and step."""
     share = BATCH // world.world_size
     settings = Settings(train=Train(max_grad_norm=1.0, exact=exact))
