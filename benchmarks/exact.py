@@ -1,24 +1,86 @@
-"""What exact mode costs: its step time against the default mode, interleaved in one run.
+"""What exact mode costs on the text example: its step time against the default mode, interleaved in one run.
 
-python benchmarks/exact.py [--rounds 60] [--ranks 2]
+python benchmarks/exact.py [--rounds 40] [--ranks 2]
 """
 
 import argparse
+import json
+import os
 import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
 
 import torch
-from overhead import STEPS_A_ROUND, bootstrap, measure
+from overhead import bootstrap
+
+from paceline.feed.feed import make_feed
+from paceline.feed.types import Cut
+from paceline.job import load_job
+from paceline.order.cursor import Cursor
+from paceline.plan.settle import Plan
+from paceline.spec.jobref import parse_jobref
+from paceline.spec.settings import Settings, Train
+from paceline.start import Request, failure_screen, start
+from paceline.store.runs import RunFolder
+from paceline.train.built import build
+from paceline.world import Place, World
+
+STEPS_A_ROUND = 3
+TEXT = Path(__file__).parents[1] / "src" / "paceline" / "examples" / "text.py"
+
+
+def worker(payload: dict) -> int:
+    """Time both modes in turn, in an order that alternates."""
+    world = World.join(place=Place.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
+    job = load_job(parse_jobref(str(TEXT)), params={})
+    batch, share = job.global_batch_size, job.global_batch_size // world.world_size
+    cut = Cut(global_batch_size=batch, micro_batch_size=share, replica=world.rank, replicas=world.world_size)
+    plan = Plan(
+        layout="ddp", update="sync", processes=world.world_size, replicas=world.world_size, device="cpu",
+        backend="gloo", threads=1, global_batch_size=batch, micro_batch_size=share,
+        num_micro=world.world_size, notes=(),
+    )  # fmt: skip
+    loops = {}
+    for name, exact in (("default", False), ("exact", True)):
+        settings = Settings(train=Train(max_grad_norm=1.0, exact=exact))
+        step = build(job=job, settings=settings, plan=plan, world=world).step
+        feed = iter(make_feed(data=job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
+        loops[name] = (step, feed)
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    for number in range(payload["rounds"] + 2):
+        for name in sorted(loops, reverse=bool(number % 2)):
+            step, feed = loops[name]
+            world.barrier()
+            began = time.perf_counter()
+            for _ in range(STEPS_A_ROUND):
+                step.run(next(feed))
+            if number >= 2:
+                times[name].append((time.perf_counter() - began) / STEPS_A_ROUND)
+    if world.is_main:
+        Path(payload["answer"]).write_text(json.dumps(times))
+    world.close()
+    return 0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
-    times = measure(rounds=options.rounds, ranks=options.ranks, checks=False, exact=True)["times"]
-    ratios = [a / b for a, b in zip(times["exact"], times["paceline"], strict=True)]
+    folder = Path(tempfile.mkdtemp())
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    payload = {"rounds": options.rounds, "answer": str(folder / "answer.json")}
+    outcome = start(Request(ranks=options.ranks, run=RunFolder(folder), entry="exact:worker", payload=payload))
+    if outcome.exit_code:
+        sys.exit(failure_screen(outcome))
+    times = json.loads((folder / "answer.json").read_text())
+    ratios = [a / b for a, b in zip(times["exact"], times["default"], strict=True)]
     low, high = bootstrap(ratios)
     print(f"{options.ranks} ranks, {options.rounds} rounds of {STEPS_A_ROUND} steps, torch {torch.__version__}")
+    for name, values in times.items():
+        print(f"{name:<10} {statistics.median(values) * 1e3:8.2f} ms")
     print(f"exact / default: {statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]")
 
 

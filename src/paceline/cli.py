@@ -65,6 +65,15 @@ def entry() -> None:
     sys.exit(code)
 
 
+def with_value(words: Sequence[str], flag: str, value: str) -> list[str]:
+    """Let `flag` stand alone for `flag value`."""
+    found = list(words)
+    for at in [i for i, word in enumerate(words) if word == flag]:
+        if at + 1 == len(words) or words[at + 1].startswith("--"):
+            found[at] = f"{flag}={value}"
+    return found
+
+
 def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate a verb's own words from `--dotted.name value` settings."""
     own: list[str] = []
@@ -92,7 +101,7 @@ def _run(words: list[str]) -> int:
         raise UsageError(
             f"there is no verb {verb!r}.", cause=did_you_mean(verb, VERBS), hint=f"paceline {' | '.join(VERBS)}"
         )
-    own, settings = split_settings(words[1:])
+    own, settings = split_settings(with_value(words[1:], "--resume", "newest"))
     options = _options(verb, VERBS[verb].options, own)
     if settings and not VERBS[verb].takes_settings:
         raise UsageError(f"{verb} takes no settings, got {settings[0]}.", hint=f"paceline {verb} --help")

@@ -77,8 +77,10 @@ class IndexedFeed:
 
     def __iter__(self) -> Iterator[StepInput]:
         """Endless: epoch after epoch."""
-        fetched = self._workers.start(wanted for _, plans in self._plans() for _, wanted in plans)
+        fetched = self._workers.start(self._ahead())
         for batch, plans in self._plans():
+            if fetched is not None and not plans:
+                next(fetched)
             micro = tuple(
                 LocalMicro(
                     index=index,
@@ -89,6 +91,14 @@ class IndexedFeed:
                 for index, wanted in plans
             )
             yield StepInput(batch=batch, micro=micro)
+
+    def _ahead(self) -> Iterator[Wanted]:
+        """What data workers fetch; for a batch in which this replica has nothing, an empty wish.
+
+        Without it a replica that never has a microbatch would look for its next one for ever.
+        """
+        for batch, plans in self._plans():
+            yield from [wanted for _, wanted in plans] or [Wanted(epoch=batch.after.epoch, indices=())]
 
     def state(self) -> Mapping[str, Any]:
         """Nothing beside the cursor."""

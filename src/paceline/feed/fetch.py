@@ -44,6 +44,8 @@ class Fetcher(Dataset[Any]):
         self._seed_samples = seed_samples
 
     def __getitem__(self, wanted: Wanted) -> Any:
+        if not wanted.indices:
+            return None
         if not self._seed_samples:
             seed_all(key(self._seed, "microbatch", wanted.epoch, wanted.indices[0]))
         samples: list[Any] = []

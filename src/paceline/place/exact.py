@@ -59,14 +59,13 @@ class ExactReducer:
         parts = list(self._sums.split(sizes)) if sizes else []
         self._parts = parts
         self._scratch = torch.empty(_CHUNK, dtype=torch.float64, device=world.device)
-        self._largest = torch.zeros(len(sizes), 2, dtype=torch.float64, device=world.device)
+        self._seen: list[tuple[int, Tensor, Tensor]] = []
         self._added = [0] * len(sizes)
         self._handles = [member.parameter.register_post_accumulate_grad_hook(self._hook(member)) for member in named]
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
-        self._sums.zero_()
-        self._largest.zero_()
+        self._seen = []
         self._added = [0] * len(self._named)
         for member in self._named:
             member.parameter.grad = None
@@ -99,39 +98,51 @@ class ExactReducer:
             gradient = parameter.grad
             assert gradient is not None
             parameter.grad = None
-            self._note_largest(member.index, gradient)
+            self._seen.append((member.index, *torch.aminmax(gradient)))
             exponent = self._grid.exponents[member.index]
             if exponent is not None:
+                first = self._added[member.index] == 0
                 self._added[member.index] += 1
-                self._add(self._parts[member.index], gradient.reshape(-1), magic(exponent))
+                self._add(self._parts[member.index], gradient.reshape(-1), magic(exponent), first=first)
 
         return add
 
-    def _note_largest(self, index: int, gradient: Tensor) -> None:
-        """Row: (largest magnitude, 1 once a gradient came). NaN counts as infinite: MAX would drop it."""
-        low, high = torch.aminmax(gradient.detach())
-        size = torch.maximum(-low, high).double().nan_to_num(nan=math.inf)
-        row = self._largest[index]
-        row[0] = torch.maximum(row[0], size)
-        row[1] = 1.0
-
-    def _add(self, sums: Tensor, gradient: Tensor, constant: float) -> None:
+    def _add(self, sums: Tensor, gradient: Tensor, constant: float, *, first: bool) -> None:
+        """In pieces that stay in the cache; the step's first gradient is written over the last step's sum."""
         for start in range(0, gradient.numel(), _CHUNK):
             piece = gradient[start : start + _CHUNK]
             scratch = self._scratch[: piece.numel()]
             scratch.copy_(piece)
             scratch.add_(constant)
-            sums[start : start + _CHUNK].add_(scratch.view(torch.int64))
+            target = sums[start : start + _CHUNK]
+            if first:
+                target.copy_(scratch.view(torch.int64))
+            else:
+                target.add_(scratch.view(torch.int64))
 
     def _joint_largest(self) -> list[list[float]]:
-        rows: list[list[float]] = self._world.all_reduce(self._largest, op="max").tolist()
-        return rows
+        """For each parameter the largest magnitude over all microbatches, and 1 once a gradient came.
+
+        NaN counts as infinite: MAX over ranks would drop it.
+        """
+        rows = torch.zeros(len(self._named), 2, dtype=torch.float64)
+        if self._seen:
+            lows = torch.stack([low for _, low, _ in self._seen])
+            highs = torch.stack([high for _, _, high in self._seen])
+            sizes = torch.maximum(-lows, highs).double().nan_to_num(nan=math.inf).tolist()
+            for (index, _, _), size in zip(self._seen, sizes, strict=True):
+                rows[index, 0] = max(float(rows[index, 0]), size)
+                rows[index, 1] = 1.0
+        joint: list[list[float]] = self._world.all_reduce(rows.to(self._world.device), op="max").tolist()
+        return joint
 
     def _take_off_constants(self) -> None:
         for member, part in zip(self._named, self._parts, strict=True):
             exponent, added = self._grid.exponents[member.index], self._added[member.index]
             if exponent is not None and added:
                 part.sub_(wrapped(added * bits(magic(exponent))))
+            else:
+                part.zero_()
 
     def _write_gradients(self, largest: list[list[float]], divisor: float | Tensor | None) -> None:
         for member, part in zip(self._named, self._parts, strict=True):

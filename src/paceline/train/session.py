@@ -1,6 +1,7 @@
 """One rank's session: from a task to a loop that is ready to run, and back out."""
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,7 @@ class Session:
     def __init__(self, ready: Ready, *, world: World, target: Any = None) -> None:
         self.ready = ready
         self.world = world
+        self._began = time.monotonic()
         folder, self._resume = world.share_json([ready.task.run, ready.task.resume])
         self.run = RunFolder(Path(folder))
         self.built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
@@ -113,7 +115,8 @@ class Session:
             write_json(self.run.path / "weights.json", {"digest": digest, "step": self.loop.cursor.step})
             self.stream.emit(Note(text=f"weights {digest[:16]} in {folder}"))
         status = "done" if code == 0 else "stopped"
-        self.stream.emit(RunEnded(status=status, step=self.loop.cursor.step, exit_code=code))
+        seconds = time.monotonic() - self._began
+        self.stream.emit(RunEnded(status=status, step=self.loop.cursor.step, exit_code=code, seconds=seconds))
         return code
 
     def close(self) -> None:

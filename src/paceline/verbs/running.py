@@ -117,6 +117,8 @@ def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False)
     settings = merge(Asked(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
     exact = settings.train.exact or one_thread
     tails: list[Tail] = []
+    if not common.quiet:
+        print(f"starting {task.ranks} process{'es' if task.ranks > 1 else ''}; logs in {task.run}/logs", flush=True)
 
     def follow(folder: Path) -> Callable[[], None]:
         tails.append(Tail(folder))

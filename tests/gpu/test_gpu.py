@@ -1,0 +1,46 @@
+"""On a GPU: the examples at world 1, and no host-device synchronisation inside a step. Run with `pytest -m gpu`."""
+
+import warnings
+
+import pytest
+import torch
+
+from paceline.feed.feed import make_feed
+from paceline.feed.types import Cut
+from paceline.job import Job
+from paceline.order.cursor import Cursor
+from paceline.plan.settle import Plan
+from paceline.spec.settings import Settings, Train
+from paceline.train.built import build
+from paceline.world import World
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+
+
+def test_a_step_never_waits_for_the_device() -> None:
+    data = [(torch.randn(16), torch.tensor(i % 4)) for i in range(256)]
+    job = Job(
+        model=lambda: torch.nn.Linear(16, 4),
+        loss=lambda o, b: (torch.nn.functional.cross_entropy(o, b[1], reduction="sum"), len(b[1])),
+        train_data=data,
+        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], fused=True),
+        global_batch_size=32,
+    )
+    plan = Plan(
+        layout="single", update="sync", processes=1, replicas=1, device="cuda", backend="none", threads=1,
+        global_batch_size=32, micro_batch_size=32, num_micro=1, notes=(),
+    )  # fmt: skip
+    world = World.alone(device=torch.device("cuda", 0))
+    step = build(job=job, settings=Settings(train=Train(max_grad_norm=1.0)), plan=plan, world=world).step
+    cut = Cut(global_batch_size=32, micro_batch_size=32)
+    feed = iter(make_feed(data=data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor(), pin_memory=True))
+    for _ in range(3):
+        step.run(next(feed))
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(5):
+                step.run(next(feed))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,138 @@
+"""The feed: the same microbatches for any number of replicas and data workers, from any kind of data."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, WeightedRandomSampler
+
+from paceline.errors import DataError, JobError
+from paceline.feed.feed import eval_feed, make_feed
+from paceline.feed.types import Cut
+from paceline.order.cursor import Cursor
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Noisy(Dataset[Any]):
+    """Draws from all three global generators."""
+
+    def __len__(self) -> int:
+        return 45
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 45:
+            raise IndexError(index)
+        return index, random.random(), np.random.rand(), torch.rand(2)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, drift: bool = False) -> None:
+        self.drift, self.times = drift, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.times += 1
+        for index in range(45):
+            yield torch.tensor(index + (100 * self.times if self.drift else 0))
+
+
+def read(
+    data: Any, *, replicas: int, workers: int = 0, steps: int = 6, cursor: Cursor | None = None, **more: Any
+) -> dict[Any, Any]:
+    """What all replicas together read, by step and microbatch."""
+    found = {}
+    for replica in range(replicas):
+        cut = Cut(global_batch_size=12, micro_batch_size=5, replica=replica, replicas=replicas)
+        options = {"order": None, "collate": None, **more}
+        feed = make_feed(data=data, seed=3, cut=cut, cursor=cursor or Cursor(), workers=workers, **options)
+        for _, given in zip(range(steps), feed, strict=False):
+            for micro in given.micro:
+                value = [part.tolist() for part in micro.data] if isinstance(micro.data, list) else micro.data.tolist()
+                found[given.batch.after.step, micro.index] = (micro.indices, value)
+        feed.close()
+    return found
+
+
+@pytest.mark.parametrize(("replicas", "workers"), [(2, 0), (3, 1), (4, 4)])
+def test_replicas_and_workers_change_nothing(replicas: int, workers: int) -> None:
+    assert read(Noisy(), replicas=replicas, workers=workers) == read(Noisy(), replicas=1)
+
+
+def test_a_resume_in_the_middle_reads_the_rest() -> None:
+    whole = read(Noisy(), replicas=1, steps=9)
+    rest = read(Noisy(), replicas=2, steps=6, cursor=Cursor(epoch=0, position=36, samples=36, step=3))
+    assert rest == {key: value for key, value in whole.items() if key[0] > 3}
+
+
+def test_epochs_differ_and_each_holds_every_sample() -> None:
+    found = read(Noisy(), replicas=2, steps=8)
+    first = [i for (step, _), (indices, _) in sorted(found.items()) if step <= 4 for i in indices]
+    second = [i for (step, _), (indices, _) in sorted(found.items()) if step > 4 for i in indices]
+    assert sorted(first) == sorted(second) == list(range(45)) and first != second
+
+
+def test_streams_are_the_same_for_any_number_of_replicas() -> None:
+    assert read(Stream(), replicas=3) == read(Stream(), replicas=1)
+    assert len(read(Stream(), replicas=1)) == 17
+
+
+def test_a_stream_that_differs_between_two_readings_is_found() -> None:
+    stream, cut = Stream(drift=True), Cut(global_batch_size=12, micro_batch_size=6)
+    feed = make_feed(data=stream, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
+    given = next(iter(feed))
+    again = make_feed(data=stream, collate=None, order=None, seed=0, cut=cut, cursor=given.batch.after)
+    again.restore(feed.state())
+    with pytest.raises(DataError, match="differs"):
+        next(iter(again))
+
+
+def test_a_data_loader_keeps_its_settings() -> None:
+    loader = DataLoader(
+        Noisy(),
+        batch_size=7,
+        sampler=SequentialSampler(Noisy()),
+        collate_fn=lambda rows: [torch.tensor([r[0] for r in rows])],
+    )
+    found = read(loader, replicas=2)
+    assert found[1, 0] == ((0, 1, 2, 3, 4), [[0, 1, 2, 3, 4]])
+
+
+def test_a_sampler_of_ones_own_is_an_order() -> None:
+    sampler = WeightedRandomSampler([1.0] * 45, num_samples=20, replacement=True)
+    assert read(Noisy(), replicas=3, order=sampler) == read(Noisy(), replicas=1, order=sampler)
+    assert read(Noisy(), replicas=1, order=lambda n, epoch, seed: range(n))[1, 0][0] == (0, 1, 2, 3, 4)
+
+
+def test_evaluation_reads_each_sample_once() -> None:
+    for replicas in (1, 2, 4, 7):
+        indices = [
+            i
+            for r in range(replicas)
+            for micro in eval_feed(data=Noisy(), collate=None, batch_size=8, replica=r, replicas=replicas, seed=0)
+            for i in micro.indices
+        ]
+        assert sorted(indices) == list(range(45))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_failing_sample_is_named_with_its_line(workers: int) -> None:
+    class Bad(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            if index == 7:
+                raise KeyError("label of 7")
+            return index
+
+    with pytest.raises(DataError, match=r"reading sample 7 failed: KeyError") as caught:
+        read(Bad(), replicas=1, workers=workers)
+    assert "test_feed.py" in caught.value.where and "raise KeyError" in caught.value.where
+
+
+def test_what_can_not_be_read_is_refused() -> None:
+    for data, word in (([], "empty"), (3, "neither")):
+        with pytest.raises(JobError, match=word):
+            read(data, replicas=1)
+    with pytest.raises(JobError, match="own"):
+        read(DataLoader(Noisy(), batch_sampler=[[0, 1]]), replicas=1)
