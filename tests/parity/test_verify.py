@@ -72,7 +72,7 @@ REAL = {"on": True}
 Net.forward = forward
 """,
         "missing on rank 1",
-        "first",
+        ("first", "norm"),
     ),
     "mean of means": (
         """

@@ -1,7 +1,8 @@
 """BatchNorm over one microbatch of every replica at once, on any device.
 
-`SyncBatchNorm` of torch refuses CPU tensors; this one sums (count, sum, sum of squares) over the ranks, forward
-and backward. Every rank takes part in every round, also one without a sample.
+`SyncBatchNorm` of torch refuses CPU tensors; this one sums (count, sum), then the squares of distances from the
+joint mean, over the ranks, forward and backward: a mean of squares less a squared mean would lose its digits.
+Every rank takes part in every round, also one without a sample.
 """
 
 from dataclasses import dataclass
@@ -52,11 +53,12 @@ class _Synchronised:
         dims = [d for d in range(x.dim()) if d != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
         local = x.new_full((1,), x.numel() / x.shape[1])
-        moments = torch.cat([local, x.sum(dims), (x * x).sum(dims)]) * self._rounds.weight
-        joint: Tensor = _JointMoments.apply(moments, self._world)  # type: ignore[no-untyped-call]
-        count, total, squares = joint[0], *joint[1:].chunk(2)
-        mean = total / count
-        variance = squares / count - mean * mean
+        weight = self._rounds.weight
+        joint: Tensor = _JointMoments.apply(torch.cat([local, x.sum(dims)]) * weight, self._world)  # type: ignore[no-untyped-call]
+        count, mean = joint[0], joint[1:] / joint[0]
+        apart = (x - mean.view(shape)).square().sum(dims) * weight
+        squares: Tensor = _JointMoments.apply(apart, self._world)  # type: ignore[no-untyped-call]
+        variance = squares / count
         self._remember(mean.detach(), (variance * (count / (count - 1).clamp(min=1))).detach())
         y = (x - mean.view(shape)) * torch.rsqrt(variance.view(shape) + module.eps)
         if module.affine:

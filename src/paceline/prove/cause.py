@@ -2,27 +2,37 @@
 
 The reference knows what each microbatch contributed, g_j. A right gradient is G = (1/C) * sum_j g_j. Every usual
 mistake is another weighting, G = (1/C) * sum_j w_j g_j, and names itself by w: all N, zero for the microbatches
-of other ranks, C / (R * c_r) for a mean of means. Each is tried; the one that leaves only noise is the cause.
+of other ranks, C / (R * c_r) for a mean of means. Each is tried; the ones that leave only noise explain the error,
+and what else is known (do the ranks agree? are the samples right? one layer or all?) decides between them. Where
+no known weighting fits, the weights are solved for: one for all, one per rank, one per microbatch, one per
+parameter.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.prove.guesses import Facts, guesses
+
 Vector = NDArray[np.float64]
-_ENOUGH = 0.02
+_LEFT_OVER = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """One parameter: the layout's gradient times C, and each microbatch's contribution `[num_micro, numel]`."""
+    """One parameter: the gradient times C that was found, and each microbatch's contribution `[num_micro, numel]`.
+
+    `everywhere` is what each rank has; `also` are directions that a mistake may have added, by what that would mean.
+    """
 
     name: str
     found: Vector
     contributions: Vector
     floor: float
+    everywhere: Sequence[Vector] = ()
+    also: Mapping[str, Vector] = field(default_factory=dict)
 
     @property
     def right(self) -> Vector:
@@ -30,111 +40,159 @@ class Evidence:
         total: Vector = self.contributions.sum(axis=0)
         return total
 
+    @property
+    def allowed(self) -> float:
+        """What an explanation may leave over."""
+        return max(_LEFT_OVER * float(np.linalg.norm(self.found - self.right)), self.floor)
 
-@dataclass(frozen=True, kw_only=True)
-class Guess:
-    """A weighting and what it would mean."""
-
-    cause: str
-    weights: Vector
+    @property
+    def ranks_agree(self) -> bool:
+        """Whether every rank has the same."""
+        return all(float(np.linalg.norm(other - self.found)) <= self.floor for other in self.everywhere)
 
 
-def find_cause(evidence: Sequence[Evidence], *, counts: Sequence[float], ranks: int, num_parameters: int) -> str:
+def find_cause(
+    evidence: Sequence[Evidence],
+    *,
+    counts: Sequence[float],
+    ranks: int,
+    num_parameters: int,
+    samples: int | None = None,
+    is_data_right: bool | None = None,
+) -> str:
     """What explains the differing parameters in `evidence`; `counts` per microbatch, dealt round robin."""
-    guesses = _guesses(np.asarray(counts, dtype=np.float64), ranks)
-    scores = {guess.cause: _score(guess, evidence) for guess in guesses}
-    best = min(scores, key=lambda cause: scores[cause])
-    names = ", ".join(item.name for item in evidence[:3]) + (" ..." if len(evidence) > 3 else "")
-    share = "every parameter" if len(evidence) == num_parameters else f"{len(evidence)} of {num_parameters}: {names}"
-    if scores[best] <= 1.0:
-        return f"{best} ({share})"
-    factor = _common_factor(evidence)
-    if factor is not None:
-        return f"the gradient is {factor:.4g} times what it should be: a scaled loss ({share})"
-    mixed = _clipped(evidence)
-    if mixed is not None:
-        return f"each parameter is scaled by itself: {mixed} ({share})"
+    found = explain(
+        evidence,
+        counts=counts,
+        ranks=ranks,
+        num_parameters=num_parameters,
+        samples=samples,
+        is_data_right=is_data_right,
+    )
+    return found or unexplained(evidence, num_parameters=num_parameters, is_data_right=is_data_right)
+
+
+def explain(
+    evidence: Sequence[Evidence],
+    *,
+    counts: Sequence[float],
+    ranks: int,
+    num_parameters: int,
+    num_differing: int | None = None,
+    samples: int | None = None,
+    is_data_right: bool | None = None,
+) -> str | None:
+    """The same, or None where no weighting gives it; `evidence` may be the worst of `num_differing`."""
+    differing = num_differing or len(evidence)
+    facts = Facts(
+        counts=np.asarray(counts, dtype=np.float64),
+        ranks=ranks,
+        samples=samples,
+        agree=all(item.ranks_agree for item in evidence) if evidence[0].everywhere else None,
+        everywhere=differing == num_parameters,
+        data_right=is_data_right,
+    )
+    share = _share(evidence, differing, num_parameters)
+    found = _explained(evidence, facts)
+    if found is not None:
+        return f"{found} ({share})"
+    alone = _explained(evidence[:1], facts) if len(evidence) > 1 else None
+    return alone and f"{alone} ({evidence[0].name}; {len(evidence) - 1} more differ, not all alike)"
+
+
+def unexplained(
+    evidence: Sequence[Evidence],
+    *,
+    num_parameters: int,
+    num_differing: int | None = None,
+    is_data_right: bool | None = None,
+) -> str:
+    """What is left where no weighting fits."""
+    share = _share(evidence, num_differing or len(evidence), num_parameters)
+    inputs = "" if is_data_right else "other inputs, "
     return (
-        "no weighting of the microbatches' gradients gives this: other random numbers (dropout), other inputs, "
-        f"or other arithmetic ({share})"
+        "no weighting of the microbatches' gradients gives this: other random numbers (dropout), "
+        f"{inputs}or other arithmetic ({share})"
     )
 
 
-def _guesses(counts: Vector, ranks: int) -> list[Guess]:
-    num = len(counts)
-    owner = np.arange(num) % ranks
-    ones = np.ones(num)
-    total = counts.sum()
-    per_rank = np.array([counts[owner == r].sum() for r in range(ranks)])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        mean_of_ranks = np.nan_to_num(total / (ranks * per_rank[owner]))
-        mean_of_micro = np.nan_to_num(total / (num * counts))
-    found = [
-        Guess(
-            cause=f"a factor of {ranks}: summed for averaged, reduced twice, or the loss times the ranks",
-            weights=ones * ranks,
-        ),
-        Guess(
-            cause=f"a factor of 1/{ranks}: averaged over ranks after the division by the count", weights=ones / ranks
-        ),
-        Guess(cause="not trained: the gradient is zero", weights=ones * 0.0),
-        Guess(cause="a mean of means: divided by each rank's own count", weights=mean_of_ranks),
-        Guess(cause="a mean of means: divided by each microbatch's own count", weights=mean_of_micro),
-        Guess(cause="microbatches' means added up instead of averaged", weights=mean_of_micro * num),
-        Guess(cause="accumulated without dividing", weights=ones * max(1, -(-num // ranks))),
-    ]
-    for rank in range(ranks if ranks > 1 else 0):
-        alone = (owner == rank).astype(np.float64)
-        share = total / per_rank[rank] if per_rank[rank] else 1.0
-        found += [
-            Guess(cause=f"not reduced: rank {rank}'s own gradient alone", weights=alone),
-            Guess(cause=f"not reduced: rank {rank}'s own gradient, divided by its own count", weights=alone * share),
-            Guess(cause=f"not reduced: rank {rank}'s own gradient, averaged over ranks", weights=alone / ranks),
-            Guess(cause=f"all ranks have rank {rank}'s samples", weights=alone * ranks),
-            Guess(cause=f"missing on rank {rank}: frozen, detached or skipped there", weights=1.0 - alone),
-        ]
-    for index in range(num if num > 1 else 0):
-        one = np.zeros(num)
-        one[index] = 1.0
-        found.append(Guess(cause=f"microbatch {index} is missing: samples were dropped", weights=ones - one))
-        found.append(Guess(cause=f"microbatch {index} counts twice: samples were repeated", weights=ones + one))
-    return found
+def _share(evidence: Sequence[Evidence], differing: int, num_parameters: int) -> str:
+    if differing == num_parameters:
+        return "every parameter"
+    names = ", ".join(item.name for item in evidence[:3]) + (" ..." if differing > 3 else "")
+    return f"{differing} of {num_parameters}: {names}"
 
 
-def _score(guess: Guess, evidence: Sequence[Evidence]) -> float:
-    """The worst residual over the parameters, in units of what may be left over; at most 1 explains all."""
-    if np.allclose(guess.weights, 1.0):
-        return float("inf")
-    worst = 0.0
-    for item in evidence:
-        residual = np.linalg.norm(item.found - guess.weights @ item.contributions)
-        error = np.linalg.norm(item.found - item.right)
-        worst = max(worst, float(residual) / max(_ENOUGH * float(error), item.floor))
-    return worst
+def _explained(evidence: Sequence[Evidence], facts: Facts) -> str | None:
+    fitting = [guess for guess in guesses(facts) if _fits(guess.weights, evidence)]
+    if fitting:
+        return min(fitting, key=lambda guess: guess.strangeness(facts)).cause
+    return _added(evidence) or _solved(evidence, facts)
 
 
-def _common_factor(evidence: Sequence[Evidence]) -> float | None:
-    factors = [_factor(item) for item in evidence]
-    known = [factor for factor in factors if factor is not None]
-    if not known or len(known) < len(factors):
-        return None
-    return known[0] if max(known) - min(known) <= 1e-3 * max(map(abs, known)) else None
+def _fits(weights: Vector, evidence: Sequence[Evidence]) -> bool:
+    """Whether these weights leave only noise, in every parameter. Noise grows with the weights."""
+    if np.allclose(weights, 1.0):
+        return False
+    grown = max(1.0, float(np.max(np.abs(weights), initial=0.0)))
+    return all(
+        float(np.linalg.norm(item.found - weights @ item.contributions)) <= max(item.allowed, grown * item.floor)
+        for item in evidence
+    )
 
 
-def _clipped(evidence: Sequence[Evidence]) -> str | None:
-    if all(_factor(item) is not None for item in evidence):
-        return "clipping or scaling per parameter, or a group's own rule"
+def _added(evidence: Sequence[Evidence]) -> str | None:
+    """Something was added to the right gradient: the last step's, or the weights themselves."""
+    for meaning in evidence[0].also:
+        if all(
+            meaning in item.also and _is_along(item.found - item.right, item.also[meaning], item) for item in evidence
+        ):
+            return meaning
     return None
 
 
-def _factor(item: Evidence) -> float | None:
-    right = item.right
-    size = float(right @ right)
+def _is_along(error: Vector, direction: Vector, item: Evidence) -> bool:
+    size = float(direction @ direction)
     if size == 0.0:
+        return False
+    return float(np.linalg.norm(error - (error @ direction / size) * direction)) <= item.allowed
+
+
+def _solved(evidence: Sequence[Evidence], facts: Facts) -> str | None:
+    """The fewest weights that explain all: one, one per rank, one per microbatch, one per parameter."""
+    num = len(facts.counts)
+    together = _solve(evidence, np.ones((num, 1)))
+    if together is not None:
+        return f"the gradient is {together[0]:.4g} times what it should be: a scaled loss"
+    by_rank = _solve(evidence, np.eye(facts.ranks)[facts.owner])
+    if by_rank is not None:
+        shown = ", ".join(f"{value:.4g}" for value in by_rank)
+        what = "clipped" if np.all(by_rank < 1.0 + 1e-6) and np.all(by_rank > 0.0) else "scaled or divided"
+        return f"each rank's share has its own factor ({shown}): {what} per rank before the reduction"
+    by_micro = _solve(evidence, np.eye(num))
+    if by_micro is not None:
+        shown = ", ".join(f"{value:.3g}" for value in by_micro[:8]) + (", ..." if num > 8 else "")
+        return f"the microbatches have the weights {shown} instead of 1: clipped, scaled or chosen one by one"
+    if len(evidence) > 1 and all(_solve([item], np.ones((num, 1))) is not None for item in evidence):
+        return "each parameter is scaled by itself: clipping or scaling per parameter, or a group's own rule"
+    return None
+
+
+def _solve(evidence: Sequence[Evidence], pattern: Vector) -> Vector | None:
+    """Least squares for the weights `pattern @ x`; None where they leave more than noise or are not determined."""
+    unknown = pattern.shape[1]
+    if sum(item.found.size for item in evidence) < 2 * unknown:
         return None
-    factor = float(item.found @ right) / size
-    left_over = float(np.linalg.norm(item.found - factor * right))
-    return factor if left_over <= max(_ENOUGH * float(np.linalg.norm(item.found - right)), item.floor) else None
+    scales = [1.0 / max(item.allowed, 1e-300) for item in evidence]
+    left = np.concatenate([(pattern.T @ item.contributions).T * s for item, s in zip(evidence, scales, strict=True)])
+    right = np.concatenate([item.found * s for item, s in zip(evidence, scales, strict=True)])
+    if not (np.all(np.isfinite(left)) and np.all(np.isfinite(right))):
+        return None
+    solution, _, rank, _ = np.linalg.lstsq(left, right, rcond=1e-9)
+    if rank < unknown or not _fits(pattern @ solution, evidence):
+        return None
+    found: Vector = solution
+    return found
 
 
 def data_cause(found: Mapping[int, Sequence[int]], expected: Mapping[int, Sequence[int]]) -> str | None:
@@ -144,9 +202,12 @@ def data_cause(found: Mapping[int, Sequence[int]], expected: Mapping[int, Sequen
     have = [sample for samples in found.values() for sample in samples]
     want = [sample for samples in expected.values() for sample in samples]
     missing = sorted(set(want) - set(have))
-    repeated = sorted({sample for sample in have if have.count(sample) > want.count(sample)})
+    foreign = sorted(set(have) - set(want))
+    repeated = sorted({sample for sample in have if have.count(sample) > want.count(sample)} - set(foreign))
     if repeated and missing:
         return f"data order: ranks read the same samples ({repeated[:4]} twice, {missing[:4]} never)"
+    if foreign:
+        return f"data order: other samples were read ({foreign[:4]} for {missing[:4]})"
     if missing:
         return f"data order: samples were dropped ({missing[:4]})"
     if repeated:

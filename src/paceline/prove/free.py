@@ -1,98 +1,154 @@
-"""The third rung: both run freely for some steps, and what comes out is compared."""
+"""The third rung: both run freely for some steps, then what came out is compared, and evaluated."""
 
+import math
 from collections.abc import Mapping
+from itertools import islice
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
-from paceline.feed.feed import make_feed
-from paceline.feed.types import Cut
 from paceline.order.cursor import Cursor
-from paceline.prove.lockstep import BITWISE, DIFFERENT, ROUNDING, Finding
+from paceline.prove.finding import DIFFERENT, Finding, judged
+from paceline.prove.lockstep import Say, feed_of
 from paceline.prove.noise import MARGIN, distance, nudge
-from paceline.prove.reference import Reference
-from paceline.train.built import Built, build
-from paceline.train.session import Ready
-from paceline.world import World
+from paceline.prove.reference import At, Reference
+from paceline.streams import key, seed_all
+from paceline.train.built import Built
+from paceline.train.evaluate import Evaluated, Evaluator
 
-_FLOOR = 1e-2
+_DRIFT = 1e-3
+_EVALUATED_BATCHES = 4
+_METRIC = 1e-6
 
 
-def run_free(ready: Ready, world: World, *, reference: Reference | None, steps: int) -> Finding:
+def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say) -> Finding:
     """Compare the weights after `steps` steps, with the drift of a disturbed one-process run as the floor."""
-    built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
-    losses = _layout(built, steps)
     finding = Finding()
+    start: dict[str, Tensor] = {}
+    right_losses: list[float] = []
     if reference is not None:
-        right, right_losses = _alone(reference, steps, disturbed=False)
-        other, _ = _alone(_again(reference), steps, disturbed=True)
-        start = _again(reference)
-        _judge(finding, built, right, other, dict(start.model.named_parameters()))
-        finding.detail = f"Loss {losses[-1]:.6g} beside {right_losses[-1]:.6g} after {len(losses)} steps."
-    built.close()
-    return Finding(**world.share_json(dict(vars(finding))))
+        start = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
+        right_losses = _alone(reference, steps, backwards=False)
+    steps = built.world.share_json(len(right_losses))
+    say(f"{steps} steps")
+    losses = [built.step.run(given).loss for given in _first(built, steps)]
+    evaluated = _evaluated(built)
+    if reference is not None and steps:
+        other = reference.again()
+        nudge(other.model, seed=1)
+        _alone(other, steps, backwards=True)
+        _judge(finding, built, reference, other, start)
+        finding.detail = f"Loss {losses[-1]:.6g} beside {right_losses[-1]:.6g} after {steps} steps."
+        if evaluated is not None:
+            _judge_evaluation(finding, built, reference, evaluated, steps)
+    found: Finding = Finding(**built.world.share_json(vars(finding)))
+    return found
 
 
-def _layout(built: Built, steps: int) -> list[float]:
-    plan, settings = built.plan, built.settings
-    feed = make_feed(
-        data=built.job.train_data,
-        collate=built.job.collate,
-        order=built.job.order,
-        seed=settings.seed,
-        cut=Cut(
-            global_batch_size=plan.global_batch_size,
-            micro_batch_size=plan.micro_batch_size,
-            replica=built.world.rank,
-            replicas=built.world.world_size,
-            drop_last=settings.data.drop_last,
-        ),
-        cursor=Cursor(),
-        workers=settings.data.workers,
-        sample_seeds=settings.data.sample_seeds,
-    )
-    losses = []
-    for given in feed:
-        losses.append(built.step.run(given).loss)
-        if len(losses) == steps:
+def _first(built: Built, steps: int) -> Any:
+    feed = feed_of(built, Cursor())
+    try:
+        yield from islice(iter(feed), steps)
+    finally:
+        feed.close()
+
+
+def _alone(reference: Reference, steps: int, *, backwards: bool) -> list[float]:
+    """One process; it ends before a step that has no finite gradient."""
+    at, losses = At(step=0, epoch=0, position=0), []
+    for _ in range(steps):
+        gradient = reference.gradient(at, backwards=backwards)
+        if not all(bool(torch.isfinite(value).all()) for value in gradient.total.values()):
             break
-    feed.close()
+        reference.update(gradient.total)
+        losses.append(gradient.loss)
+        at = reference.after(at, sum(len(part) for part in gradient.samples))
     return losses
 
 
-def _alone(reference: Reference, steps: int, *, disturbed: bool) -> tuple[dict[str, Tensor], list[float]]:
-    if disturbed:
-        nudge(reference, seed=1)
-    epoch = position = 0
-    losses = []
-    for step in range(steps):
-        gradient = reference.gradient(step=step, epoch=epoch, position=position)
-        reference.update(gradient.total(reverse=disturbed))
-        losses.append(gradient.loss)
-        position += reference.spec.global_batch_size
-        if reference.num_samples is not None and position >= reference.num_samples:
-            epoch, position = epoch + 1, 0
-    return {name: p.detach() for name, p in reference.model.named_parameters()}, losses
-
-
-def _again(reference: Reference) -> Reference:
-    return Reference(job=reference.job, spec=reference.spec, cast=reference.cast)
-
-
 def _judge(
-    finding: Finding,
-    built: Built,
-    right: Mapping[str, Tensor],
-    disturbed: Mapping[str, Tensor],
-    start: Mapping[str, Tensor],
+    finding: Finding, built: Built, reference: Reference, disturbed: Reference, start: Mapping[str, Tensor]
 ) -> None:
-    """Drift is measured against how far training has moved the weights at all."""
-    for member in built.named:
-        target = right[member.name]
-        apart = distance(member.parameter, target)
-        moved = distance(target, start[member.name])
-        floor = max(MARGIN * distance(disturbed[member.name], target), _FLOOR * moved)
-        verdict = BITWISE if apart == 0.0 else ROUNDING if apart <= floor else DIFFERENT
+    """Drift is measured against what a disturbance does, and against how far training has moved the tensor at all."""
+    right, other = dict(reference.model.named_parameters()), dict(disturbed.model.named_parameters())
+    bad: dict[str, float] = {}
+    for name, weight in built.model.named_parameters():
+        apart = distance(weight, right[name])
+        floor = max(MARGIN * distance(other[name], right[name]), _DRIFT * distance(right[name], start[name]))
+        verdict = judged(apart, floor)
         finding.note(verdict, difference=apart, floor=floor)
         if verdict == DIFFERENT:
-            cause = "the runs part over several steps though each step alone agrees: optimizer state or schedule"
-            finding.blame(step=0, parameter=member.name, cause=cause)
+            bad[name] = apart / max(floor, 1e-300)
+    finding.count("weights", len(right))
+    if bad:
+        name = max(bad, key=lambda key: bad[key])
+        cause = "the runs part over several steps though each step alone agrees: optimizer state or schedule"
+        finding.blame(step=0, parameter=name, cause=f"{cause} ({len(bad)} of {len(right)})")
+
+
+def _evaluated(built: Built) -> Evaluated | None:
+    """The layout's own evaluation of a few batches."""
+    data = _some(built.job.eval_data, built)
+    if data is None:
+        return None
+    evaluator = Evaluator(
+        job=built.job,
+        model=built.model,
+        world=built.world,
+        seed=built.settings.seed,
+        autocast=built.step.autocast,
+    )
+    size = built.plan.micro_batch_size
+    return evaluator.run(data, batch_size=size, workers=0, name="eval_data")
+
+
+def _some(data: Any, built: Built) -> Any:
+    """A part of the split that does not divide by the ranks."""
+    if callable(data) and not hasattr(data, "__getitem__"):
+        data = data()
+    if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or len(data) == 0:
+        return None
+    size = built.plan.micro_batch_size
+    return Subset(data, range(min(len(data), _EVALUATED_BATCHES * built.world.world_size * size + 1)))
+
+
+def _judge_evaluation(finding: Finding, built: Built, reference: Reference, evaluated: Evaluated, steps: int) -> None:
+    """One process evaluates the layout's own weights: each sample once, sums over sums of counts."""
+    with torch.no_grad():
+        for name, tensor in reference.model.state_dict().items():
+            tensor.copy_(built.model.state_dict()[name])
+    right, samples = _by_hand(built, reference)
+    if samples != evaluated.samples:
+        cause = f"evaluation saw {evaluated.samples} samples for {samples}"
+        finding.blame(step=steps, parameter="(evaluation)", cause=cause)
+    for name, value in right.items():
+        found = evaluated.metrics.get(name, math.nan)
+        finding.count("metrics", 1)
+        if not math.isclose(found, value, rel_tol=_METRIC, abs_tol=_METRIC) and not (
+            math.isnan(found) and math.isnan(value)
+        ):
+            cause = (
+                f"evaluation: {name} is {found:.6g} for {value:.6g} at equal weights: another mean, or samples left out"
+            )
+            finding.blame(step=steps, parameter="(evaluation)", cause=cause)
+
+
+def _by_hand(built: Built, reference: Reference) -> tuple[dict[str, float], int]:
+    data, size = _some(built.job.eval_data, built), built.plan.micro_batch_size
+    collate = built.job.collate or torch.utils.data.default_collate
+    sums: dict[str, list[float]] = {}
+    metrics = {n: m for n, m in (built.job.metrics or {}).items() if not hasattr(m, "compute")}
+    reference.model.eval()
+    seed_all(key(built.settings.seed, "evaluate"))
+    with torch.no_grad():
+        for start in range(0, len(data), size):
+            rows = [data[i] for i in range(start, min(start + size, len(data)))]
+            batch = reference.cast(collate(rows))
+            output, terms = reference.terms_of(batch, len(rows))
+            pairs = {(name if len(terms) == 1 else f"loss/{name}"): pair for name, pair in terms.items()}
+            for name, pair in {**pairs, **{n: m(output, batch) for n, m in metrics.items()}}.items():
+                total = sums.setdefault(name, [0.0, 0.0])
+                total[0], total[1] = total[0] + float(pair[0]), total[1] + float(pair[1])
+    return {name: total / count if count else math.nan for name, (total, count) in sums.items()}, len(data)

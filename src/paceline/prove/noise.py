@@ -1,68 +1,98 @@
 """How far two right answers may be apart: a floor per tensor, measured and not assumed.
 
-One process computes the same gradient again with every weight moved by one unit in the last place, and with
-the microbatches added in reverse. What moves by that is rounding; a tensor whose true gradient is zero has its
-own floor, far above its size.
+One process computes the same step again with every weight moved by one unit in the last place, and with the
+microbatches added in reverse. What moves by that is rounding; a tensor whose true gradient is zero has its own
+floor, far above its size.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from paceline.prove.reference import Gradient, Reference
+from paceline.prove.reference import At, Gradient, Micro, Reference
 
 MARGIN = 16.0
 _RUNS = 3
+_ULPS = 4.0
 
 
-def gradient_floor(
-    reference: Reference, gradient: Gradient, *, step: int, epoch: int, position: int
-) -> dict[str, float]:
-    """The largest change of each tensor's gradient (Euclidean norm) over disturbed runs, with a margin."""
-    right = gradient.total()
-    others = [gradient.total(reverse=True)]
-    kept = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
-    buffers = {name: b.detach().clone() for name, b in reference.model.named_buffers()}
+@dataclass(frozen=True, kw_only=True)
+class Floors:
+    """What is rounding in one step: Euclidean norms by name, and of the loss."""
+
+    gradients: dict[str, float]
+    buffers: dict[str, float]
+    loss: float
+
+
+class Kept:
+    """A model's weights and buffers at one moment."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.tensors = {name: t.detach().clone() for name, t in _tensors(model).items()}
+
+    def put_back(self) -> None:
+        """Give them back to the model."""
+        with torch.no_grad():
+            for name, tensor in _tensors(self._model).items():
+                tensor.copy_(self.tensors[name])
+
+
+def floors(reference: Reference, gradient: Gradient, *, at: At, pieces: Sequence[Micro], start: Kept) -> Floors:
+    """The largest change over disturbed runs, with a margin; `start` is the state before the step."""
+    ended = Kept(reference.model)
+    start.put_back()
+    others = [reference.gradient(at, pieces=pieces, backwards=True)]
+    buffers: list[dict[str, Tensor]] = []
     for run in range(_RUNS):
-        nudge(reference, seed=run)
-        others.append(reference.gradient(step=step, epoch=epoch, position=position).total())
-        put_back(reference, kept, buffers)
-    return _floors(right, others)
+        start.put_back()
+        nudge(reference.model, seed=run)
+        others.append(reference.gradient(at, pieces=pieces))
+        buffers.append({name: b.detach().clone() for name, b in reference.model.named_buffers()})
+    ended.put_back()
+    gradients = _floors(gradient.total, [other.total for other in others])
+    for name, value in gradient.largest.items():
+        step = reference.spec.grid * value * len(pieces) * gradient.total[name].numel() ** 0.5
+        gradients[name] = max(gradients[name], step)
+    losses = [abs(other.loss - gradient.loss) for other in others]
+    return Floors(
+        gradients=gradients,
+        buffers=_floors({name: b.detach() for name, b in reference.model.named_buffers()}, buffers),
+        loss=MARGIN * max(*losses, _ULPS * _eps(next(iter(gradient.total.values()))) * abs(gradient.loss)),
+    )
 
 
-def nudge(reference: Reference, *, seed: int) -> None:
-    """Move every weight by one unit in the last place, up or down."""
+def nudge(model: nn.Module, *, seed: int) -> None:
+    """Move every weight by one unit in the last place, up or down; a small one by that of its tensor's usual size."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in reference.model.parameters():
-            if not parameter.is_floating_point():
+        for parameter in model.parameters():
+            if not parameter.is_floating_point() or not parameter.numel():
                 continue
-            up = torch.rand(parameter.shape, generator=generator) < 0.5
-            towards = torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)
-            parameter.copy_(torch.nextafter(parameter, towards) if parameter.dtype.itemsize > 2 else parameter)
-
-
-def put_back(reference: Reference, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-    """Undo a disturbed run."""
-    with torch.no_grad():
-        for name, parameter in reference.model.named_parameters():
-            parameter.copy_(weights[name])
-        for name, buffer in reference.model.named_buffers():
-            buffer.copy_(buffers[name])
-
-
-def _floors(right: Mapping[str, Tensor], others: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    total = sum(float(value.double().norm()) ** 2 for value in right.values()) ** 0.5
-    floors = {}
-    for name, value in right.items():
-        eps = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
-        moved = [distance(value, other[name]) for other in others if name in other]
-        size = max(float(value.double().norm()), 1e-3 * eps * total)
-        floors[name] = MARGIN * max(*moved, 4.0 * eps * size)
-    return floors
+            sign = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter.device) * 2 - 1
+            usual = float(parameter.double().square().mean().sqrt())
+            parameter.add_(sign * parameter.abs().clamp(min=usual) * _eps(parameter))
 
 
 def distance(one: Tensor, other: Tensor) -> float:
     """The Euclidean norm of the difference, in double precision."""
     return float((one.detach().double() - other.detach().double()).norm())
+
+
+def _floors(right: Mapping[str, Tensor], others: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    found = {}
+    for name, value in right.items():
+        moved = [distance(value, other[name]) for other in others if name in other]
+        found[name] = MARGIN * max(*moved, _ULPS * _eps(value) * float(value.double().norm()))
+    return found
+
+
+def _eps(value: Tensor) -> float:
+    return float(torch.finfo(value.dtype).eps) if value.is_floating_point() else 0.0
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -4,120 +4,176 @@ Nothing of the feed, the step or the placement is used here; only the order of s
 streams, which are definitions.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, default_collate
 
 from paceline.job import Job
-from paceline.order.permute import Permutation
+from paceline.prove.reading import Reading, merged
 from paceline.streams import key, random_blocks, seed_all, seed_torch
 
 _MASK = 0x7FFF_FFFF_FFFF_FFFF
 _BLOCK_STEP = 0x9E37_79B9_7F4A_7C15
+_IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What the reference must know of the run."""
+    """What the reference must know of the run.
+
+    `together`: microbatches that normalisation sees as one. `grid`: the relative step of exact mode's integers.
+    """
 
     seed: int
     global_batch_size: int
     micro_batch_size: int
-    max_grad_norm: float | None
-    drop_last: bool
-    autocast: torch.dtype | None
-    sample_seeds: str
+    max_grad_norm: float | None = None
+    drop_last: bool = False
+    autocast: torch.dtype | None = None
+    sample_seeds: str = "auto"
+    together: int = 1
+    lr_factor: float = 1.0
+    device: str = "cpu"
+    grid: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class At:
+    """A place in the run: the step's number, and where its batch begins."""
+
+    step: int
+    epoch: int
+    position: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Micro:
+    """One microbatch: its samples, read and collated."""
+
+    samples: tuple[int, ...]
+    data: Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """One step's gradient in parts: what each microbatch contributed to it, before the division."""
+    """One step's gradient. `parts` holds what each microbatch contributed before the division, where asked for.
 
-    contributions: list[dict[str, Tensor]]
+    With several terms each has its count in `term_counts`, and `parts` are divided already (`divisor` is 1).
+    """
+
+    total: dict[str, Tensor]
     counts: list[float]
     divisor: float
     loss: float
-    indices: list[tuple[int, ...]]
-
-    def total(self, *, reverse: bool = False) -> dict[str, Tensor]:
-        """The sum over microbatches, divided; in reverse order where the regrouping is wanted."""
-        found: dict[str, Tensor] = {}
-        for part in reversed(self.contributions) if reverse else self.contributions:
-            for name, value in part.items():
-                found[name] = found[name] + value if name in found else value.clone()
-        return {name: value / self.divisor for name, value in found.items()}
+    samples: list[tuple[int, ...]]
+    parts: list[dict[str, Tensor]] = field(default_factory=list)
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    term_counts: dict[str, list[float]] = field(default_factory=dict)
+    largest: dict[str, float] = field(default_factory=dict)
 
 
 class Reference:
     """The one-process run."""
 
-    def __init__(self, *, job: Job, spec: Spec, cast: Any) -> None:
+    def __init__(self, *, job: Job, spec: Spec, cast: Callable[[Any], Any]) -> None:
         self.job = job
         self.spec = spec
-        self.cast = cast
+        self._cast = cast
         seed_all(key(spec.seed, "build"))
-        self.model: nn.Module = job.model()
-        self._blocks = random_blocks(self.model)
-        self._microbatch = 0
-        for number, block in enumerate(self._blocks):
+        self.model: nn.Module = job.model().to(spec.device)
+        self._stream = 0
+        for number, block in enumerate(random_blocks(self.model)):
             block.register_forward_pre_hook(self._seeder(number))
-        made = job.optimizer([(n, p) for n, p in self.model.named_parameters() if p.requires_grad])
-        self.optimizers: list[Optimizer] = list(made) if isinstance(made, list | tuple) else [made]
-        self.schedules = [job.lr_schedule(o) for o in self.optimizers] if job.lr_schedule else []
-        self._data = _plain(job.train_data)
+        self.optimizers, self.schedules = self._optimizers()
+        self.reading = Reading(job=job, seed=spec.seed, drop_last=spec.drop_last, sample_seeds=spec.sample_seeds)
 
-    @property
-    def num_samples(self) -> int | None:
-        """Samples in an epoch, where that is known."""
-        return len(self._data) if hasattr(self._data, "__len__") and self._is_indexed else None
+    def again(self) -> "Reference":
+        """The same run from its start."""
+        return Reference(job=self.job, spec=self.spec, cast=self._cast)
 
-    def indices(self, *, epoch: int, position: int) -> list[tuple[int, ...]]:
-        """The samples of the batch at this position, by microbatch."""
-        stop = position + self.spec.global_batch_size
-        order = self._order(epoch, stop)[position:stop]
-        size = self.spec.micro_batch_size
-        return [tuple(order[at : at + size]) for at in range(0, len(order), size)]
+    def _optimizers(self) -> tuple[list[Optimizer], list[Any]]:
+        made = self.job.optimizer([(n, p) for n, p in self.model.named_parameters() if p.requires_grad])
+        optimizers = list(made) if isinstance(made, list | tuple) else [made]
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group["lr"] * self.spec.lr_factor if self.spec.lr_factor != 1.0 else group["lr"]
+        return optimizers, [self.job.lr_schedule(o) for o in optimizers] if self.job.lr_schedule else []
 
-    def batches(self, *, epoch: int, position: int) -> list[tuple[tuple[int, ...], Any]]:
-        """The same, with their data."""
-        return [(part, self.read(epoch=epoch, part=part)) for part in self.indices(epoch=epoch, position=position)]
+    def pieces(self, at: At) -> list[Micro]:
+        """The microbatches of the step, as they are dealt to replicas."""
+        spec = self.spec
+        batch = self.reading.batch(epoch=at.epoch, position=at.position, size=spec.global_batch_size)
+        parts = [tuple(batch[i : i + spec.micro_batch_size]) for i in range(0, len(batch), spec.micro_batch_size)]
+        read = self.reading.read
+        return [Micro(samples=part, data=self._cast(read(epoch=at.epoch, part=part))) for part in parts]
 
-    def gradient(self, *, step: int, epoch: int, position: int) -> Gradient:
-        """Forward and backward of each microbatch, one after another."""
+    def joined(self, pieces: Sequence[Micro], *, epoch: int) -> list[Micro]:
+        """The microbatches as normalisation sees them: those of one round as one, under sync_bn."""
+        width = self.spec.together
+        found = []
+        for start in range(0, len(pieces), width):
+            group = pieces[start : start + width]
+            part = tuple(sample for piece in group for sample in piece.samples)
+            data = merged([piece.data for piece in group], self._anew(epoch, part))
+            found.append(Micro(samples=part, data=data))
+        return found
+
+    def _anew(self, epoch: int, part: tuple[int, ...]) -> Callable[[], Any]:
+        return lambda: self._cast(self.reading.read(epoch=epoch, part=part))
+
+    def gradient(
+        self,
+        at: At,
+        *,
+        pieces: Sequence[Micro] | None = None,
+        keep: Collection[str] = (),
+        term: str | None = None,
+        backwards: bool = False,
+        stream: Callable[[int], int] = int,
+    ) -> Gradient:
+        """Forward and backward of each microbatch, one after another; `backwards` takes the last one first.
+
+        `keep` names the parameters whose parts are kept, of one `term` alone if given. `stream` says which
+        microbatch's random numbers each one draws.
+        """
+        given = self.joined(self.pieces(at) if pieces is None else pieces, epoch=at.epoch)
         self.model.train()
-        given = self.batches(epoch=epoch, position=position)
-        return self.gradient_of(given, step=step)
-
-    def gradient_of(self, given: Sequence[tuple[tuple[int, ...], Any]], *, step: int) -> Gradient:
-        """The gradient of given microbatches."""
-        known = self._known_counts([data for _, data in given])
-        contributions, counts, losses = [], [], []
-        for index, (part, data) in enumerate(given):
-            self._microbatch = key(self.spec.seed, step, index)
-            seed_all(self._microbatch)
+        known = self._known_counts([micro.data for micro in given])
+        total: dict[str, Tensor] = {}
+        parts: list[dict[str, Tensor]] = [{} for _ in given]
+        buffers: list[dict[str, Tensor]] = []
+        counts, losses = [0.0] * len(given), [0.0] * len(given)
+        term_counts: dict[str, list[float]] = {}
+        largest: dict[str, float] = {}
+        for index in range(len(given))[:: -1 if backwards else 1]:
+            self._draw_from(at.step, stream(index))
             self.model.zero_grad(set_to_none=True)
-            terms = self._terms(data, len(part))
-            loss = sum(total / known[name] for name, (total, _) in terms.items()) if known else _only(terms)
-            loss.backward()  # type: ignore[union-attr]
-            contributions.append(
-                {n: p.grad.detach().clone() for n, p in self.model.named_parameters() if p.grad is not None}
-            )
-            counts.append(float(next(iter(terms.values()))[1]))
-            losses.append(float(loss.detach()))  # type: ignore[union-attr]
+            terms = self._terms(given[index].data, len(given[index].samples))
+            for name, (_, count) in terms.items():
+                term_counts.setdefault(name, [0.0] * len(given))[index] = float(count)
+            loss = _weighed({n: v for n, v in terms.items() if term in (None, n)}, known)
+            loss.backward()
+            self._collect(total, parts[index], largest, keep)
+            counts[index] = float(next(iter(terms.values()))[1]) if term is None else float(terms[term][1])
+            losses[index] = float(loss.detach())
+            if keep:
+                buffers.append({name: b.detach().clone() for name, b in self.model.named_buffers()})
         self.model.zero_grad(set_to_none=True)
         divisor = 1.0 if known else sum(counts)
         return Gradient(
-            contributions=contributions,
+            total={name: value / divisor for name, value in total.items()},
             counts=counts,
             divisor=divisor,
             loss=sum(losses) / divisor if divisor else float("nan"),
-            indices=[part for part, _ in given],
+            samples=[micro.samples for micro in given],
+            parts=parts if keep else [],
+            buffers=buffers,
+            term_counts=term_counts,
+            largest={name: value / divisor for name, value in largest.items()} if divisor else {},
         )
 
     def update(self, gradient: Mapping[str, Tensor]) -> None:
@@ -131,16 +187,55 @@ class Reference:
         for schedule in self.schedules:
             schedule.step()
 
-    def _terms(self, data: Any, num_samples: int) -> dict[str, tuple[Tensor, Any]]:
+    def after(self, at: At, num_samples: int) -> At:
+        """The place of the next step."""
+        position = at.position + num_samples
+        following = At(step=at.step + 1, epoch=at.epoch, position=position)
+        size = self.spec.global_batch_size
+        if self.reading.batch(epoch=at.epoch, position=position, size=size):
+            return following
+        return At(step=at.step + 1, epoch=at.epoch + 1, position=0)
+
+    def terms_of(self, data: Any, num_samples: int) -> tuple[Any, dict[str, tuple[Tensor, Any]]]:
+        """Output and loss terms of a batch, as they are: for evaluation."""
         enabled = self.spec.autocast is not None
-        with torch.autocast("cpu", dtype=self.spec.autocast or torch.bfloat16, enabled=enabled):
+        with torch.autocast(self.spec.device, dtype=self.spec.autocast or torch.bfloat16, enabled=enabled):
             output = self._forward(data)
             found = self.job.loss(output, data) if self.job.loss else self._own(output, data, num_samples)
         if isinstance(found, Mapping):
-            return dict(found)
-        if isinstance(found, tuple):
-            return {"loss": found}
-        return {"loss": (found * num_samples, num_samples)}
+            return output, dict(found)
+        return output, {"loss": found if isinstance(found, tuple) else (found * num_samples, num_samples)}
+
+    def cast(self, data: Any) -> Any:
+        """A batch in the precision of this run."""
+        return self._cast(data)
+
+    def _terms(self, data: Any, num_samples: int) -> dict[str, tuple[Tensor, Any]]:
+        return self.terms_of(data, num_samples)[1]
+
+    def _collect(
+        self, total: dict[str, Tensor], part: dict[str, Tensor], largest: dict[str, float], keep: Collection[str]
+    ) -> None:
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is None:
+                continue
+            value = parameter.grad.detach()
+            total[name] = total[name] + value if name in total else value.clone()
+            if name in keep:
+                part[name] = value.clone()
+            if self.spec.grid and value.numel():
+                largest[name] = max(largest.get(name, 0.0), float(value.abs().max()))
+
+    def _draw_from(self, step: int, microbatch: int) -> None:
+        self._stream = key(self.spec.seed, step, microbatch)
+        seed_all(self._stream)
+
+    def _seeder(self, block: int) -> Callable[[nn.Module, object], None]:
+        def hook(module: nn.Module, _: object) -> None:
+            if module.training:
+                seed_torch((self._stream ^ (_BLOCK_STEP * (block + 1))) & _MASK)
+
+        return hook
 
     def _forward(self, data: Any) -> Any:
         if self.job.forward is not None:
@@ -148,21 +243,28 @@ class Reference:
         if isinstance(data, Tensor):
             return self.model(data)
         if isinstance(data, Mapping):
-            names = self.model.forward.__code__.co_varnames
-            given = {k: v for k, v in data.items() if k in names or _wraps(self.model, k)}
+            names = inspect.signature(self.model.forward).parameters
+            given = {k: v for k, v in data.items() if k in names}
             if self.job.loss is not None:
                 given.pop("labels", None)
-            elif hasattr(self.model, "loss_function"):
+            elif self._gives_sum():
                 given["num_items_in_batch"] = 1
             return self.model(**given)
         return self.model(*data[:-1])
 
     def _own(self, output: Any, data: Any, num_samples: int) -> Any:
-        if hasattr(self.model, "loss_function") and isinstance(data, Mapping) and "labels" in data:
+        loss = output["loss"] if isinstance(output, Mapping) else output.loss
+        if self._gives_sum() and isinstance(data, Mapping) and "labels" in data:
             shifted = getattr(self.model, "loss_type", None) == "ForCausalLM"
             labels = data["labels"][..., 1:] if shifted else data["labels"]
-            return output.loss, int((labels != -100).sum())
-        return output.loss * num_samples, num_samples
+            return loss, int((labels != _IGNORED).sum())
+        return loss * num_samples, num_samples
+
+    def _gives_sum(self) -> bool:
+        """Whether the model's own loss is a sum when it is told to divide by one."""
+        parameters = inspect.signature(self.model.forward).parameters
+        is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return "num_items_in_batch" in parameters or (is_open and hasattr(self.model, "loss_function"))
 
     def _known_counts(self, data: Sequence[Any]) -> dict[str, float] | None:
         if self.job.count is None:
@@ -174,66 +276,12 @@ class Reference:
                 totals[name] = totals.get(name, 0.0) + float(value)
         return totals
 
-    def _order(self, epoch: int, stop: int) -> list[int]:
-        order = self.job.order
-        if not self._is_indexed:
-            return list(range(sum(1 for _ in islice(iter(self._data), stop))))
-        total = len(self._data)
-        if order == "sequential":
-            return list(range(total))
-        if order is None:
-            whole = Permutation(num_samples=total, seed=self.spec.seed, epoch=epoch)
-            return [int(i) for i in whole[0 : min(stop, total)]]
-        seed_all(key(self.spec.seed, "order", epoch))
-        if callable(order):
-            return list(order(total, epoch, self.spec.seed))
-        if hasattr(order, "set_epoch"):
-            order.set_epoch(epoch)
-        return list(order)
 
-    def read(self, *, epoch: int, part: Sequence[int]) -> Any:
-        """These samples, collated."""
-        if not self._is_indexed:
-            rows = list(islice(iter(self._data), max(part) + 1))
-            return self._collated([rows[i] for i in part])
-        rows = []
-        if self.spec.sample_seeds == "never":
-            seed_all(key(self.spec.seed, "microbatch", epoch, part[0]))
-        for index in part:
-            if self.spec.sample_seeds != "never":
-                seed_all(key(self.spec.seed, "sample", epoch, index))
-            rows.append(self._data[index])
-        return self._collated(rows)
-
-    def _collated(self, rows: list[Any]) -> Any:
-        return self.cast((self.job.collate or default_collate)(rows))
-
-    def _seeder(self, block: int) -> Any:
-        def hook(module: nn.Module, _: object) -> None:
-            if module.training:
-                seed_torch((self._microbatch ^ (_BLOCK_STEP * (block + 1))) & _MASK)
-
-        return hook
-
-    @property
-    def _is_indexed(self) -> bool:
-        return hasattr(self._data, "__getitem__") and hasattr(self._data, "__len__")
-
-
-def _only(terms: Mapping[str, tuple[Tensor, Any]]) -> Tensor:
-    (total, _), *rest = terms.values()
-    if rest:
-        raise ValueError("several terms without counts")
-    return total
-
-
-def _plain(data: Any) -> Any:
-    if callable(data) and not hasattr(data, "__getitem__") and not isinstance(data, Iterable):
-        data = data()
-    return data.dataset if isinstance(data, DataLoader) else data
-
-
-def _wraps(model: nn.Module, name: str) -> bool:
-    """A decorated forward hides its names behind `*args`; its signature still tells them."""
-    wrapped = getattr(model.forward, "__wrapped__", None)
-    return wrapped is not None and name in wrapped.__code__.co_varnames
+def _weighed(terms: Mapping[str, tuple[Tensor, Any]], known: Mapping[str, float] | None) -> Tensor:
+    if known is None:
+        (total, _), *rest = terms.values()
+        if rest:
+            raise ValueError("several terms without counts")
+        return total
+    parts = [value / known[name] for name, (value, _) in terms.items()]
+    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]

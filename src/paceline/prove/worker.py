@@ -1,6 +1,8 @@
 """What each rank runs for `verify`: rungs, each ruling something out, and one verdict."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,18 +12,22 @@ from torch import Tensor
 
 from paceline.job import Job
 from paceline.order.cursor import Cursor
+from paceline.prove.answer import Rung, answer
+from paceline.prove.dropout import draws, quiet
+from paceline.prove.finding import DIFFERENT, Finding
 from paceline.prove.free import run_free
-from paceline.prove.lockstep import BITWISE, DIFFERENT, ROUNDING, Finding, Lockstep
-from paceline.prove.reference import Reference, Spec
+from paceline.prove.lockstep import Lockstep
+from paceline.prove.reference import At, Reference, Spec
 from paceline.prove.single import run_single
 from paceline.spec.task import Task
 from paceline.store.disk import write_json
-from paceline.train.built import Built, build
+from paceline.train.built import Built, build, lr_factor
 from paceline.train.session import Ready, join_world, prepare
 from paceline.world import World
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_ORDER = (BITWISE, ROUNDING, DIFFERENT)
+_GRID = 2.0**-24
+_START = At(step=0, epoch=0, position=0)
 
 
 def verify(payload: Mapping[str, Any]) -> int:
@@ -29,54 +35,130 @@ def verify(payload: Mapping[str, Any]) -> int:
     task = Task.from_json(payload)
     ready = prepare(task)
     world = join_world(ready)
-    rungs: list[tuple[str, str, Finding]] = []
-    single = run_single(lambda: reference(ready, torch.float32), is_main=world.is_main, world=world)
-    rungs.append(("one process", "a job that is not deterministic, a loss that is no sum", single))
-    for dtype, name in _precisions(ready, world, rungs):
-        finding = _lockstep(ready, world, dtype, int(task.options["steps"]))
-        rungs.append((f"lock-step in {name}", "gradients, buffers, data or optimizer that differ", finding))
-    if not any(finding.verdict == DIFFERENT for _, _, finding in rungs[1:]):
-        free = run_free(
-            ready, world, reference=_reference_on_main(ready, world, None), steps=int(task.options["steps"])
-        )
-        rungs.append(("free running", "what one step does not show", free))
+    found = examine(ready, world, steps=int(task.options["steps"]))
     if world.is_main:
-        write_json(Path(task.run) / "answer-verify.json", _answer(task, ready, rungs))
+        write_json(Path(task.run) / "answer-verify.json", found)
     world.close()
     return 0
 
 
-def cast_to(dtype: torch.dtype | None) -> Any:
+def examine(ready: Ready, world: World, *, steps: int) -> dict[str, Any]:
+    """All rungs on a world that is there; the answer is the same on every rank."""
+    rungs = [
+        _rung("one process", "a job that is not deterministic, a loss that is no sum", lambda: _single(ready, world))
+    ]
+    if rungs[0].finding.verdict != DIFFERENT:
+        places = _places(ready, world, steps, rungs[0].finding)
+        for dtype, name in _precisions(ready, world, rungs[0].finding):
+            rules_out = "samples, gradients, loss, buffers or optimizer that differ"
+            climb = _lockstep(ready, world, dtype, name, places)
+            rungs.append(_rung(f"lock-step in {name}", rules_out, climb))
+        if all(rung.finding.verdict != DIFFERENT for rung in rungs):
+            rungs.append(
+                _rung(
+                    "free running",
+                    "what one step does not show, evaluation",
+                    _free(ready, world, min(steps, len(places))),
+                )
+            )
+    plan = ready.plan
+    return answer(rungs=rungs, layout=plan.layout, update=plan.update, ranks=ready.task.ranks, steps=steps)
+
+
+def cast_to(dtype: torch.dtype | None) -> Callable[[Any], Any]:
     """A function that gives every floating tensor of a batch this type."""
 
     def cast(value: Any) -> Any:
-        if dtype is None:
-            return value
         if isinstance(value, Tensor):
             return value.to(dtype) if value.is_floating_point() else value
         if isinstance(value, Mapping):
             return {name: cast(item) for name, item in value.items()}
         if isinstance(value, tuple | list):
-            return type(value)(cast(item) for item in value)
+            parts = [cast(item) for item in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         return value
 
-    return cast
+    return cast if dtype is not None else _as_it_is
 
 
 def reference(ready: Ready, dtype: torch.dtype | None) -> Reference:
     """The one-process oracle of this job, in this precision."""
     plan, settings = ready.plan, ready.settings
-    rounds = plan.replicas if settings.train.buffers == "sync_bn" else 1
     spec = Spec(
         seed=settings.seed,
         global_batch_size=plan.global_batch_size,
-        micro_batch_size=plan.micro_batch_size * rounds,
+        micro_batch_size=plan.micro_batch_size,
         max_grad_norm=settings.train.max_grad_norm,
         drop_last=settings.data.drop_last,
         autocast=None if dtype is torch.float64 else _AUTOCAST.get(settings.train.precision),
         sample_seeds=settings.data.sample_seeds,
+        together=plan.replicas if settings.train.buffers == "sync_bn" else 1,
+        lr_factor=lr_factor(settings.train.lr_scaling, plan.global_batch_size / ready.job.global_batch_size),
+        device=plan.device,
+        grid=_GRID if settings.train.exact else 0.0,
     )
     return Reference(job=_in(ready.job, dtype), spec=spec, cast=cast_to(dtype))
+
+
+def cursors(ready: Ready, steps: int) -> list[Cursor]:
+    """The first steps of an epoch, and as the last one its short last batch, where there is one."""
+    size = ready.plan.global_batch_size
+    total = reference(ready, None).reading.num_samples(0)
+    found = [Cursor(epoch=0, position=k * size, samples=k * size, step=k) for k in range(steps)]
+    if total is None:
+        return found
+    fitting = [cursor for cursor in found if cursor.position + size <= total]
+    short = total % size
+    if short and not ready.settings.data.drop_last:
+        at = total - short
+        last = Cursor(epoch=0, position=at, samples=at, step=at // size)
+        fitting = [*fitting[: max(steps - 1, 1)], last] if fitting else [last]
+    return fitting
+
+
+def _places(ready: Ready, world: World, steps: int, single: Finding) -> list[Cursor]:
+    """The steps to compare; the short last batch only where one process can run it at all."""
+    found = cursors(ready, steps)
+    last, problem = found[-1], ""
+    if world.is_main:
+        try:
+            reference(ready, None).gradient(At(step=last.step, epoch=last.epoch, position=last.position))
+        except Exception as error:
+            problem = _first_line(error)
+    problem = world.share_json(problem)
+    if problem and len(found) > 1:
+        single.detail += f" Step {last.step}, a short batch, was left out: one process can't run it ({problem})."
+        return found[:-1]
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _rung(name: str, rules_out: str, climb: Callable[[], Finding]) -> Rung:
+    began = time.perf_counter()
+    finding = climb()
+    return Rung(name=name, rules_out=rules_out, finding=finding, seconds=time.perf_counter() - began)
+
+
+def _say(world: World, what: str) -> Callable[[str], None]:
+    """A sign of life on the console's rank."""
+
+    def say(text: str) -> None:
+        if world.is_main:
+            print(f"verify: {what}: {text}", flush=True)
+
+    return say
+
+
+def _single(ready: Ready, world: World) -> Finding:
+    finding = Finding()
+    _say(world, "one process")("the same batch twice, then in halves")
+    if world.is_main:
+        finding = run_single(lambda: reference(ready, None))
+    found: Finding = Finding(**world.share_json(vars(finding)))
+    return found
 
 
 def _in(job: Job, dtype: torch.dtype | None) -> Job:
@@ -84,98 +166,73 @@ def _in(job: Job, dtype: torch.dtype | None) -> Job:
     return job if dtype is None else replace(job, model=lambda: job.model().to(dtype))
 
 
-def _precisions(ready: Ready, world: World, rungs: list[Any]) -> list[tuple[torch.dtype | None, str]]:
+def _precisions(ready: Ready, world: World, single: Finding) -> list[tuple[torch.dtype | None, str]]:
     """float64 first, where the model can do it; then the job's own."""
     problem = ""
     if world.is_main:
         try:
-            reference(ready, torch.float64).gradient(step=0, epoch=0, position=0)
+            reference(ready, torch.float64).gradient(_START)
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem = _first_line(error)
     problem = world.share_json(problem)
     own: tuple[torch.dtype | None, str] = (None, ready.settings.train.precision)
     if problem:
-        rungs[0][2].detail += f" float64 was left out: the model can't do it ({problem})."
+        single.detail += f" float64 was left out: the model can't do it ({problem})."
         return [own]
     return [(torch.float64, "float64"), own]
 
 
-def _reference_on_main(ready: Ready, world: World, dtype: torch.dtype | None) -> Reference | None:
-    return reference(ready, dtype) if world.is_main else None
+def _lockstep(
+    ready: Ready, world: World, dtype: torch.dtype | None, name: str, places: Sequence[Cursor]
+) -> Callable[[], Finding]:
+    def climb() -> Finding:
+        built = _built(ready, world, dtype)
+        alone = reference(ready, dtype) if world.is_main else None
+        lockstep = Lockstep(built=built, reference=alone, say=_say(world, name))
+        with _comparable(ready, built, alone) as note:
+            lockstep.finding.detail = note
+            found = lockstep.run(places)
+        built.close()
+        return found
+
+    return climb
 
 
-def _lockstep(ready: Ready, world: World, dtype: torch.dtype | None, steps: int) -> Finding:
-    built = _built(ready, world, dtype)
-    found = Lockstep(built=built, reference=_reference_on_main(ready, world, dtype)).run(cursors(ready, steps))
-    built.close()
-    return found
+@contextmanager
+def _comparable(ready: Ready, built: Built, alone: Reference | None) -> Iterator[str]:
+    """Without dropout where its numbers can't be the same."""
+    if ready.settings.train.buffers != "sync_bn" or not draws(built.model):
+        yield ""
+        return
+    with quiet([built.model] if alone is None else [built.model, alone.model]):
+        yield "Dropout is off here: under sync_bn one process can't draw each replica's numbers."
+
+
+def _free(ready: Ready, world: World, steps: int) -> Callable[[], Finding]:
+    def climb() -> Finding:
+        built = _built(ready, world, None)
+        alone = reference(ready, None) if world.is_main else None
+        with _comparable(ready, built, alone):
+            found = run_free(built, reference=alone, steps=steps, say=_say(world, "free running"))
+        built.close()
+        return found
+
+    return climb
 
 
 def _built(ready: Ready, world: World, dtype: torch.dtype | None) -> Built:
     settings = ready.settings
-    cast = cast_to(dtype)
     job = _in(ready.job, dtype)
     if dtype is not None:
-        forward = job.forward
-        job = replace(job, collate=_casting(job, cast), forward=forward)
+        job = replace(job, collate=_casting(job, cast_to(dtype)))
         settings = replace(settings, train=replace(settings.train, precision="fp32"))
     return build(job=job, settings=settings, plan=ready.plan, world=world)
 
 
-def _casting(job: Job, cast: Any) -> Any:
-    collate = job.collate or torch.utils.data.default_collate
+def _casting(job: Job, cast: Callable[[Any], Any]) -> Callable[[list[Any]], Any]:
+    collate = job.collate or getattr(job.train_data, "collate_fn", None) or torch.utils.data.default_collate
     return lambda rows: cast(collate(rows))
 
 
-def cursors(ready: Ready, steps: int) -> list[Cursor]:
-    """The first steps of an epoch, and as the last one its short last batch, where there is one."""
-    size = ready.plan.global_batch_size
-    found = [Cursor(epoch=0, position=k * size, samples=k * size, step=k) for k in range(steps)]
-    total = reference(ready, None).num_samples
-    if total is None or total <= size:
-        return found[:1]
-    fitting = [cursor for cursor in found if cursor.position < total]
-    short = total % size
-    if short and not ready.settings.data.drop_last:
-        at = total - short
-        fitting = [*fitting[: steps - 1], Cursor(epoch=0, position=at, samples=at, step=at // size)]
-    return fitting
-
-
-def _answer(task: Task, ready: Ready, rungs: list[tuple[str, str, Finding]]) -> dict[str, Any]:
-    compared = [finding for _, _, finding in rungs[1:]]
-    verdict = max((finding.verdict for finding in compared), key=_ORDER.index)
-    first = next((f.first_difference for f in compared if f.first_difference is not None), None)
-    worst = max(compared, key=lambda finding: finding.max_difference)
-    lines = [
-        f"{'✗' if f.verdict == DIFFERENT else '✓'} {name}: {f.verdict}. {f.detail}".strip() for name, _, f in rungs
-    ]
-    lines += [f"  largest difference {worst.max_difference:.2e}, noise floor of that tensor {worst.noise_floor:.2e}"]
-    if first is not None:
-        lines.append(f"DIFFERENT at step {first['step']}, first in {first['parameter']}: {first['cause']}")
-    else:
-        lines.append(f"{ready.plan.layout} on {task.ranks} ranks is the same training as one process: {verdict}")
-    return {
-        "verdict": verdict,
-        "reference": "single",
-        "layout": ready.plan.layout,
-        "update": ready.plan.update,
-        "ranks": task.ranks,
-        "steps": int(task.options["steps"]),
-        "max_difference": worst.max_difference,
-        "noise_floor": worst.noise_floor,
-        "first_difference": first,
-        "rungs": [
-            {
-                "name": name,
-                "rules_out": rules_out,
-                "verdict": f.verdict,
-                "max_difference": f.max_difference,
-                "noise_floor": f.noise_floor,
-                "detail": f.detail,
-                "first_difference": f.first_difference,
-            }
-            for name, rules_out, f in rungs
-        ],
-        "lines": lines,
-    }
+def _as_it_is(value: Any) -> Any:
+    return value

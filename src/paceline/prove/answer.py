@@ -1,0 +1,78 @@
+"""The answer of `verify`: fixed keys, the rungs, and lines for a console."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.prove.finding import DIFFERENT, VERDICTS, Finding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """One rung: its name, what it rules out, what it found."""
+
+    name: str
+    rules_out: str
+    finding: Finding
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """For the answer."""
+        found = self.finding
+        return {
+            "name": self.name,
+            "rules_out": self.rules_out,
+            "verdict": found.verdict,
+            "max_difference": found.max_difference,
+            "noise_floor": found.noise_floor,
+            "compared": found.compared,
+            "detail": found.detail.strip(),
+            "first_difference": found.first_difference,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def answer(*, rungs: Sequence[Rung], layout: str, update: str, ranks: int, steps: int) -> dict[str, Any]:
+    """The whole answer; the verdict is the worst of all rungs."""
+    findings = [rung.finding for rung in rungs]
+    worst = max(findings, key=lambda f: (VERDICTS.index(f.verdict), f.max_difference / (f.noise_floor or 1e-300)))
+    value = {
+        "verdict": worst.verdict,
+        "reference": "single",
+        "layout": layout,
+        "update": update,
+        "ranks": ranks,
+        "steps": steps,
+        "max_difference": worst.max_difference,
+        "noise_floor": worst.noise_floor,
+        "first_difference": next((f.first_difference for f in findings if f.first_difference is not None), None),
+        "rungs": [rung.as_json() for rung in rungs],
+    }
+    return {**value, "lines": table(value)}
+
+
+def table(value: dict[str, Any]) -> list[str]:
+    """The answer as a small table and one sentence."""
+    rows = [("", "rung", "verdict", "apart", "floor", "compared")]
+    for rung in value["rungs"]:
+        mark = "✗" if rung["verdict"] == DIFFERENT else "✓"
+        counts = ", ".join(f"{number} {kind}" for kind, number in rung["compared"].items())
+        apart, floor = (_shown(rung[key]) for key in ("max_difference", "noise_floor"))
+        rows.append((mark, rung["name"], rung["verdict"], apart, floor, counts))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"  {rung['name']}: {rung['detail']}" for rung in value["rungs"] if rung["detail"]]
+    return [*lines, _sentence(value)]
+
+
+def _sentence(value: dict[str, Any]) -> str:
+    first = value["first_difference"]
+    if first is not None:
+        return f"DIFFERENT at step {first['step']}, first in {first['parameter']}: {first['cause']}"
+    meaning = "bit for bit" if value["verdict"] == "bitwise" else "up to rounding, below the floor of every tensor"
+    ranks = f"{value['ranks']} rank{'s' if value['ranks'] > 1 else ''}"
+    return f"{value['layout']} on {ranks} is the same training as one process: {value['verdict']} ({meaning})"
+
+
+def _shown(value: float) -> str:
+    return f"{value:.1e}" if value else "0"

@@ -1,0 +1,142 @@
+"""Rank 0 asks why: the reference's step again, in parts, by term, with other random numbers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.place.batchnorm import running
+from paceline.prove.cause import Evidence, explain, unexplained
+from paceline.prove.dropout import draws
+from paceline.prove.noise import Floors, Kept, distance, floors
+from paceline.prove.reference import At, Gradient, Reference
+from paceline.prove.states import buffer_cause
+
+_MOST_PARAMETERS = 24
+_MOST_ELEMENTS = 1 << 16
+Tensors = Mapping[str, Tensor]
+
+
+class Inquiry:
+    """One step of the reference, which can be run again from where it began."""
+
+    def __init__(self, *, reference: Reference, at: At, last: Tensors) -> None:
+        self._reference = reference
+        self._at = at
+        self._last = last
+        self.start = Kept(reference.model)
+        self.pieces = reference.pieces(at)
+        self.gradient: Gradient = reference.gradient(at, pieces=self.pieces)
+        self.unexplained: list[str] = []
+
+    @cached_property
+    def floors(self) -> Floors:
+        """What is rounding in this step."""
+        return floors(self._reference, self.gradient, at=self._at, pieces=self.pieces, start=self.start)
+
+    @property
+    def count(self) -> float:
+        """The step's count, of its first term."""
+        return sum(self.gradient.counts)
+
+    def floor(self, name: str) -> float:
+        """What is rounding in this parameter's gradient."""
+        return self.floors.gradients.get(name, 0.0)
+
+    def cause(self, everywhere: Sequence[Tensors], names: Sequence[str], rank: int, is_data_right: bool) -> str:
+        kept = list(names[:_MOST_PARAMETERS])
+        detailed = self.again(keep=kept)
+        evidence = self._evidence(everywhere, kept, rank, detailed)
+        ranks = len(everywhere) if self._reference.spec.together == 1 else 1
+        shape = {"num_parameters": len(self.gradient.total), "num_differing": len(names)}
+        given: dict[str, Any] = {**shape, "ranks": ranks, "is_data_right": is_data_right}
+        given["samples"] = sum(len(part) for part in detailed.samples)
+        found = explain(evidence, counts=detailed.counts, **given)
+        for term in detailed.term_counts if found is None and len(detailed.term_counts) > 1 else ():
+            part = self.again(keep=kept, term=term)
+            pieces = self._evidence(everywhere, kept, rank, part, rest=detailed)
+            found = explain(pieces, counts=part.term_counts[term], **given)
+            if found is not None:
+                return f"loss term {term!r}: {found}"
+        if found is None and draws(self._reference.model):
+            found = self._other_streams(everywhere[rank], kept, ranks)
+        if found is None:
+            self.unexplained = kept
+        return found or unexplained(evidence, **shape, is_data_right=is_data_right)
+
+    def _other_streams(self, parts: Tensors, names: Sequence[str], ranks: int) -> str | None:
+        """Dropout again, as if every microbatch drew what another one should."""
+        ways: dict[str, Callable[[int], int]] = {
+            "by its round, so that all ranks draw equal numbers": lambda j: j // ranks,
+            "as the first of its round, so that all ranks draw equal numbers": lambda j: j // ranks * ranks,
+            "by its rank, so that every round draws equal numbers": lambda j: j % ranks,
+            "once, so that all microbatches draw equal numbers": lambda j: 0,
+        }
+        for text, stream in ways.items():
+            other = self.again(stream=stream).total
+            if all(
+                name in other and distance(parts.get(name, other[name] * 0), other[name]) <= self.floor(name)
+                for name in names
+            ):
+                return f"random streams: each microbatch's dropout is keyed {text}"
+        return None
+
+    def again(
+        self, *, keep: Sequence[str] = (), term: str | None = None, stream: Callable[[int], int] = int
+    ) -> Gradient:
+        """The reference's step once more, from where it began."""
+        ended = Kept(self._reference.model)
+        self.start.put_back()
+        found = self._reference.gradient(self._at, pieces=self.pieces, keep=keep, term=term, stream=stream)
+        ended.put_back()
+        return found
+
+    def _evidence(
+        self,
+        everywhere: Sequence[Tensors],
+        names: Sequence[str],
+        rank: int,
+        detailed: Gradient,
+        rest: Gradient | None = None,
+    ) -> list[Evidence]:
+        found = []
+        weights = self.start.tensors
+        for name in names:
+            like = next((part[name] for part in detailed.parts if name in part), weights[name])
+            rows = torch.stack([_flat(part.get(name, torch.zeros_like(like))) for part in detailed.parts])
+            others = torch.zeros_like(rows[0])
+            if rest is not None:
+                others = sum((_flat(part[name]) for part in rest.parts if name in part), others) - rows.sum(0)
+            have = [_flat(parts.get(name, torch.zeros_like(like))) * detailed.divisor - others for parts in everywhere]
+            also = {"the gradient of the step before is still in it: not set to zero": self._last.get(name)}
+            also["weight decay was added to the gradient"] = weights[name]
+            found.append(
+                Evidence(
+                    name=name,
+                    found=have[rank].numpy(),
+                    contributions=rows.numpy(),
+                    floor=max(self.floor(name) * detailed.divisor, 1e-300),
+                    everywhere=[other.numpy() for other in have],
+                    also={text: _flat(value).numpy() for text, value in also.items() if value is not None},
+                )
+            )
+        return found
+
+    def buffer_cause(self, name: str, everywhere: Sequence[Tensors]) -> str:
+        path, _, kind = name.rpartition(".")
+        momentum = {owner: module.momentum for owner, module in running(self._reference.model)}.get(path)
+        detailed = self.again(keep=[next(iter(self.gradient.total))])
+        return buffer_cause(
+            found=[_flat(buffers[name]).numpy() for buffers in everywhere],
+            before=_flat(self.start.tensors[name]).numpy(),
+            after=[_flat(buffers[name]).numpy() for buffers in detailed.buffers],
+            momentum=momentum if kind in ("running_mean", "running_var") else None,
+        )
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A linear view of it in double precision: of a large one every k-th element."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _MOST_ELEMENTS)].double().cpu()

@@ -1,0 +1,204 @@
+"""Rank 0 beside the reference: is this step's gradient, loss, data and state what one process has?"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.feed.stream import checksum
+from paceline.prove.cause import data_cause
+from paceline.prove.dropout import draws
+from paceline.prove.finding import DIFFERENT, Finding, judged
+from paceline.prove.inquiry import Inquiry, Tensors
+from paceline.prove.noise import distance
+from paceline.prove.reference import At, Reference
+from paceline.prove.states import update_cause
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What the layout did in one step: on each rank the gradients and buffers, and what was read, by microbatch."""
+
+    gradients: Sequence[Tensors]
+    buffers: Sequence[Tensors]
+    losses: Sequence[float] = ()
+    samples: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    contents: Mapping[int, int] = field(default_factory=dict)
+
+
+class Judge:
+    """Judges one step: `see` what the layout did, then `update` once both optimizers have run on `right`."""
+
+    def __init__(self, *, reference: Reference, at: At, finding: Finding, last: Tensors | None = None) -> None:
+        self._reference = reference
+        self._at = at
+        self._finding = finding
+        self._inquiry = Inquiry(reference=reference, at=at, last=last or {})
+
+    @property
+    def right(self) -> Tensors:
+        """The reference's gradient."""
+        return self._inquiry.gradient.total
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether one process could take this step."""
+        return all(bool(torch.isfinite(value).all()) for value in self.right.values())
+
+    @property
+    def wants_quiet(self) -> bool:
+        """Whether running again without dropout would tell more."""
+        return bool(self._inquiry.unexplained) and draws(self._reference.model)
+
+    def see(self, seen: Seen) -> None:
+        """Judge data, gradients, loss and buffers, and blame the first that is wrong."""
+        data = self._data_cause(seen)
+        if data is not None:
+            self._finding.blame(step=self._at.step, parameter="(data)", cause=data)
+        if not self.is_finite:
+            self._see_nothing(seen.gradients)
+            return
+        self._see_gradients(seen, is_data_right=data is None)
+        self._see_losses(seen.losses)
+        self._see_buffers(seen.buffers)
+
+    def _see_nothing(self, everywhere: Sequence[Tensors]) -> None:
+        """One process has no finite gradient here (a count of 0, an overflow); then no rank may have one."""
+        for rank, parts in enumerate(everywhere):
+            if all(bool(torch.isfinite(value).all()) for value in parts.values()):
+                cause = (
+                    f"finite on rank {rank} where one process's gradient is not (its count is {self._inquiry.count:g})"
+                )
+                self._finding.blame(step=self._at.step, parameter=next(iter(self.right)), cause=cause)
+                return
+        self._finding.detail += (
+            f" Step {self._at.step} has no finite gradient in one process nor here (its count is "
+            f"{self._inquiry.count:g}): train.on_nonfinite decides."
+        )
+
+    def see_quiet(self, gradients: Sequence[Tensors]) -> None:
+        """Both have run again without dropout: if they agree now, random numbers are the cause."""
+        quiet = self._inquiry.again().total
+        apart = [
+            name
+            for parts in gradients
+            for name in self._inquiry.unexplained
+            if name in quiet
+            and distance(parts.get(name, torch.zeros_like(quiet[name])), quiet[name]) > self._inquiry.floor(name)
+        ]
+        first = self._finding.first_difference
+        if not apart and first is not None:
+            first["cause"] = (
+                "random streams: without dropout the gradients agree, so dropout draws other numbers than in one "
+                f"process ({len(self._inquiry.unexplained)} of {len(self.right)} parameters)"
+            )
+
+    def update(self, *, before: Tensors, after: Tensors, where: str = "") -> None:
+        """The weights after both optimizers took the same gradient."""
+        wanted = {name: p.detach() for name, p in self._reference.model.named_parameters()}
+        bad: dict[str, float] = {}
+        for name, weight in after.items():
+            apart, moved = distance(weight, wanted[name]), distance(wanted[name], before[name])
+            eps = float(torch.finfo(weight.dtype).eps)
+            floor = 64.0 * eps * (float(wanted[name].double().norm()) + moved)
+            verdict = judged(apart, floor)
+            self._finding.note(verdict, difference=apart, floor=floor)
+            if verdict == DIFFERENT:
+                bad[name] = apart / max(moved, 1e-300)
+        self._finding.count("weights", len(after))
+        if bad:
+            name = max(bad, key=lambda key: bad[key])
+            flat = {"before": before[name], "found": after[name], "wanted": wanted[name]}
+            values = {key: value.double().reshape(-1).cpu().numpy() for key, value in flat.items()}
+            cause = update_cause(**values, num_bad=len(bad), num_parameters=len(after))
+            self._finding.blame(step=self._at.step, parameter=name, cause=cause + where)
+
+    def _data_cause(self, seen: Seen) -> str | None:
+        if not seen.samples:
+            return None
+        wanted = {index: list(piece.samples) for index, piece in enumerate(self._inquiry.pieces)}
+        cause = data_cause(seen.samples, wanted)
+        if cause is not None:
+            return cause
+        other = [
+            i
+            for i, piece in enumerate(self._inquiry.pieces)
+            if seen.contents.get(i) not in (None, checksum(piece.data, 0))
+        ]
+        if not other:
+            return None
+        return (
+            f"data: the right samples with other contents in microbatch {other[0]} ({len(other)} of {len(wanted)}): "
+            "random augmentation or collation that is not keyed to the sample"
+        )
+
+    def _see_gradients(self, seen: Seen, *, is_data_right: bool) -> None:
+        self._finding.count("gradients", len(self.right) * len(seen.gradients))
+        if all(_same(parts, self.right) for parts in seen.gradients):
+            return
+        bad = [self._differing(parts) for parts in seen.gradients]
+        wrong = [rank for rank, names in enumerate(bad) if names]
+        if not wrong:
+            self._see_presence(seen.gradients)
+            return
+        names = bad[wrong[0]]
+        where = f", on rank {', '.join(map(str, wrong))}" if len(wrong) < len(bad) else ""
+        cause = self._inquiry.cause(seen.gradients, names, wrong[0], is_data_right)
+        self._finding.blame(step=self._at.step, parameter=names[0], cause=cause + where)
+
+    def _see_presence(self, everywhere: Sequence[Tensors]) -> None:
+        """A gradient of zeros is not the same as none: weight decay and momentum act on it."""
+        for rank, parts in enumerate(everywhere):
+            for name in sorted(set(parts) ^ set(self.right)):
+                there, here = ("zeros", "none") if name in parts else ("none", "zeros")
+                cause = (
+                    f"its gradient is {there} on rank {rank} where one process has {here}: the optimizer will differ"
+                )
+                self._finding.blame(step=self._at.step, parameter=name, cause=cause)
+                return
+
+    def _differing(self, parts: Tensors) -> list[str]:
+        """The parameters beyond their floor, worst first."""
+        worst = {}
+        for name in sorted({*parts, *self.right}):
+            if name not in self.right or name not in parts:
+                present = parts.get(name, self.right.get(name))
+                assert present is not None
+                apart = float(present.double().norm())
+                if apart == 0.0:
+                    continue
+            else:
+                apart = distance(parts[name], self.right[name])
+            floor = self._inquiry.floor(name) if apart else 0.0
+            verdict = judged(apart, floor)
+            self._finding.note(verdict, difference=apart, floor=floor)
+            if verdict == DIFFERENT:
+                worst[name] = apart / max(floor, 1e-300)
+        return sorted(worst, key=lambda key: -worst[key])
+
+    def _see_losses(self, losses: Sequence[float]) -> None:
+        for rank, loss in enumerate(losses):
+            apart = abs(loss - self._inquiry.gradient.loss)
+            floor = self._inquiry.floors.loss if apart else 0.0
+            if judged(apart, floor) == DIFFERENT:
+                ratio = loss / self._inquiry.gradient.loss if self._inquiry.gradient.loss else float("inf")
+                cause = f"the reported loss is {ratio:.4g} times the one-process loss on rank {rank}: not global"
+                self._finding.blame(step=self._at.step, parameter="(loss)", cause=cause)
+                return
+
+    def _see_buffers(self, everywhere: Sequence[Tensors]) -> None:
+        wanted = {name: b.detach() for name, b in self._reference.model.named_buffers()}
+        for name, target in wanted.items():
+            apart = [distance(buffers[name], target) for buffers in everywhere]
+            floor = self._inquiry.floors.buffers.get(name, 0.0) if any(apart) else 0.0
+            self._finding.count("buffers", len(apart))
+            for value in apart:
+                self._finding.note(judged(value, floor), difference=value, floor=floor)
+            if any(judged(value, floor) == DIFFERENT for value in apart):
+                self._finding.blame(
+                    step=self._at.step, parameter=name, cause=self._inquiry.buffer_cause(name, everywhere)
+                )
+
+
+def _same(parts: Tensors, right: Tensors) -> bool:
+    return set(parts) == set(right) and all(torch.equal(parts[name], right[name]) for name in right)

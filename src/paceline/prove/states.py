@@ -1,0 +1,91 @@
+"""The likely cause where gradients are right and what comes after them is not: weights, and buffers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+_SHAPE = 1e-3
+
+
+def update_cause(*, before: Vector, found: Vector, wanted: Vector, num_bad: int, num_parameters: int) -> str:
+    """Why equal gradients gave other weights: `found` for `wanted`, both out of `before`."""
+    share = "every parameter" if num_bad == num_parameters else f"{num_bad} of {num_parameters}"
+    moved, right = found - before, wanted - before
+    if not np.any(moved):
+        return f"the optimizer does not move it: it holds other parameters than the model's (stale), or none ({share})"
+    if not np.any(right):
+        return f"it moves and should not: it is in a group that it should not be in ({share})"
+    factor = float(moved @ right) / float(right @ right)
+    if _left(moved - factor * right, moved - right):
+        return (
+            f"equal gradients, but the step is {factor:.4g} times as long: another learning rate or clipping ({share})"
+        )
+    decay = _along(moved - right, before)
+    if decay is not None:
+        return f"equal gradients, but weights shrink by {-decay:.3g} more: another weight decay or group ({share})"
+    both = np.stack([right, before], axis=1)
+    solution = np.linalg.lstsq(both, moved, rcond=None)[0]
+    if moved.size > 4 and _left(moved - both @ solution, moved - right):
+        return (
+            f"equal gradients, other learning rate ({solution[0]:.4g} times) and weight decay: a group's own ({share})"
+        )
+    return f"equal gradients, other weights: another optimizer state (momentum), group or rule ({share})"
+
+
+def _left(residual: Vector, error: Vector) -> bool:
+    return float(np.linalg.norm(residual)) <= _SHAPE * float(np.linalg.norm(error))
+
+
+def _along(error: Vector, direction: Vector) -> float | None:
+    size = float(direction @ direction)
+    if size == 0.0 or error.size < 2:
+        return None
+    factor = float(error @ direction) / size
+    return factor if _left(error - factor * direction, error) else None
+
+
+def buffer_cause(*, found: Sequence[Vector], before: Vector, after: Sequence[Vector], momentum: float | None) -> str:
+    """Why a buffer is wrong: `found` on each rank, where one process had `after` each microbatch in turn."""
+    ranks, mine = len(found), found[0]
+    if any(_close(mine, other, after[-1]) is False for other in found):
+        apart = "ranks hold different values: "
+    else:
+        apart = ""
+    if _close(mine, before, after[-1]):
+        return f"buffers: {apart}not updated at all"
+    if momentum is None or len(after) == 0:
+        return f"buffers: {apart}updated another number of times, or from this rank's microbatches alone"
+    rows = _statistics(before, after, momentum)
+    local = [_fold(before, rows[rank::ranks], momentum) for rank in range(ranks)]
+    for rank, value in enumerate(local):
+        if _close(mine, value, after[-1]):
+            return f"buffers: {apart}running statistics of rank {rank}'s microbatches alone (left local)"
+    if _close(mine, np.mean(local, axis=0), after[-1]):
+        return f"buffers: {apart}the mean of the ranks' own running statistics"
+    if _close(mine, _fold(before, rows[::-1], momentum), after[-1]):
+        return f"buffers: {apart}folded in another order"
+    if _close(mine, _fold(before, [*rows, *rows], momentum), after[-1]):
+        return f"buffers: {apart}each microbatch was folded twice (a forward too many)"
+    joint = before + momentum * (np.mean(rows, axis=0) - before)
+    if _close(mine, joint, after[-1]):
+        return f"buffers: {apart}updated once with the mean over the batch, not microbatch by microbatch"
+    return f"buffers: {apart}running statistics of other microbatches, or updated another number of times"
+
+
+def _statistics(before: Vector, after: Sequence[Vector], momentum: float) -> list[Vector]:
+    """What each microbatch measured, taken back out of the running values."""
+    starts = [before, *after[:-1]]
+    return [(end - (1.0 - momentum) * start) / momentum for start, end in zip(starts, after, strict=True)]
+
+
+def _fold(before: Vector, rows: Sequence[Vector], momentum: float) -> Vector:
+    value = before.copy()
+    for row in rows:
+        value = (1.0 - momentum) * value + momentum * row
+    return value
+
+
+def _close(one: Vector, other: Vector, scale: Vector) -> bool:
+    return float(np.linalg.norm(one - other)) <= 1e-5 * float(np.linalg.norm(scale) + 1e-30)
