@@ -66,8 +66,9 @@ def buffer_cause(*, found: Sequence[Vector], before: Vector, after: Sequence[Vec
         return f"buffers: {apart}the mean of the ranks' own running statistics"
     if _close(mine, _fold(before, rows[::-1], momentum), after[-1]):
         return f"buffers: {apart}folded in another order"
-    if _close(mine, _fold(before, [*rows, *rows], momentum), after[-1]):
-        return f"buffers: {apart}each microbatch was folded twice (a forward too many)"
+    for twice in ([row for row in rows for _ in range(2)], [*rows, *rows]):
+        if _close(mine, _fold(before, twice, momentum), after[-1]):
+            return f"buffers: {apart}each microbatch was folded twice (a forward too many)"
     joint = before + momentum * (np.mean(rows, axis=0) - before)
     if _close(mine, joint, after[-1]):
         return f"buffers: {apart}updated once with the mean over the batch, not microbatch by microbatch"
