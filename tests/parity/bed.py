@@ -261,7 +261,7 @@ class Bed:
         factor |= {"all reduced twice": num, "loss scaled": 1.7, "sign": -1.0, "never divided": divisor}
         out = {}
         for name in names:
-            parts = [g.get(name, zero[name]) for g in grads]
+            parts = [g.get(name, zero[name]) for g in reversed(grads)]  # a ring adds in an order of its own
             value = parts[0].clone()
             for part in parts[1:]:
                 value = value + part
@@ -287,8 +287,10 @@ class Bed:
 
     @staticmethod
     def _clip(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        if not grads:
+            return grads
         norm = torch.stack([g.norm() for g in grads.values()]).norm()
-        scale = min(1.0, 0.05 / float(norm))
+        scale = min(1.0, 0.05 / float(norm.clamp(min=1e-9)))
         return {n: g * scale for n, g in grads.items()}
 
     @staticmethod

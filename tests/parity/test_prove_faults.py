@@ -88,7 +88,7 @@ FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "weight decay in the gradient": ("weight decay was added to the gradient", "", {}),
     "clipped per rank": ("each rank's share has its own factor .*clipped per rank before the reduction", "", {}),
     "not divided by rounds": ("a factor of 2: accumulated without dividing", "", {"micro": 3}),
-    "only the last microbatch": ("only round 1 of 2 counts: gradients overwritten", "", {"micro": 3}),
+    "only the last microbatch": ("only the last microbatch of each rank counts: gradients overwritten", "", {"micro": 3}),
     "not set to zero": ("the gradient of the step before is still in it", "", {}),
     "unused as zeros": ("its gradient is zeros on rank 0 where one process has none", "spare", {}),
     "loss logged by rank 0 alone": ("reported loss is .* not global", r"\(loss\)", {}),

@@ -164,7 +164,7 @@ def _solved(evidence: Sequence[Evidence], facts: Facts) -> str | None:
     together = _solve(evidence, np.ones((num, 1)))
     if together is not None:
         return f"the gradient is {together[0]:.4g} times what it should be: a scaled loss"
-    by_rank = _solve(evidence, np.eye(facts.ranks)[facts.owner])
+    by_rank = _solve(evidence, np.eye(min(facts.ranks, num))[facts.owner])
     if by_rank is not None:
         shown = ", ".join(f"{value:.4g}" for value in by_rank)
         what = "clipped" if np.all(by_rank < 1.0 + 1e-6) and np.all(by_rank > 0.0) else "scaled or divided"

@@ -55,6 +55,8 @@ class Guess:
 def guesses(facts: Facts) -> list[Guess]:
     """All of them, the usual ones first."""
     found = [*_factors(facts), *_means(facts)]
+    if facts.rounds > 1:
+        found += _overwritten(facts)
     if facts.ranks > 1:
         for rank in range(facts.ranks):
             found += _of_rank(facts, rank)
@@ -117,6 +119,21 @@ def _means(facts: Facts) -> Iterator[Guess]:
     )
 
 
+def _overwritten(facts: Facts) -> Iterator[Guess]:
+    """Each rank keeps one of its microbatches only."""
+    index = np.arange(len(facts.counts))
+    last = index + facts.ranks >= len(index)
+    first = index < facts.ranks
+    yield Guess(
+        cause="only the last microbatch of each rank counts: gradients overwritten, not accumulated",
+        weights=last.astype(np.float64),
+    )
+    yield Guess(
+        cause="only the first microbatch of each rank counts: later ones are not added or not reduced",
+        weights=first.astype(np.float64),
+    )
+
+
 def _of_rank(facts: Facts, rank: int) -> Iterator[Guess]:
     owner, counts, ranks = facts.owner, facts.counts, facts.ranks
     alone = (owner == rank).astype(np.float64)
@@ -155,10 +172,3 @@ def _of_microbatch(facts: Facts, index: int) -> Iterator[Guess]:
             cause = f"{cause}, and the count is that of the rest: {text}"
             scaled = weights * facts.counts.sum() / count
             yield Guess(cause=cause, weights=scaled, agree=True, everywhere=True, blames_data=True)
-    if facts.rounds > 1:
-        last = np.arange(len(ones)) // facts.ranks == index // facts.ranks
-        if index % facts.ranks == 0:
-            cause = (
-                f"only round {index // facts.ranks} of {facts.rounds} counts: gradients overwritten, not accumulated"
-            )
-            yield Guess(cause=cause, weights=last.astype(np.float64))
