@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from paceline.feed.stream import checksum
 from paceline.prove.prints import Print, fingerprint
 
-_WRAPPERS = ("module.", "_orig_mod.", "_forward_module.")
+_INSIDE = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class Recorder:
@@ -86,9 +86,10 @@ def print_of(tensor: Tensor) -> Print:
 
 def plain_name(name: str) -> str:
     """The FQN without what wrappers put in front."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    parts = [part for part in name.split(".") if part not in _INSIDE]
+    while len(parts) > 1 and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts)
 
 
 def _plain(prints: Mapping[str, Print]) -> dict[str, list[Any]]:
