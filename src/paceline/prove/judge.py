@@ -1,5 +1,6 @@
 """Rank 0 beside the reference: is this step's gradient, loss, data and state what one process has?"""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -178,7 +179,8 @@ class Judge:
 
     def _see_losses(self, losses: Sequence[float]) -> None:
         for rank, loss in enumerate(losses):
-            apart = abs(loss - self._inquiry.gradient.loss)
+            wanted = self._inquiry.gradient.loss
+            apart = 0.0 if loss == wanted or (math.isnan(loss) and math.isnan(wanted)) else abs(loss - wanted)
             floor = self._inquiry.floors.loss if apart else 0.0
             if judged(apart, floor) == DIFFERENT:
                 ratio = loss / self._inquiry.gradient.loss if self._inquiry.gradient.loss else float("inf")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from paceline.prove.reference import At, Gradient, Micro, Reference
 
 MARGIN = 16.0
+_OTHER_ARITHMETIC = 16.0
 _RUNS = 3
 _ULPS = 4.0
 
@@ -57,10 +58,14 @@ def floors(reference: Reference, gradient: Gradient, *, at: At, pieces: Sequence
     for name, value in gradient.largest.items():
         step = reference.spec.grid * value * len(pieces) * gradient.total[name].numel() ** 0.5
         gradients[name] = max(gradients[name], step)
+    kept = _floors({name: b.detach() for name, b in reference.model.named_buffers()}, buffers)
+    if reference.spec.together > 1:  # a normalisation over replicas is not the stock kernel
+        gradients = {name: value * _OTHER_ARITHMETIC for name, value in gradients.items()}
+        kept = {name: value * _OTHER_ARITHMETIC for name, value in kept.items()}
     losses = [abs(other.loss - gradient.loss) for other in others]
     return Floors(
         gradients=gradients,
-        buffers=_floors({name: b.detach() for name, b in reference.model.named_buffers()}, buffers),
+        buffers=kept,
         loss=MARGIN * max(*losses, _ULPS * _eps(next(iter(gradient.total.values()))) * abs(gradient.loss)),
     )
 
