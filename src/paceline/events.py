@@ -119,14 +119,18 @@ class Stream:
         self._sinks = list(sinks)
 
     def emit(self, event: Event) -> None:
-        """Hand `event` to every sink."""
-        for sink in list(self._sinks):
-            try:
-                sink.handle(event)
-            except Exception as error:
-                self._sinks.remove(sink)
-                text = f"{type(sink).__name__} failed and was dropped: {error}"
-                self.emit(Note(text=text, level="warning"))
+        """Hand `event` to every sink; what failed is told to the rest afterwards, since a full disk fails several."""
+        told = [note for sink in list(self._sinks) if (note := self._hand(sink, event)) is not None]
+        for note in told:
+            self.emit(note)
+
+    def _hand(self, sink: Sink, event: Event) -> Note | None:
+        try:
+            sink.handle(event)
+        except Exception as error:
+            self._sinks = [other for other in self._sinks if other is not sink]
+            return Note(text=f"{type(sink).__name__} failed and was dropped: {error}", level="warning")
+        return None
 
     def close(self) -> None:
         """Close every sink."""

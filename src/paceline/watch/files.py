@@ -1,5 +1,6 @@
 """The run folder's own record: every event, and every logged number, one JSON object a line."""
 
+import errno
 import json
 import math
 import os
@@ -51,11 +52,18 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    """Open to append; a line torn by a kill is ended first, or it would swallow the next one."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    size = os.fstat(handle).st_size
+    if size and os.pread(handle, 1, size - 1) != b"\n":
+        os.write(handle, b"\n")
+    return handle
 
 
 def _append(handle: int, record: Mapping[str, Any]) -> None:
-    os.write(handle, (json.dumps(_plain(record), default=str) + "\n").encode())
+    line = (json.dumps(_plain(record), default=str) + "\n").encode()
+    if os.write(handle, line) != len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _plain(value: Any) -> Any:

@@ -21,7 +21,7 @@ def write_report(run: RunFolder) -> Path:
 def page(run: RunFolder) -> str:
     """The page's HTML."""
     metrics = _by_step(run)
-    events = list(read_lines(run.events))
+    events = [event for event in read_lines(run.events) if "event" in event]
     verify = _verdict(run)
     parts = [
         _head(run, metrics, events, verify),
@@ -48,8 +48,9 @@ def _by_step(run: RunFolder) -> dict[int, dict[str, Any]]:
     """The numbers of each step; a step that was done again replaces its first writing."""
     found: dict[int, dict[str, Any]] = {}
     for record in read_lines(run.metrics):
-        step = int(record.get("step", 0))
-        found.setdefault(step, {}).update(record)
+        step = record.get("step")
+        if isinstance(step, int):
+            found.setdefault(step, {}).update(record)
     return dict(sorted(found.items()))
 
 
@@ -196,7 +197,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def _verdict(run: RunFolder) -> Any:
     found = _json(run.path / "answer-verify.json")
-    return found if isinstance(found, dict) and "verdict" in found else None
+    return found if isinstance(found, dict) and found.get("verdict") and "rungs" in found else None
 
 
 def _json(path: Path) -> Any:

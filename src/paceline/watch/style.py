@@ -29,7 +29,7 @@ figure{margin:0;background:var(--card);border:1px solid var(--rule);border-radiu
 svg{display:block;width:100%;height:auto}
 .bar{height:22px;border-radius:4px;overflow:hidden}
 polyline{fill:none;stroke-width:1.6;stroke-linejoin:round;vector-effect:non-scaling-stroke}
-.grid{stroke:var(--rule)}.mark{stroke:var(--soft);stroke-dasharray:3 3}
+.grid{stroke:var(--rule)}.mark{stroke:var(--soft);stroke-dasharray:3 3}.lost{stroke:#d33;stroke-width:2}
 .title{font:600 12px system-ui,sans-serif;fill:var(--ink)}.tick{font:10px system-ui,sans-serif;fill:var(--soft)}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:8px 0 0;color:var(--soft);font-size:13px}
 .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:6px}

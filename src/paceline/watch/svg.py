@@ -24,12 +24,13 @@ def chart(title: str, curves: Sequence[Curve], *, marks: Sequence[int] = ()) -> 
     finite = [p for curve in curves for p in curve.points if math.isfinite(p[1])]
     if not finite:
         return ""
-    x_range = _range([p[0] for p in finite])
+    x_range = _range([p[0] for curve in curves for p in curve.points])
     y_range = _range([p[1] for p in finite])
     body = [_axes(title, x_range, y_range)]
     body += [_mark(step, x_range) for step in marks if x_range[0] <= step <= x_range[1]]
     for number, curve in enumerate(curves):
         body += _line(thinned(curve.points), x_range, y_range, number)
+        body += _lost(curve.points, x_range)
     if len(curves) > 1:
         body.append(_legend(curves))
     return f'<figure><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(body)}</svg></figure>'
@@ -114,6 +115,16 @@ def _line(
             for s, v in spots
         ]
     return drawn
+
+
+def _lost(points: Sequence[tuple[float, float]], x_range: tuple[float, float]) -> list[str]:
+    """A short stroke below for each stretch of the width that holds a value that is not finite."""
+    places = {round(_x(step, x_range)): (step, value) for step, value in points if not math.isfinite(value)}
+    return [
+        f'<line x1="{x}" x2="{x}" y1="{_HEIGHT - _BOTTOM - 9}" y2="{_HEIGHT - _BOTTOM}" class="lost">'
+        f"<title>step {step:.0f}: {value}</title></line>"
+        for x, (step, value) in sorted(places.items())
+    ]
 
 
 def _mark(step: int, x_range: tuple[float, float]) -> str:
