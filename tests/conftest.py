@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 SMALL_JOB = """
@@ -146,3 +147,14 @@ def shop(tmp_path: Path) -> Shop:
     shop = Shop(tmp_path)
     shop.write("job.py", SMALL_JOB)
     return shop
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process that a test left behind is a failure; left alone it may also hold this one for ever."""
+    left = psutil.Process().children(recursive=True)
+    for process in left:
+        print(f"\nleft behind by a test: {process.pid} {' '.join(process.cmdline())}")
+        process.kill()
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -6,6 +6,7 @@ BatchNorm, of all norms with running statistics, and of dropout.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,16 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 
-__all__ = ["BatchNormBase", "DropoutBase", "NormBase", "copy_all", "divide_all", "lerp_all", "version"]
+__all__ = [
+    "BatchNormBase",
+    "DropoutBase",
+    "NormBase",
+    "copy_all",
+    "divide_all",
+    "lerp_all",
+    "stop_data_workers",
+    "version",
+]
 
 
 def divide_all(tensors: Sequence[Tensor], divisor: float | Tensor) -> None:
@@ -37,3 +47,15 @@ def lerp_all(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float
 def version(tensor: Tensor) -> int:
     """A number that changes whenever the tensor is written in place."""
     return int(tensor._version)
+
+
+def stop_data_workers(iterator: Any) -> None:
+    """Stop a DataLoader's workers and wait for them; torch gives no public way.
+
+    Its own way asks, waits five seconds, sends SIGTERM and leaves it there. What ignores SIGTERM is killed here.
+    """
+    iterator._shutdown_workers()
+    for process in getattr(iterator, "_workers", ()):
+        if process.is_alive():
+            process.kill()
+        process.join()

@@ -1,7 +1,10 @@
 """The feed: the same microbatches for any number of replicas and data workers, from any kind of data."""
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -48,11 +51,11 @@ def read(
         cut = Cut(global_batch_size=12, micro_batch_size=5, replica=replica, replicas=replicas)
         options = {"order": None, "collate": None, **more}
         feed = make_feed(data=data, seed=3, cut=cut, cursor=cursor or Cursor(), workers=workers, **options)
-        for _, given in zip(range(steps), feed, strict=False):
-            for micro in given.micro:
-                value = [part.tolist() for part in micro.data] if isinstance(micro.data, list) else micro.data.tolist()
-                found[given.batch.after.step, micro.index] = (micro.indices, value)
-        feed.close()
+        with closing(feed):
+            for _, given in zip(range(steps), feed, strict=False):
+                for micro in given.micro:
+                    parts = micro.data if isinstance(micro.data, list) else [micro.data]
+                    found[given.batch.after.step, micro.index] = (micro.indices, [part.tolist() for part in parts])
     return found
 
 
@@ -136,3 +139,30 @@ def test_what_can_not_be_read_is_refused() -> None:
             read(data, replicas=1)
     with pytest.raises(JobError, match="own"):
         read(DataLoader(Noisy(), batch_sampler=[[0, 1]]), replicas=1)
+
+
+LEFT_OPEN = """
+import sys, time, torch
+from paceline.feed.feed import make_feed
+from paceline.feed.types import Cut
+from paceline.order.cursor import Cursor
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 100
+    def __getitem__(self, index):
+        if index > 50: time.sleep({sleep})
+        return torch.tensor(index)
+
+cut = Cut(global_batch_size=4, micro_batch_size=2)
+feed = make_feed(data=Slow(), collate=None, order="sequential", seed=0, cut=cut, cursor=Cursor(), workers=1)
+steps = iter(feed)
+for _ in range({steps}): next(steps)
+sys.kept = feed, steps
+"""
+
+
+@pytest.mark.parametrize(("steps", "sleep"), [(1, 0), (12, 3600)])
+def test_a_feed_left_open_does_not_hold_the_interpreter(steps: int, sleep: int) -> None:
+    script = LEFT_OPEN.format(steps=steps, sleep=sleep)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

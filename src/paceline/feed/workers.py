@@ -1,5 +1,7 @@
 """Data workers: torch's own DataLoader, asked for whole microbatches."""
 
+import atexit
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -8,6 +10,9 @@ from torch.utils.data import DataLoader, Sampler
 from paceline.errors import DataError
 from paceline.feed.fetch import Fetcher, Wanted, worker_init
 from paceline.feed.source import Source
+from paceline.torch_private import stop_data_workers
+
+_open: "weakref.WeakSet[Workers]" = weakref.WeakSet()
 
 
 class _Asked(Sampler[Any]):
@@ -26,6 +31,7 @@ class Workers:
         self._source = source
         self._pin_memory = pin_memory
         self._iterator: Any = None
+        _open.add(self)
 
     def start(self, wanted: Iterable[Wanted]) -> Iterator[Any] | None:
         """Fetch ahead in this order; None where nothing is fetched ahead."""
@@ -49,10 +55,10 @@ class Workers:
         return self._guarded(self._iterator)
 
     def close(self) -> None:
-        """Stop them; they ignore signals, so what does not leave is killed."""
+        """Stop them, and wait until they are gone; one that is stuck in the user's code is killed."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
-            iterator._shutdown_workers()
+            stop_data_workers(iterator)
 
     @staticmethod
     def _guarded(iterator: Iterator[Any]) -> Iterator[Any]:
@@ -72,3 +78,10 @@ class Workers:
 
 def _as_is(value: Any) -> Any:
     return value
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before multiprocessing's own way out, which sends SIGTERM and waits: data workers ignore SIGTERM."""
+    for workers in list(_open):
+        workers.close()
