@@ -1,208 +1,284 @@
-"""Step time of Paceline's loop against hand-written DDP loops, interleaved in one run.
+"""Step time of Paceline's whole loop against hand-written loops, interleaved step by step in one run.
 
-    python benchmarks/overhead.py [--rounds 60] [--ranks 2]
+    python benchmarks/overhead.py                        # 2 ranks: plain DDP, its twin, Paceline, Fabric, Accelerate
+    python benchmarks/overhead.py --ranks 1 --width 64   # one small process: what is left is the loop itself
+    python benchmarks/overhead.py --checks               # each default check, on and off
 
-Every rank holds several loops over the same model, data and optimizer, and runs a few steps of each in turn, in an
-order that changes from round to round. Printed: the median step time of each, the ratio of paired rounds to the plain
-loop with a bootstrap 95 % interval, and the plain loop against its own twin beside it. The weights must be equal bit
-for bit at the end.
+Every rank holds all loops over the same model, data and optimizer. A round is one step of each, in an order that
+changes from round to round, each step timed alone after a barrier. Paceline's is the loop that `paceline train` runs:
+feed, step, finite check, replica check, heartbeat, log lines to its default sinks, signals; only saving is left out.
+All other loops keep the same contract: global counts, clipping, a finite check. Printed: the median step, the mean of
+paired differences to the plain loop over the rounds that are left when the slowest 5 % (over all loops together) are
+dropped, and its bootstrap 95 % interval in blocks of 20 rounds. The weights must be the plain loop's, bit for bit.
 """
 
 import argparse
 import json
+import logging
 import os
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
-from paceline.feed.feed import make_feed
-from paceline.feed.types import Cut
-from paceline.order.cursor import Cursor
-from paceline.plan.settle import Plan
-from paceline.spec.settings import Settings, Train
+from paceline.spec.task import Task
 from paceline.start import Request, failure_screen, start
 from paceline.store.runs import RunFolder
-from paceline.train.built import build
-from paceline.train.replicas import check_replicas
+from paceline.train.session import Session, prepare
 from paceline.world import Place, World
 
-BATCH, WIDTH, STEPS_A_ROUND = 64, 512, 4
+Step = Callable[[], object]
+SAMPLES, WARM_UP, BLOCK = 4096, 30, 20
 
 
-class Net(torch.nn.Module):
-    """A residual MLP with a few dozen parameters."""
+class Net(nn.Module):
+    """A residual MLP with 20 parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.first = torch.nn.Linear(64, WIDTH)
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(8))
-        self.last = torch.nn.Linear(WIDTH, 10)
+        self.first = nn.Linear(64, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(8))
+        self.last = nn.Linear(width, 10)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.first(x))
         for block in self.blocks:
             x = x + F.relu(block(x))
         return self.last(x)
 
 
-def loss(output: torch.Tensor, batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def loss(output: Tensor, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Cross-entropy over the samples that are not masked."""
     kept = batch[1] != 9
     return F.cross_entropy(output[kept], batch[1][kept], reduction="sum"), kept.sum()
 
 
-def data() -> torch.utils.data.Dataset:
-    generator = torch.Generator().manual_seed(0)
-    return torch.utils.data.TensorDataset(
-        torch.randn(4096, 64, generator=generator), torch.randint(0, 10, (4096,), generator=generator)
-    )
+class Bench:
+    """One rank's loops over the same model and data."""
+
+    def __init__(self, world: World, *, width: int, batch: int, folder: Path) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.world, self.width, self.batch, self.folder = world, width, batch, folder
+        self.rows = torch.utils.data.TensorDataset(
+            torch.randn(SAMPLES, 64, generator=generator), torch.randint(0, 10, (SAMPLES,), generator=generator)
+        )
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return Net(self.width)
+
+    def batches(self) -> Iterator[list[Tensor]]:
+        """This rank's share of each global batch, read and collated as a DataLoader without workers does."""
+        share, position = self.batch // self.world.world_size, 0
+        while True:
+            start = position % SAMPLES + self.world.rank * share
+            yield torch.utils.data.default_collate([self.rows[i] for i in range(start, start + share)])
+            position += self.batch
+
+    def plain(self) -> tuple[Step, nn.Module]:
+        """The loop that a careful person writes with DDP."""
+        model, world, batches = self.model(), self.world, self.batches()
+        ddp = DistributedDataParallel(model) if world.world_size > 1 else model
+        optimizer = sgd(model)
+
+        def step() -> None:
+            batch = next(batches)
+            optimizer.zero_grad()
+            total, count = loss(ddp(batch[0]), batch)
+            joint = torch.stack([total.detach().double(), count.double()])
+            work = dist.all_reduce(joint, async_op=True) if world.world_size > 1 else None
+            (total * world.world_size).backward()  # DDP averages; the contract wants a sum
+            if work is not None:
+                work.wait()
+            torch._foreach_div_([p.grad for p in model.parameters()], joint[1].item())
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if not torch.isfinite(norm):
+                raise RuntimeError("not finite")
+            optimizer.step()
+
+        return step, model
+
+    def paceline(
+        self, name: str, *, finite: bool = True, pulse: bool = True, **settings: object
+    ) -> tuple[Step, nn.Module]:
+        """What `paceline train` runs, with some of its checks off."""
+        job = pl.Job(
+            model=self.model, loss=loss, train_data=self.rows, optimizer=lambda named: sgd(named),
+            global_batch_size=self.batch, max_grad_norm=1.0, order="sequential",
+        )  # fmt: skip
+        asked = {"train.steps": 10**9, "train.threads": 1, **settings}
+        ranks = self.world.world_size
+        task = Task(
+            verb="train", job="overhead", layout="ddp" if ranks > 1 else "single", ranks=ranks, device="cpu",
+            run=str(self.folder / name), settings=asked, origins=dict.fromkeys(asked, "benchmark"),
+        )  # fmt: skip
+        session = Session(prepare(task, job=job), world=self.world)
+        session.built.update._check = finite
+        if not pulse:
+            session.loop._pulse = None
+        batches = session.loop.batches()
+        return lambda: session.loop.step(next(batches)), session.built.model
+
+    def fabric(self) -> tuple[Step, nn.Module]:
+        """Lightning Fabric with the same contract."""
+        from lightning.fabric import Fabric
+
+        ranks = self.world.world_size
+        fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto")
+        fabric.launch()
+        raw, batches = self.model(), self.batches()
+        model, optimizer = fabric.setup(raw, sgd(raw))
+
+        def step() -> None:
+            batch = next(batches)
+            optimizer.zero_grad()
+            total, count = loss(model(batch[0]), batch)
+            fabric.backward(total * ranks / fabric.all_reduce(count, reduce_op="sum"))
+            fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=True)
+            optimizer.step()
+
+        return step, raw
+
+    def accelerate(self) -> tuple[Step, nn.Module]:
+        """Accelerate with the same contract."""
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        raw, batches, ranks = self.model(), self.batches(), self.world.world_size
+        model, optimizer = accelerator.prepare(raw, sgd(raw))
+
+        def step() -> None:
+            batch = next(batches)
+            optimizer.zero_grad()
+            total, count = loss(model(batch[0]), batch)
+            accelerator.backward(total * ranks / accelerator.reduce(count, reduction="sum"))
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            if not torch.isfinite(norm):
+                raise RuntimeError("not finite")
+            optimizer.step()
+
+        return step, raw
 
 
-def job() -> pl.Job:
-    return pl.Job(
-        model=Net,
-        loss=loss,
-        train_data=data(),
-        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-3, momentum=0.9),
-        global_batch_size=BATCH,
-        max_grad_norm=1.0,
-        order="sequential",
-    )
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    """The same optimizer for a model and for (name, parameter) pairs."""
+    given = parameters.parameters() if isinstance(parameters, nn.Module) else [p for _, p in parameters]  # type: ignore[attr-defined]
+    return torch.optim.SGD(given, lr=1e-3, momentum=0.9)
 
 
-def plain(world: World, model: torch.nn.Module) -> Callable[[], object]:
-    """The loop that a careful person writes with DDP: global counts, clipping, a finite check."""
-    ddp = DistributedDataParallel(model) if world.world_size > 1 else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    rows, share = data(), BATCH // world.world_size
-    position = 0
-
-    def step() -> None:
-        nonlocal position
-        start = position % 4096 + world.rank * share
-        batch = torch.utils.data.default_collate([rows[i] for i in range(start, start + share)])
-        position += BATCH
-        optimizer.zero_grad()
-        total, count = loss(ddp(batch[0]), batch)
-        joint = torch.stack([total.detach().double(), count.double()])
-        work = dist.all_reduce(joint, async_op=True)
-        (total * world.world_size).backward()  # DDP averages; the contract wants a sum
-        work.wait()
-        for parameter in model.parameters():
-            parameter.grad.div_(joint[1])
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if not torch.isfinite(norm):
-            raise RuntimeError("not finite")
-        optimizer.step()
-
-    return step
-
-
-def ours(
-    world: World, *, check_finite: bool = True, exact: bool = False
-) -> tuple[Callable[[], object], torch.nn.Module]:
-    """Paceline's feed and step."""
-    share = BATCH // world.world_size
-    settings = Settings(train=Train(max_grad_norm=1.0, exact=exact))
-    plan = Plan(
-        layout="ddp", update="sync", processes=world.world_size, replicas=world.world_size, device="cpu",
-        backend="gloo", threads=1, global_batch_size=BATCH, micro_batch_size=share,
-        num_micro=world.world_size, notes=(),
-    )  # fmt: skip
-    built = build(job=replace(job(), model=seeded), settings=settings, plan=plan, world=world)
-    built.update._check = check_finite
-    cut = Cut(global_batch_size=BATCH, micro_batch_size=share, replica=world.rank, replicas=world.world_size)
-    feed = iter(make_feed(data=data(), collate=None, order="sequential", seed=0, cut=cut, cursor=Cursor()))
-    return lambda: built.step.run(next(feed)).loss, built.model
-
-
-def seeded() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return Net()
+def make_loops(bench: Bench, *, checks: bool) -> tuple[dict[str, tuple[Step, nn.Module]], list[str]]:
+    """The loops by name, and what could not be had."""
+    loops = {"plain loop": bench.plain(), "its twin": bench.plain(), "paceline": bench.paceline("whole")}
+    if checks:
+        loops["no finite check"] = bench.paceline("finite", finite=False)
+        loops["no replica check"] = bench.paceline("replicas", **{"train.check_every": 0})
+        loops["no heartbeat"] = bench.paceline("pulse", pulse=False)
+        loops["no log lines"] = bench.paceline("log", **{"log.every": 10**9})
+        return loops, []
+    missing = []
+    for name in ("fabric", "accelerate"):
+        try:
+            loops[name] = getattr(bench, name)()
+        except ImportError as error:
+            missing.append(f"{name} is not installed ({error}): pip install lightning accelerate")
+    return loops, missing
 
 
 def worker(payload: dict) -> int:
-    """Time the loops in turn, the same order on every rank."""
+    """Time the loops in turn, in the same order on every rank."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.INFO)
     world = World.join(place=Place.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
-    model_a, model_b = seeded(), seeded()
-    our_step, our_model = ours(world)
-    loops = {"plain loop": plain(world, model_a), "its twin": plain(world, model_b), "paceline": our_step}
-    if payload["checks"]:
-        loops["without finite check"] = ours(world, check_finite=False)[0]
-        counter = {"n": 0}
-        checked, checked_model = ours(world)
-
-        def with_check() -> None:
-            checked()
-            counter["n"] += 1
-            if counter["n"] % 100 == 0:
-                check_replicas(checked_model, world=world, step=counter["n"])
-
-        loops["with replica check every 100"] = with_check
-    if payload["exact"]:
-        loops["exact"] = ours(world, exact=True)[0]
+    if world.world_size > 1:
+        os.environ.setdefault("TORCHELASTIC_RUN_ID", "bench")  # the others then join the world that is there
+    else:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)  # else they would make one
+    folder = Path(payload["folder"])
+    bench = Bench(world, width=payload["width"], batch=payload["batch"], folder=folder)
+    loops, missing = make_loops(bench, checks=payload["checks"])
     times: dict[str, list[float]] = {name: [] for name in loops}
     shuffle = random.Random(0)
-    for number in range(payload["rounds"] + 3):
+    for number in range(payload["rounds"] + WARM_UP):
         for name in shuffle.sample(list(loops), len(loops)):
             world.barrier()
             began = time.perf_counter()
-            for _ in range(STEPS_A_ROUND):
-                loops[name]()
-            if number >= 3:
-                times[name].append((time.perf_counter() - began) / STEPS_A_ROUND)
-    equal = all(torch.equal(p, q) for p, q in zip(model_a.parameters(), our_model.parameters(), strict=True))
+            loops[name][0]()
+            if number >= WARM_UP:
+                times[name].append(time.perf_counter() - began)
+    pairs = zip(loops["plain loop"][1].parameters(), loops["paceline"][1].parameters(), strict=True)
+    equal = all(torch.equal(p, q) for p, q in pairs)
     if world.is_main:
-        Path(payload["answer"]).write_text(json.dumps({"times": times, "equal": equal}))
-    world.close()
-    return 0
+        answer = {"times": times, "equal": equal, "missing": missing}
+        (folder / "answer.json").write_text(json.dumps(answer))
+    sys.stdout.flush()
+    os._exit(0)
 
 
-def bootstrap(values: list[float]) -> tuple[float, float]:
-    """A 95 % interval of the median."""
-    draw = random.Random(1)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
-    return medians[50], medians[1949]
-
-
-def measure(*, rounds: int, ranks: int, checks: bool, exact: bool) -> dict:
+def measure(*, rounds: int, ranks: int, width: int, batch: int, checks: bool) -> dict:
     """Start the ranks and read what they measured."""
     folder = Path(tempfile.mkdtemp())
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
-    payload = {"rounds": rounds, "checks": checks, "exact": exact, "answer": str(folder / "answer.json")}
+    payload = {"rounds": rounds, "checks": checks, "width": width, "batch": batch, "folder": str(folder)}
     outcome = start(Request(ranks=ranks, run=RunFolder(folder), entry="overhead:worker", payload=payload))
     if outcome.exit_code:
         sys.exit(failure_screen(outcome))
     return json.loads((folder / "answer.json").read_text())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=150)
-    parser.add_argument("--ranks", type=int, default=2)
-    options = parser.parse_args()
-    answer = measure(rounds=options.rounds, ranks=options.ranks, checks=True, exact=False)
-    times = answer["times"]
-    base = times["plain loop"]
-    print(f"{options.ranks} ranks, {options.rounds} rounds of {STEPS_A_ROUND} steps, torch {torch.__version__}")
+def compared(times: dict[str, list[float]], *, base: str, kept: float = 0.95) -> list[str]:
+    """A line per loop: its paired difference to `base`."""
+    rounds = sorted(range(len(times[base])), key=lambda i: sum(values[i] for values in times.values()))
+    chosen = sorted(rounds[: int(len(rounds) * kept)])
+    typical = statistics.mean(times[base][i] for i in chosen)
+    lines = []
     for name, values in times.items():
-        ratios = [a / b for a, b in zip(values, base, strict=True)]
-        low, high = bootstrap(ratios)
-        extra = statistics.median([a - b for a, b in zip(values, base, strict=True)]) * 1e6
-        print(
-            f"{name:<30} {statistics.median(values) * 1e3:8.3f} ms   ratio {statistics.median(ratios):.4f} "
-            f"[{low:.4f}, {high:.4f}]   {extra:+8.1f} us"
+        extra = [values[i] - times[base][i] for i in chosen]
+        middle, (low, high) = statistics.mean(extra), bootstrap(extra)
+        lines.append(
+            f"{name:<18}{statistics.median(values) * 1e3:9.3f} ms   {middle * 1e6:+9.1f} us "
+            f"[{low * 1e6:+8.1f}, {high * 1e6:+8.1f}]   ratio {1 + middle / typical:.4f} "
+            f"[{1 + low / typical:.4f}, {1 + high / typical:.4f}]"
         )
+    return lines
+
+
+def bootstrap(values: list[float]) -> tuple[float, float]:
+    """A 95 % interval of the mean; neighbours are drawn together, since machines drift."""
+    blocks = [values[i : i + BLOCK] for i in range(0, len(values), BLOCK)]
+    draw = random.Random(1)
+    means = sorted(statistics.fmean(v for b in draw.choices(blocks, k=len(blocks)) for v in b) for _ in range(1000))
+    return means[25], means[974]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--checks", action="store_true", help="each default check on and off, instead of other loops")
+    asked = parser.parse_args()
+    answer = measure(rounds=asked.rounds, ranks=asked.ranks, width=asked.width, batch=asked.batch, checks=asked.checks)
+    print(
+        f"{asked.ranks} ranks, {asked.rounds} rounds, width {asked.width}, batch {asked.batch}, "
+        f"torch {torch.__version__}"
+    )
+    base = "paceline" if asked.checks else "plain loop"
+    print(f"{'':<18}{'median':>12}   mean difference to {base!r} [95 %]")
+    print("\n".join(compared(answer["times"], base=base)))
+    print(*answer["missing"], sep="\n", end="\n" if answer["missing"] else "")
     print(f"weights bit for bit those of the plain loop: {answer['equal']}")
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -99,7 +99,7 @@ class RunEnded(Event):
 
 def as_dict(event: Event) -> dict[str, Any]:
     """For a JSON line."""
-    return {"event": type(event).__name__, "time": time.time(), **asdict(event)}
+    return {"event": type(event).__name__, "time": time.time(), **vars(event)}
 
 
 class Sink(Protocol):

@@ -46,16 +46,11 @@ class Fetcher(Dataset[Any]):
     def __getitem__(self, wanted: Wanted) -> Any:
         if not wanted.indices:
             return None
-        if not self._seed_samples:
-            seed_all(key(self._seed, "microbatch", wanted.epoch, wanted.indices[0]))
         samples: list[Any] = []
-        for index in wanted.indices:
-            if self._seed_samples:
-                seed_sample(seed=self._seed, epoch=wanted.epoch, index=index)
-            try:
-                samples.append(self._data[index])
-            except Exception as error:
-                return trouble(error, doing=f"reading sample {index}")
+        try:
+            self._read(wanted, samples)
+        except Exception as error:
+            return trouble(error, doing=f"reading sample {wanted.indices[len(samples)]}")
         try:
             return self._collate(samples)
         except Exception as error:
@@ -64,6 +59,15 @@ class Fetcher(Dataset[Any]):
                 doing=f"collating samples {_shown(wanted.indices)} of shapes {_shapes(samples)}",
                 hint="collate=lambda samples: ... to pad or stack them",
             )
+
+    def _read(self, wanted: Wanted, samples: list[Any]) -> None:
+        """Fill `samples`; what is missing in it says which sample failed."""
+        if not self._seed_samples:
+            seed_all(key(self._seed, "microbatch", wanted.epoch, wanted.indices[0]))
+        for index in wanted.indices:
+            if self._seed_samples:
+                seed_sample(seed=self._seed, epoch=wanted.epoch, index=index)
+            samples.append(self._data[index])
 
 
 def trouble(error: Exception, *, doing: str, hint: str = "") -> Trouble:

@@ -41,6 +41,7 @@ class Joint:
         self._slots: dict[int, Terms] = {}
         self._vector: Tensor | None = None
         self._wait: Callable[[], object] | None = None
+        self._agreed: Agreed | None = None
 
     def flag(self, number: int, value: float = 1.0) -> None:
         """Raise a flag, or give the batch's fingerprint."""
@@ -65,7 +66,11 @@ class Joint:
 
     def agreed(self) -> Agreed:
         """Read the joint values; on a GPU this waits for the device."""
-        values = self._arrived().tolist()
+        if self._agreed is None:
+            self._agreed = self._read(self._arrived().tolist())
+        return self._agreed
+
+    def _read(self, values: Sequence[float]) -> Agreed:
         self._check(values)
         sums, counts = {}, {}
         width = 2 * len(self._names)

@@ -108,7 +108,7 @@ def _scalar(name: str, value: Any) -> Tensor:
             cause="a loss with reduction='none' was not summed",
             hint="loss.sum()",
         )
-    return value.reshape(())
+    return value if value.dim() == 0 else value.reshape(())
 
 
 def _count(name: str, value: Any) -> Number:
@@ -118,7 +118,7 @@ def _count(name: str, value: Any) -> Number:
                 f"the count of loss term {name!r} has shape {tuple(value.shape)}, expected one number.",
                 hint="mask.sum()",
             )
-        return value.detach().reshape(())
+        return value.detach() if value.dim() == 0 else value.detach().reshape(())
     if isinstance(value, int | float):
         return float(value)
     raise JobError(f"the count of loss term {name!r} is a {type(value).__name__}, expected a number.")

@@ -60,7 +60,8 @@ class SpmdStep:
             NonFiniteError: loss or gradient is not finite, and the run stops for that.
             DesyncError: the ranks disagree on the terms of the loss or on the data.
         """
-        self.parts.model.train()
+        if not self.parts.model.training:
+            self.parts.model.train()
         result = self.gradients(given, stop=stop)
         on_host = self.parts.world.device.type == "cpu"
         known = (result.loss, result.agreed.counts) if on_host else (None, None)

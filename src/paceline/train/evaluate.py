@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -91,16 +91,13 @@ class Evaluator:
         sums: dict[str, tuple[ExactSum, ExactSum]] = {}
         modules = {n: m for n, m in (self._job.metrics or {}).items() if hasattr(m, "compute")}
         samples = 0
-        was_training = self._model.training
-        self._model.eval()
         seed_all(key(self._seed, "evaluate"))
-        with torch.no_grad():
+        with _evaluating(self._model), torch.no_grad():
             for micro in self._feed(data, batch_size, workers, name):
                 self._measure(micro.data, micro.num_samples, sums, modules)
                 samples += micro.num_samples
                 if beat is not None:
                     beat()
-        self._model.train(was_training)
         metrics, total = self._joint(sums, samples)
         metrics |= {n: float(m.compute()) for n, m in modules.items()}
         for module in modules.values():
@@ -156,6 +153,18 @@ class Evaluator:
         if parts:
             metrics = {LOSS: math.fsum(parts), **metrics}
         return metrics, int(values[-1])
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards each module is as it was, also those that the user keeps frozen."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _add(sums: dict[str, tuple[ExactSum, ExactSum]], name: str, total: Any, count: Any) -> None:
