@@ -17,7 +17,10 @@ _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to start: an entry (`"pkg.module:function"`) with a payload, or the user's own script."""
+    """What to start: an entry (`"pkg.module:function"`) with a payload, or the user's own script.
+
+    With `saves` one signal lets it finish its step and save; without, one signal ends it.
+    """
 
     ranks: int
     run: RunFolder
@@ -26,6 +29,7 @@ class Request:
     script: list[str] | None = None
     threads: int = 1
     exact: bool = False
+    saves: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,7 @@ def start(request: Request, *, on_start: Callable[[Path], Callable[[], None]] | 
         environ=_environ(request),
         folder=folder,
         ranks=request.ranks,
+        saves=request.saves,
     )
     code, failure = agent.run(tick)
     tick()

@@ -14,31 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SMALL_JOB, Shop
+from tests.fault.processes import marked_processes, wait_until_gone
 
 WORDS = ("--job.dropout", "0.2", "--checkpoint.every", "2")
-
-
-def marked_processes(mark: str) -> list[int]:
-    """Every living process that inherited this mark."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if (
-                    mark.encode() in (entry / "environ").read_bytes()
-                    and "State:\tZ" not in (entry / "status").read_text()
-                ):
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
-
-
-def wait_until_gone(mark: str, *, seconds: float = 10) -> list[int]:
-    deadline = time.monotonic() + seconds
-    while (left := marked_processes(mark)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
 
 
 def wait_for(path: Path, word: str, *, seconds: float = 40) -> None:
@@ -217,3 +195,35 @@ def _last(path: Path) -> dict[str, float]:
     for line in path.read_text().splitlines():
         merged |= json.loads(line)
     return merged
+
+
+@pytest.mark.parametrize("seconds", [0.6, 1.2, 1.8, 2.4])
+def test_a_stop_while_ranks_are_being_born_saves_too(shop: Shop, seconds: float) -> None:
+    process = shop.start(
+        "train", "job.py", "--ranks", "2", "--run-dir", "run", "--train.steps", "1000000", "--watch.to", "jsonl"
+    )
+    deadline = time.monotonic() + 20
+    while not (shop.path / "run" / "logs").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(seconds - 0.5)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, "Stopped and saved" in err) == (75, True), err
+    assert len(list((shop.path / "run" / "checkpoints").glob("step-*"))) == 1
+
+
+def test_one_signal_ends_what_has_nothing_to_save(shop: Shop) -> None:
+    mark = f"MARK{uuid.uuid4().hex}"
+    shop.write(
+        "job.py",
+        SMALL_JOB.replace("def forward(self, x):", "def forward(self, x):\n        import time; time.sleep(0.2)"),
+    )
+    process = shop.start(
+        "verify", "job.py", "--ranks", "2", "--run-dir", "run", "--steps", "500", environ={"MARK": mark}
+    )
+    wait_for(shop.path / "run" / "logs" / "attempt-1" / "rank-0.log", "")
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 130 and "Stopped at once" in err, err
+    assert wait_until_gone(mark) == []

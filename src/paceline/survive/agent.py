@@ -36,10 +36,13 @@ class Attempt:
 class Agent:
     """Runs one attempt to its end. Nothing it starts outlives it."""
 
-    def __init__(self, *, command: list[str], environ: dict[str, str], folder: Path, ranks: int) -> None:
+    def __init__(
+        self, *, command: list[str], environ: dict[str, str], folder: Path, ranks: int, saves: bool = True
+    ) -> None:
         self._command = command
         self._environ = environ
         self._attempt = Attempt(folder=folder, ranks=ranks)
+        self._saves = saves
         self._stops = 0
         self._failed_at: float | None = None
 
@@ -111,7 +114,7 @@ class Agent:
 
     def _on_signal(self, number: int, _: object) -> None:
         self._stops += 1
-        if self._stops == 1 or number == signal.SIGUSR1:
+        if (self._saves and self._stops == 1) or number == signal.SIGUSR1:
             self._send(signal.SIGTERM)
         else:
             self._attempt.killed_by_us = True
@@ -140,7 +143,7 @@ class Agent:
         known = {failure.rank for failure in attempt.failures}
         attempt.failures += [f for f in extra if f is not None and f.rank not in known and attempt.failures]
         first = first_failure(attempt.failures)
-        if first is None and self._stops > 1:
+        if first is None and self._stops > int(self._saves):
             return 128 + int(signal.SIGINT), None
         if first is None and len(attempt.statuses) < attempt.ranks:
             return 1, Failure(

@@ -15,11 +15,13 @@ import torch._dynamo  # noqa: F401  the first optimizer pulls it in: a second fo
 
 from paceline.launch.meet import listen
 from paceline.survive.child import die_with_parent, read_request, run_entry, run_script
+from paceline.survive.signals import stop_flag
 
 
 def main(argv: list[str]) -> int:
     """Fork the workers of one attempt and report how each ends."""
     die_with_parent()
+    stop_flag.install()  # workers inherit it: a stop that comes while one is born is not lost, and kills nobody
     request = read_request(Path(argv[0]))
     folder = Path(request["folder"])
     listener = listen()

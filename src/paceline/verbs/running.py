@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError, UsageError, raise_all
+from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
 from paceline.faults import parse_faults
 from paceline.launch.environments import Joined, detect
 from paceline.launch.meet import adopt
@@ -111,6 +111,8 @@ def with_run(task: Task, *, resume: str | None) -> Task:
 def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False) -> Answer:
     """Run `entry` on every rank: in this process where a world exists already, else in new ones."""
     joined = detect(os.environ)
+    if task.run and (joined is None or joined.rank == 0):
+        (Path(task.run) / f"answer-{task.verb}.json").unlink(missing_ok=True)
     if joined is not None:
         adopt(joined, os.environ)
         return _joined(task, entry, joined, one_thread)
@@ -133,6 +135,7 @@ def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False)
             cluster=Cluster(ranks=task.ranks, cores=usable_cores()), one=exact, asked=settings.train.threads
         ),
         exact=exact,
+        saves=task.verb == "train",
     )
     outcome = start(request, on_start=follow)
     if tails and not common.quiet:
@@ -151,8 +154,10 @@ def _answer(task: Task, outcome: Outcome) -> Answer:
     screen = ""
     if outcome.failure is not None:
         screen = failure_screen(outcome, go_on=go_on if task.verb == "train" else "")
-    elif outcome.exit_code and task.verb == "train":
+    elif outcome.exit_code == ExitCode.STOPPED:
         screen = f"Stopped and saved. Go on: {go_on}"
+    elif outcome.exit_code:
+        screen = "Stopped at once." + (f" Go on from the last save: {go_on}" if task.verb == "train" else "")
     return Answer(exit_code=outcome.exit_code, run=Path(task.run), seconds=outcome.seconds, screen=screen)
 
 
