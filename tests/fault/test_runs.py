@@ -227,3 +227,63 @@ def test_one_signal_ends_what_has_nothing_to_save(shop: Shop) -> None:
     _, err = process.communicate(timeout=10)
     assert process.returncode == 130 and "Stopped at once" in err, err
     assert wait_until_gone(mark) == []
+
+
+ORDERS = {
+    # rank: (seconds after the step began, what it does)
+    "quiet first, loud later": ({1: (0.0, "raise KeyError('quiet')"), 0: (0.06, "raise RuntimeError('loud ' * 900)")}, "rank 1", "KeyError"),
+    "rank 0 first": ({0: (0.0, "raise ValueError('zero')"), 1: (0.06, "raise ValueError('one')")}, "rank 0", "zero"),
+    "rank 0 killed, rank 1 raises": ({0: (0.0, "os.kill(os.getpid(), 9)"), 1: (0.03, "raise ValueError('one')")}, "rank 0", "SIGKILL"),
+    "a mute exception": ({1: (0.0, "raise Mute()")}, "rank 1", "Mute"),
+    "sys.exit with text": ({1: (0.0, "sys.exit('no more disk')")}, "rank 1", "no more disk"),
+    "out of memory": ({0: (0.0, "raise MemoryError")}, "rank 0", "MemoryError"),
+    "KeyboardInterrupt of its own": ({1: (0.0, "raise KeyboardInterrupt")}, "rank 1", "KeyboardInterrupt"),
+    "at import": ("raise ImportError('no such thing')", "rank 1", "ImportError: no such thing"),
+    "in a metric": ("metric", "rank 1", "ZeroDivisionError"),
+    "in collate": ("collate", "rank 1", "ragged"),
+    "in on_eval": ("on_eval", "rank 1", "on_eval broke"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if i in (0, 3, 7) else pytest.mark.soak) for i, n in enumerate(ORDERS)]
+)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_whoever_dies_loudest_the_first_is_named(shop: Shop, name: str, ranks: int) -> None:
+    what, rank, word = ORDERS[name]
+    shop.write("job.py", _dying(what))
+    ended = shop.train("run", "--eval.every", "4", ranks=ranks)
+    first = ended.err.splitlines()[0]
+    assert ended.code == 1 and first.startswith("FAILED") and rank in first and word in ended.err, ended.err
+    assert "Traceback" not in ended.text and len(ended.err.splitlines()) <= 20 and len(ended.err) < 4000
+    assert "SIGKILL" in first or f"{shop.path}/job.py:" in ended.err
+
+
+def _dying(what: object) -> str:
+    head = "import os, sys, time\nRANK = int(os.environ.get('RANK', 0)); STEP = [0]\nclass Mute(Exception):\n    def __str__(self): raise ValueError('mute')\n"
+    code = SMALL_JOB
+    if isinstance(what, dict):
+        lines = "".join(
+            f"        if RANK == {rank} and STEP[0] == 3:\n            time.sleep({late})\n            {line}\n"
+            for rank, (late, line) in what.items()
+        )
+        return head + code.replace(
+            "    def forward(self, x):\n", f"    def forward(self, x):\n        STEP[0] += 1\n{lines}"
+        )
+    if what == "metric":
+        return head + code.replace("(len(batch[-1]))", "len(batch[-1])").replace(
+            "((output.argmax(-1) == batch[-1]).sum(), len(batch[-1]))", "(1 / (1 - RANK), 1)"
+        )
+    if what == "collate":
+        more = "        collate=lambda rows: torch.utils.data.default_collate(rows) if RANK != 1 else [][len(rows)] or 'ragged',\n"
+        return head + code.replace(
+            "        global_batch_size=batch,\n", f"        global_batch_size=batch,\n{more}"
+        ).replace("[][len(rows)]", "(_ for _ in ()).throw(ValueError('ragged'))")
+    if what == "on_eval":
+        function = "def on_eval(run):\n    if RANK == 1: raise ValueError('on_eval broke')\n    return {}\n"
+        return (
+            head
+            + function
+            + code.replace("        max_grad_norm=1.0,\n", "        max_grad_norm=1.0, on_eval=on_eval,\n")
+        )
+    return head + f"if RANK == 1: {what}\n" + code

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline.survive.failure import Failure
 
+_NOTICED_LATE_NS = 50_000_000
 _LOST = (
     "connection closed",
     "connection reset",
@@ -20,32 +21,25 @@ _LOST = (
 def first_failure(failures: Sequence[Failure]) -> Failure | None:
     """The failure that caused the others.
 
-    A signal that we did not send comes first: its victim could write nothing. Then the earliest exception
-    that is not a lost connection. A lost connection is what the others see when the culprit has gone.
+    A lost connection is what the others see when the culprit has gone: it comes last. A signal that we did not send
+    comes before an exception, since its victim could write nothing and its end is noticed a moment later; unless the
+    exception was there well before.
     """
     if not failures:
         return None
-    return min(failures, key=lambda f: (_severity(f), f.monotonic_ns))
+    return min(failures, key=lambda f: (is_lost_connection(f), _when(f)))
 
 
-def _severity(failure: Failure) -> int:
-    if failure.kind == "signal":
-        return 0
-    return 2 if is_lost_connection(failure) else 1
+def _when(failure: Failure) -> int:
+    return failure.monotonic_ns - (_NOTICED_LATE_NS if failure.kind == "signal" else 0)
 
 
 def is_lost_connection(failure: Failure) -> bool:
     """Whether this is only the echo of another rank's end."""
-    if failure.kind not in (
-        "RuntimeError",
-        "DistBackendError",
-        "DistNetworkError",
-        "DistError",
-        "MachineError",
-    ):
-        return False
     if failure.kind.startswith("Dist"):
         return True
+    if failure.kind not in ("RuntimeError", "MachineError"):
+        return False
     text = failure.message.lower()
     return any(word in text for word in _LOST)
 

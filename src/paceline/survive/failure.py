@@ -5,6 +5,7 @@ import os
 import signal
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from paceline.errors import DataError, PacelineError, user_line
 from paceline.store.disk import write_text
 
 END_OF_TALK = "\x1e"
+_LINES, _WIDTH = 8, 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 
     failure = Failure(
         rank=rank,
         kind=type(error).__name__,
-        message=error.what if isinstance(error, PacelineError) and not hasattr(error, "problems") else str(error),
+        message=error.what if isinstance(error, PacelineError) and not hasattr(error, "problems") else _text(error),
         where=str(line) if line else "",
         source=line.text if line else "",
         screen=str(error) if ours else "",
@@ -45,7 +47,8 @@ def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 
         monotonic_ns=time.monotonic_ns(),
         step=step,
     )
-    write_text(_path(folder, rank), json.dumps(asdict(failure)))
+    with suppress(OSError):  # a full disk must not hide what happened: the log has it too
+        write_text(_path(folder, rank), json.dumps(asdict(failure)))
 
 
 def read_failure(folder: Path, rank: int) -> Failure | None:
@@ -80,12 +83,26 @@ def from_status(rank: int, *, status: int, step: int = 0) -> Failure:
 def print_traceback(error: BaseException) -> None:
     """The full text, for the rank's own log; the console stops before it, since the agent says it shorter."""
     print(END_OF_TALK, flush=True)
-    traceback.print_exception(error)
+    try:
+        traceback.print_exception(error)
+    except Exception:
+        traceback.print_tb(error.__traceback__)
+
+
+def _text(error: BaseException) -> str:
+    """What the exception says, at most a screen of it; some can't even say that."""
+    try:
+        text = str(error)
+    except Exception as worse:
+        return f"(its own text can't be had: {type(worse).__name__})"
+    lines = text.splitlines()
+    shown = [line if len(line) <= _WIDTH else f"{line[:_WIDTH]} ..." for line in lines[:_LINES]]
+    return "\n".join([*shown, *([f"... {len(lines) - _LINES} more lines"] if len(lines) > _LINES else [])])
 
 
 def _in_our_words(error: BaseException) -> BaseException:
     """torch tells of a dead data worker from a signal handler, wherever the rank happens to be."""
-    if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+    if isinstance(error, RuntimeError) and "DataLoader worker" in _text(error):
         return DataError(
             f"a data worker died: {error}",
             cause="it was killed, perhaps for memory, or a library in it crashed",

@@ -1,0 +1,78 @@
+"""Who failed first, from what the ranks left behind."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.survive.decide import exit_code, first_failure
+from paceline.survive.failure import Failure, from_status, read_failure, write_failure
+
+MS = 1_000_000
+
+
+def failure(rank: int, kind: str, at_ms: float, message: str = "") -> Failure:
+    return Failure(rank=rank, kind=kind, message=message, monotonic_ns=int(at_ms * MS) + 10**12)
+
+
+LOST = "Connection closed by peer [127.0.0.1]:4711"
+TABLE = {
+    "one": ([failure(2, "ValueError", 5)], 2),
+    "the earlier of two": ([failure(0, "ValueError", 9), failure(1, "KeyError", 5)], 1),
+    "an echo came first": ([failure(0, "RuntimeError", 1, LOST), failure(1, "KeyError", 5)], 1),
+    "a kill is noticed late": ([failure(0, "ValueError", 5), failure(1, "signal", 40)], 1),
+    "a kill long after": ([failure(0, "ValueError", 5), failure(1, "signal", 90)], 0),
+    "a kill and its echoes": (
+        [failure(0, "RuntimeError", 1, LOST), failure(2, "DistNetworkError", 2), failure(1, "signal", 30)],
+        1,
+    ),
+    "only echoes": ([failure(3, "RuntimeError", 7, LOST), failure(1, "DistBackendError", 3)], 1),
+    "an exit beside an echo": ([failure(0, "DistStoreError", 1), failure(1, "exit", 9)], 1),
+    "a RuntimeError of the user's own": (
+        [failure(0, "RuntimeError", 9, LOST), failure(1, "RuntimeError", 12, "boom")],
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_first_is_named(name: str) -> None:
+    failures, rank = TABLE[name]
+    for order in (failures, failures[::-1]):
+        found = first_failure(order)
+        assert found is not None and found.rank == rank
+
+
+def test_nothing_failed() -> None:
+    assert first_failure([]) is None
+    assert exit_code({0: 0, 1: 0}, None) == 0
+    assert exit_code({0: 75, 1: 75}, None) == 75
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(Mute(), "can't be had"), (ValueError("x" * 10**6), "xxx ..."), (ValueError("a\n" * 500), "492 more lines")],
+)
+def test_any_exception_can_be_written_down(tmp_path: Path, error: Exception, text: str) -> None:
+    write_failure(tmp_path, rank=1, error=error)
+    found = read_failure(tmp_path, 1)
+    assert found is not None and text in found.message and len(found.message) < 5000
+
+
+def test_a_folder_that_can_not_be_written_hides_nothing(tmp_path: Path) -> None:
+    write_failure(tmp_path / "gone", rank=1, error=ValueError("x"))
+    assert read_failure(tmp_path / "gone", 1) is None
+
+
+def test_a_torn_file_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "failure-0.json").write_text('{"rank": 0, "kin')
+    assert read_failure(tmp_path, 0) is None
+
+
+def test_signals_are_told_by_name() -> None:
+    assert "SIGKILL" in from_status(0, status=-9).message and "memory" in from_status(0, status=-9).message
+    assert from_status(0, status=-64).kind == "signal" and from_status(0, status=3).kind == "exit"
