@@ -26,14 +26,14 @@ import paceline as pl
 class Data(torch.utils.data.Dataset):
     def __init__(self):
         generator = torch.Generator().manual_seed(1)
-        self.x, self.y = torch.randn(53, 6, generator=generator), torch.randint(0, 4, (53,), generator=generator)
+        self.x, self.y = torch.randn(53, 6, generator=generator).double(), torch.randint(0, 4, (53,), generator=generator)
     def __len__(self): return 53
     def __getitem__(self, index): return self.x[index] + 0.01 * torch.randn(6), self.y[index], index
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.second = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+        self.first, self.norm, self.second = nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 4)
         self.dropout = nn.Dropout(0.2)
     def forward(self, x): return self.second(self.dropout(torch.relu(self.norm(self.first(x)))))
 
@@ -47,7 +47,7 @@ def forward(model, batch):
 def make_job():
     data = Data()
     return pl.Job(
-        model=Net, forward=forward, train_data=data, eval_data=torch.utils.data.Subset(data, range(20)),
+        model=lambda: Net().double(), forward=forward, train_data=data, eval_data=torch.utils.data.Subset(data, range(20)),
         loss=lambda output, batch: (F.cross_entropy(output, batch[1], reduction="sum"), len(output)),
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2), ema=0.9,
         lr_schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 7, 0.9),
@@ -70,15 +70,17 @@ class Story:
     def attempt(self, *, number: int, ranks: int, workers: int, hurt: bool) -> int:
         """Start the run, hurt it at some moment, and see that nothing is left of it."""
         mark = f"MARK{uuid.uuid4().hex}"
-        environ = {"MARK": mark, "SLOW": "0.01", "ATTEMPT": f"{self.name}{number}"}
+        environ = {"MARK": mark, "SLOW": "0.03", "ATTEMPT": f"{self.name}{number}"}
         process = self.shop.start(*_words(self.name, ranks=ranks, workers=workers), environ=environ)
         if hurt:
-            time.sleep(self.rng.uniform(0.3, 4.5))
+            time.sleep(self.rng.uniform(0.5, 4.0))
             self._hurt(process, mark)
         _, err = process.communicate(timeout=60)
         assert wait_until_gone(mark) == [], (self.told, err)
         assert "Traceback" not in err, (self.told, err)
         self.told.append(f"-> {process.returncode}")
+        if self.told[-2:-1] in (["ctrl-c"], ["term"]):
+            assert process.returncode in (0, 75), (self.told, err)
         return process.returncode
 
     def _hurt(self, process: "subprocess.Popen[str]", mark: str) -> None:
@@ -179,8 +181,8 @@ def check_other_ranks(shop: Shop, seed: int, *, most: int) -> None:
     print(f"seed {seed}: any ranks, {workers} workers: {' '.join(story.told)}")
     assert samples_by_step(shop, "cut") == whole, story.told
     left, right = (_weights(shop.path / run) for run in ("whole", "cut"))
-    for name, value in left.items():  # float32, 40 AdamW steps: a sum in another order, 1e-7, may move a weight by 1e-3
-        torch.testing.assert_close(right[name], value, rtol=0, atol=2e-3, msg=f"{name} {story.told}")
+    for name, value in left.items():  # float64: a sum in another order differs by 1e-16, and no true gradient is zero
+        torch.testing.assert_close(right[name], value, rtol=0, atol=1e-12, msg=f"{name} {story.told}")
 
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:

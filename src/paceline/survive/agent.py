@@ -90,7 +90,7 @@ class Agent:
         if kind == "born":
             self._attempt.pids[rank] = number
             if self._stops:
-                self._send(signal.SIGTERM)
+                self._send(signal.SIGTERM, only=number)  # to this one: for the others it would be the second
             return
         self._attempt.pids.pop(rank, None)
         self._attempt.statuses[rank] = number
@@ -120,8 +120,8 @@ class Agent:
             self._attempt.killed_by_us = True
             self._send(signal.SIGKILL)
 
-    def _send(self, number: int) -> None:
-        for pid in list(self._attempt.pids.values()):
+    def _send(self, number: int, *, only: int | None = None) -> None:
+        for pid in [only] if only is not None else list(self._attempt.pids.values()):
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
