@@ -287,3 +287,47 @@ def _dying(what: object) -> str:
             + code.replace("        max_grad_norm=1.0,\n", "        max_grad_norm=1.0, on_eval=on_eval,\n")
         )
     return head + f"if RANK == 1: {what}\n" + code
+
+
+STOPS = {  # a stop that comes at this point of this step, and the step that is saved
+    "in an evaluation": ("stop rank=0 step=4 point=eval", 4),
+    "in an evaluation of one of two ranks": ("stop rank=1 step=4 point=eval", 4),
+    "in a save": ("stop rank=0 step=3 point=save", 4),
+    "in accumulation": ("stop rank=1 step=5 point=step", 5),
+    "in the last evaluation": ("stop rank=0 step=12 point=eval", 12),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if i == 1 else pytest.mark.soak) for i, n in enumerate(STOPS)]
+)
+def test_a_stop_at_any_point_changes_nothing_of_the_end(shop: Shop, name: str) -> None:
+    fault, step = STOPS[name]
+    more = [*WORDS[:2], "--checkpoint.every", "3", "--eval.every", "4", "--train.micro_batch_size", "2"]
+    assert shop.train("whole", *more).code == 0
+    ended = shop.train("cut", *more, "--faults", fault)
+    assert ended.code == 75 and "Stopped and saved" in ended.err, ended.text
+    assert (shop.path / "cut" / "checkpoints" / "latest").read_text().strip() == f"step-{step:08d}"
+    assert step not in _evaluations(shop.path / "cut")
+    assert shop.train("cut", *more).code == 0
+    assert _evaluations(shop.path / "cut") == _evaluations(shop.path / "whole")
+    assert shop.digest("cut") == shop.digest("whole")
+    best = [(shop.path / run / "checkpoints" / "best").read_text() for run in ("whole", "cut")]
+    assert best[0] == best[1]
+
+
+def test_a_run_that_stopped_early_is_done(shop: Shop) -> None:
+    shop.write(
+        "job.py", SMALL_JOB.replace("        max_grad_norm=1.0,\n", "        max_grad_norm=1.0, early_stopping=2,\n")
+    )
+    words = ("--job.lr", "0.0", "--eval.every", "2")
+    assert shop.train("run", *words, steps=1000).code == 0
+    steps = max(_evaluations(shop.path / "run"))
+    assert steps == 6
+    assert shop.train("run", *words, steps=1000).code == 0
+    assert max(_evaluations(shop.path / "run")) == steps
+
+
+def _evaluations(run: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}

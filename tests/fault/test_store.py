@@ -14,12 +14,14 @@ import pytest
 
 from paceline.errors import CheckpointError
 from paceline.store.checkpoints import (
+    _ASIDE,
     all_steps,
     commit,
     load,
     mark_best,
     newest_good,
     prune,
+    remove_leftovers,
     save,
     verify,
     write_part,
@@ -216,3 +218,13 @@ def _rewrite(manifest: Path, change: object) -> None:
     change(body)  # type: ignore[operator]
     text = json.dumps(body)
     manifest.write_text(json.dumps({"digest": digest(text.encode()), "body": text}))
+
+
+def test_a_kill_between_the_two_renames_of_a_second_save_loses_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    aside = tmp_path / f"{_ASIDE}old-{path.name}-999999999"
+    path.rename(aside)
+    assert newest_good(tmp_path)[0] == path and load(path).state["step"] == 3
+    path.rename(aside)
+    remove_leftovers(tmp_path)
+    assert path.is_dir()

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def newest_good(folder: Path) -> tuple[Path | None, list[Refused]]:
     """The newest checkpoint that is whole, and the newer ones that are not."""
+    _put_back(folder)
     refused = [
         Refused(path=path, reason="the save was interrupted")
         for path in sorted(folder.glob(f"{_ASIDE}step-*"))
@@ -173,6 +175,15 @@ def newest_good(folder: Path) -> tuple[Path | None, list[Refused]]:
         else:
             return path, refused
     return None, refused
+
+
+def _put_back(folder: Path) -> None:
+    """A kill between the two renames of a step that is saved again leaves the older save aside: it is good still."""
+    for path in folder.glob(f"{_ASIDE}old-step-*"):
+        final = folder / path.name.removeprefix(f"{_ASIDE}old-").rpartition("-")[0]
+        if not final.exists() and not _is_saving(path):
+            with suppress(OSError):
+                path.rename(final)
 
 
 def all_steps(folder: Path) -> list[Path]:
@@ -218,6 +229,7 @@ def prune(folder: Path, *, keep: int) -> list[Path]:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what interrupted saves of processes that are gone have left."""
+    _put_back(folder)
     for path in folder.glob(f"{_ASIDE}*"):
         if not _is_saving(path):
             shutil.rmtree(path, ignore_errors=True)

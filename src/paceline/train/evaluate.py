@@ -84,9 +84,16 @@ class Evaluator:
         self._contract = LossContract(job=job, model=model)
 
     def run(
-        self, data: Any, *, batch_size: int, workers: int, name: str, beat: Callable[[], None] | None = None
-    ) -> Evaluated:
-        """Loss, its terms and the job's metrics, the same on every rank."""
+        self,
+        data: Any,
+        *,
+        batch_size: int,
+        workers: int,
+        name: str,
+        beat: Callable[[], None] | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Evaluated | None:
+        """Loss, its terms and the job's metrics, the same on every rank; None once any rank's `stop` says so."""
         began = time.perf_counter()
         sums: dict[str, tuple[ExactSum, ExactSum]] = {}
         modules = {n: m for n, m in (self._job.metrics or {}).items() if hasattr(m, "compute")}
@@ -94,14 +101,18 @@ class Evaluator:
         seed_all(key(self._seed, "evaluate"))
         with _evaluating(self._model), torch.no_grad():
             for micro in self._feed(data, batch_size, workers, name):
+                if stop():
+                    break
                 self._measure(micro.data, micro.num_samples, sums, modules)
                 samples += micro.num_samples
                 if beat is not None:
                     beat()
+        if any(self._world.gather_json(stop())):
+            _reset(modules)
+            return None
         metrics, total = self._joint(sums, samples)
         metrics |= {n: float(m.compute()) for n, m in modules.items()}
-        for module in modules.values():
-            module.reset()
+        _reset(modules)
         return Evaluated(metrics=metrics, samples=total, seconds=time.perf_counter() - began)
 
     def _feed(self, data: Any, batch_size: int, workers: int, name: str) -> Any:
@@ -165,6 +176,11 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def _reset(modules: Mapping[str, Any]) -> None:
+    for module in modules.values():
+        module.reset()
 
 
 def _add(sums: dict[str, tuple[ExactSum, ExactSum]], name: str, total: Any, count: Any) -> None:

@@ -3,8 +3,9 @@
 import math
 import resource
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -46,16 +47,27 @@ class Length:
 
 @dataclass
 class Progress:
-    """What the loop remembers beside the cursor; saved with it."""
+    """What the loop remembers beside the cursor; saved with it. `unjudged`: a stop came before a due evaluation."""
 
     tokens: float = 0.0
     best: float | None = None
     waited: int = 0
+    unjudged: bool = False
     saves_seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"tokens": self.tokens, "best": self.best, "waited": self.waited}
+        return {"tokens": self.tokens, "best": self.best, "waited": self.waited, "unjudged": self.unjudged}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """From a checkpoint."""
+        return cls(
+            tokens=value.get("tokens", 0.0),
+            best=value.get("best"),
+            waited=value.get("waited", 0),
+            unjudged=value.get("unjudged", False),
+        )
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The one loop: step, log, perhaps evaluate, perhaps save, perhaps stop. It can't tell which step runs."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.errors import ExitCode
@@ -71,6 +71,8 @@ class Loop:
 
     def batches(self) -> Iterator[StepInput]:
         """This replica's share of each step, until the run is over or stopped."""
+        if self.progress.unjudged:
+            self.save(best=self._judge(self.evaluate()))
         if self._is_over():
             return
         self._data_began = time.perf_counter()
@@ -94,6 +96,13 @@ class Loop:
 
     def evaluate(self, *, split: str = "eval", data: Any = None) -> EvalDone:
         """Exact metrics of the present weights (of the average, where there is one) on a split."""
+        event = self._evaluate(split=split, data=data)
+        assert event is not None
+        return event
+
+    def _evaluate(
+        self, *, split: str = "eval", data: Any = None, stop: Callable[[], bool] = lambda: False
+    ) -> EvalDone | None:
         began = time.perf_counter()
         data = data if data is not None else getattr(self.built.job, f"{split}_data")
         ema = self.built.update.ema
@@ -101,9 +110,12 @@ class Loop:
             ema.swap()
         try:
             size = self.built.settings.eval.batch_size or self.built.plan.micro_batch_size
+            workers = self.built.settings.data.workers
             found = self._evaluator.run(
-                data, batch_size=size, workers=self.built.settings.data.workers, name=f"{split}_data", beat=self._beat
+                data, batch_size=size, workers=workers, name=f"{split}_data", beat=self._beat, stop=stop
             )
+            if found is None:
+                return None
             extra = dict(self.built.job.on_eval(self._target) or {}) if self.built.job.on_eval else {}
         finally:
             if ema is not None:
@@ -133,7 +145,7 @@ class Loop:
         """Save what is not saved, and say how it ended."""
         if self._saver.last_saved != self.cursor.step:
             self.save()
-        over = self._is_over() or self.reason == "early"
+        over = self._is_over() and not self.progress.unjudged
         return ExitCode.DONE if over else ExitCode.STOPPED
 
     def request_stop(self) -> None:
@@ -150,16 +162,25 @@ class Loop:
             check_replicas(self.built.model, world=self.built.world, step=step)
         if step % settings.log.every == 0 or over or step == 1:
             self._log(result)
-        improved = False
-        if self.built.job.eval_data is not None and (step % self.eval_every == 0 or over) and not self.stopping:
-            self._faults.fire("eval", step=step)
-            improved = self._judge(self.evaluate())
+        due = self.built.job.eval_data is not None and (step % self.eval_every == 0 or over)
+        improved = due and self._evaluated()
         if improved or step % self.save_every == 0 or over or self.stopping:
             self.save(best=improved)
         self._beat()
 
+    def _evaluated(self) -> bool:
+        """Evaluate, unless asked to stop before or meanwhile: then it is done first when the run goes on."""
+        self._faults.fire("eval", step=self.cursor.step)
+        event = None if self.stopping else self._evaluate(stop=lambda: self._stop.requested)
+        if event is None:
+            self.progress.unjudged = True
+            self.stopping, self.reason = True, self.reason or "signal"
+            return False
+        return self._judge(event)
+
     def _judge(self, event: EvalDone) -> bool:
         """Whether this is the best so far; and whether to stop early. The metrics are everybody's."""
+        self.progress.unjudged = False
         metric, mode = best_rule(self.built.job)
         value = event.metrics.get(metric)
         if value is None:
@@ -236,6 +257,8 @@ class Loop:
         return self.cursor.epoch + self.cursor.position / self.feed.num_samples
 
     def _is_over(self) -> bool:
+        if self._rule is not None and self.progress.waited >= self._rule.patience:
+            return True
         return self._length.reached(self.cursor, tokens=self.progress.tokens, total=self.total_steps)
 
     def _beat(self) -> None:

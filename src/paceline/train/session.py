@@ -182,7 +182,7 @@ class Session:
             stop=stop_flag,
             length=length_of(settings, epoch_samples=self._feed.num_samples),
             cursor=cursor,
-            progress=Progress(tokens=extra.get("tokens", 0.0), best=extra.get("best"), waited=extra.get("waited", 0)),
+            progress=Progress.from_json(extra),
             on_eval_target=target,
         )
 
