@@ -61,21 +61,25 @@ def verify_checkpoint(run: str | None = None) -> Row:
     return _row(path, ())
 
 
-def consolidate(run: str | None = None, *, to: Path, average: bool = False) -> Path:
+def consolidate(run: str | None = None, *, to: Path, best: bool = False, average: bool = False) -> Path:
     """Write a checkpoint's weights as a plain folder: `model.safetensors`, every name, no Paceline needed.
 
+    `best` takes the checkpoint marked so, with the weights that its metric was measured on: the average, where the
+    job has one.
+
     Raises:
-        CheckpointError: there is no good checkpoint, or `to` exists.
+        CheckpointError: there is no such good checkpoint, or `to` exists.
     """
     folder, checkpoint = find_run(run)
-    path = checkpoint or newest_good(folder.checkpoints)[0]
+    path = marked(folder.checkpoints, BEST) if best else checkpoint or newest_good(folder.checkpoints)[0]
     if path is None:
-        raise CheckpointError("the run has no good checkpoint.", where=str(folder.checkpoints))
+        kind = "best" if best else "good"
+        raise CheckpointError(f"the run has no {kind} checkpoint.", where=str(folder.checkpoints))
     if to.exists():
         raise CheckpointError(f"{to} exists and is left alone.", hint="another --to")
     loaded = load(path)
     tensors = dict(loaded.files[WEIGHTS])
-    if average:
+    if average or best:
         tensors |= loaded.files.get(AVERAGE, {})
     for alias, name in loaded.state.get("aliases", {}).items():
         source = tensors[name]

@@ -137,6 +137,7 @@ class CkptOptions:
     what: _Job
     run: _Run = None
     to: Path = Path("consolidated")
+    best: bool = False
     average: bool = False
     json: bool = False
 
@@ -210,7 +211,7 @@ def _ckpt(options: CkptOptions, _: list[str]) -> Printed:
         row = ckpt_verbs.verify_checkpoint(options.run)
         return 0, row, f"{row.path} is what was written, bit for bit"
     if options.what == "consolidate":
-        path = ckpt_verbs.consolidate(options.run, to=options.to, average=options.average)
+        path = ckpt_verbs.consolidate(options.run, to=options.to, best=options.best, average=options.average)
         return 0, {"path": str(path)}, f"wrote {path}"
     raise ckpt_verbs.unknown(options.what)
 
