@@ -7,7 +7,7 @@ from paceline.errors import LayoutError, PacelineError, UsageError, raise_all
 from paceline.spec.layout import Kind, Layout
 from paceline.spec.update import Update
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_DEVICES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "mpi": ("cpu", "cuda"), "ucc": ("cpu", "cuda")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,8 @@ class Facts:
     num_samples: int | None = None
     one_thread: bool = False
     threads: int | None = None
+    backend: str = "auto"
+    built_in: tuple[str, ...] = ("nccl", "gloo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +64,9 @@ def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts) ->
     problems: list[PacelineError] = []
     processes, replicas = _ranks(layout, cluster, problems)
     micro = _micro_batch_size(facts, replicas, problems)
+    backend, why = settle_backend(cluster, facts, problems)
     raise_all(problems)
     threads = settle_threads(cluster=cluster, one=facts.one_thread, asked=facts.threads)
-    backend = "none" if processes == 1 else BACKENDS[cluster.device]
     num_micro = -(-facts.global_batch_size // micro)
     return Plan(
         layout=str(layout.kind),
@@ -77,7 +79,7 @@ def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts) ->
         global_batch_size=facts.global_batch_size,
         micro_batch_size=micro,
         num_micro=num_micro,
-        notes=_notes(layout, cluster, facts, backend, threads, replicas, micro, num_micro),
+        notes=_notes(layout, cluster, facts, why, threads, replicas, micro, num_micro),
     )
 
 
@@ -86,6 +88,34 @@ def settle_threads(*, cluster: Cluster, one: bool, asked: int | None) -> int:
     if one:
         return 1
     return asked or max(1, cluster.cores // (cluster.ranks_per_node or cluster.ranks))
+
+
+def settle_backend(cluster: Cluster, facts: Facts, problems: list[PacelineError]) -> tuple[str, str]:
+    """The backend, and the same with its reason.
+
+    NCCL for GPUs, over Ethernet too, with Gloo where the build lacks it; Gloo for CPUs; none for one process.
+    """
+    asked = facts.backend
+    if cluster.ranks == 1:
+        return "none", "none, because there is one process"
+    if asked == "auto":
+        if cluster.device == "cpu":
+            return "gloo", "gloo, because the ranks compute on CPUs"
+        if "nccl" in facts.built_in:
+            return "nccl", "nccl, because each rank has a GPU"
+        return "gloo", "gloo, because this build of torch has no nccl: slower, since tensors go through the host"
+    if asked not in facts.built_in:
+        problems.append(
+            UsageError(
+                f"this build of torch has no backend {asked}; it has {', '.join(facts.built_in)}.",
+                hint="leave --train.backend out: it follows from the device",
+            )
+        )
+    elif cluster.device not in _DEVICES[asked]:
+        problems.append(
+            UsageError(f"the backend {asked} can't send tensors of a {cluster.device}.", hint="--train.backend gloo")
+        )
+    return asked, f"{asked}, because --train.backend asks for it"
 
 
 def _ranks(layout: Layout, cluster: Cluster, problems: list[PacelineError]) -> tuple[int, int]:
@@ -136,17 +166,12 @@ def _notes(
     layout: Layout,
     cluster: Cluster,
     facts: Facts,
-    backend: str,
+    why: str,
     threads: int,
     replicas: int,
     micro: int,
     num_micro: int,
 ) -> tuple[str, ...]:
-    why = {
-        "gloo": "gloo, because the ranks compute on CPUs",
-        "nccl": "nccl, because each rank has a GPU",
-        "none": "none, because there is one process",
-    }[backend]
     per_rank = -(-num_micro // replicas)
     return (
         f"layout: {layout.kind}, {replicas} replica{'s' if replicas > 1 else ''}",

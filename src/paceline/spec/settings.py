@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+Backend = Literal["auto", "nccl", "gloo", "mpi", "ucc"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Buffers = Literal["fold", "broadcast", "mean", "sync_bn"]
 
@@ -27,6 +28,7 @@ class Train:
     compile: bool = False
     threads: int | None = None
     check_every: int = 100
+    backend: Backend = "auto"
     timeout_seconds: float = 600.0
 
 

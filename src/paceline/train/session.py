@@ -16,6 +16,7 @@ from paceline.feed.source import read_source
 from paceline.feed.stream import checksum
 from paceline.feed.types import Cut
 from paceline.job import Job, load_job
+from paceline.measure.backends import built_in
 from paceline.measure.environment import environment
 from paceline.order.cursor import Cursor
 from paceline.plan.machine import usable_cores
@@ -66,6 +67,8 @@ def prepare(task: Task, *, job: Job | None = None) -> Ready:
         accumulation=settings.train.gradient_accumulation_steps,
         one_thread=settings.train.exact or task.verb == "verify",
         threads=settings.train.threads,
+        backend=settings.train.backend,
+        built_in=built_in(),
     )
     plan = settle(
         layout=parse_layout(task.layout),
