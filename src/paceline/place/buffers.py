@@ -11,6 +11,12 @@ from paceline.torch_private import version
 from paceline.world import World
 
 Policy = Literal["fold", "broadcast", "mean", "sync_bn"]
+POLICIES = {
+    "fold": "running statistics are folded over all microbatches in order, as one process does",
+    "broadcast": "every rank gets rank 0's running statistics after each step",
+    "mean": "running statistics are averaged over ranks after each step",
+    "sync_bn": "batch statistics are taken over all ranks",
+}
 
 
 class BufferPolicy:
@@ -28,6 +34,7 @@ class BufferPolicy:
         ]
         self._versions = self._now()
         self.notes: list[str] = []
+        self._told = False
 
     def changed(self) -> bool:
         """Whether this rank's forward wrote to a watched buffer since the last step."""
@@ -48,14 +55,20 @@ class BufferPolicy:
                 self._spread(tensor)
         self._versions = self._now()
 
+    def new_notes(self) -> list[str]:
+        """What is to be told and was not yet."""
+        notes, self.notes = self.notes, []
+        return notes
+
     def _tell(self, names: list[str]) -> None:
         if self._exact and names:
             raise UsageError(
                 f"the forward changes the buffer {names[0]}, which exact mode can't make equal to one process's.",
                 hint="leave --train.exact out, or keep such state outside the forward",
             )
-        if names and not self.notes and self._world.world_size > 1 and self._policy == "fold":
-            self.notes.append(f"warning: the forward changes {', '.join(names[:3])}; every rank gets rank 0's value")
+        if names and not self._told and self._world.world_size > 1 and self._policy == "fold":
+            self._told = True
+            self.notes.append(f"the forward changes {', '.join(names[:3])}; every rank gets rank 0's value")
 
     def _spread(self, tensor: Tensor) -> None:
         if self._world.world_size == 1:

@@ -194,9 +194,16 @@ class BucketReducer:
         self._next += 1
 
 
-def unused_names(named: Sequence[Named]) -> list[str]:
-    """The parameters that got no gradient on any rank, by FQN."""
-    return [member.name for member in named if member.parameter.grad is None]
+def untouched(named: Sequence[Named]) -> str:
+    """What to say of the parameters that got no gradient on any rank; nothing where all did."""
+    names = [member.name for member in named if member.parameter.grad is None]
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"no gradient reached {', '.join(names[:3])}{more} in the first step: not used by the loss, or behind a "
+        f"detach(). They keep their start values; requires_grad_(False) says that it is meant"
+    )
 
 
 def equal_start(model: nn.Module, *, world: World) -> list[str]:

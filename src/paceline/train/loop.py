@@ -11,6 +11,7 @@ from paceline.feed.feed import Feed
 from paceline.feed.types import StepInput
 from paceline.job import EarlyStopping
 from paceline.order.cursor import Cursor
+from paceline.place.replicate import untouched
 from paceline.pulse import Pulse
 from paceline.step.result import StepResult
 from paceline.survive.signals import StopFlag
@@ -162,6 +163,7 @@ class Loop:
             check_replicas(self.built.model, world=self.built.world, step=step)
         if step % settings.log.every == 0 or over or step == 1:
             self._log(result)
+            self._warn(first=step == 1)
         due = self.built.job.eval_data is not None and (step % self.eval_every == 0 or over)
         improved = due and self._evaluated()
         if improved or step % self.save_every == 0 or over or self.stopping:
@@ -250,6 +252,12 @@ class Loop:
             )
         )
         self._clock = Clock()
+
+    def _warn(self, *, first: bool) -> None:
+        """What the user would want to know and has not asked."""
+        text = untouched(self.built.named) if first else ""
+        for note in [*([text] if text else []), *self.built.step.parts.buffers.new_notes()]:
+            self.stream.emit(Note(text=note, level="warning"))
 
     def _epoch(self) -> float:
         if self.feed.num_samples is None:

@@ -19,6 +19,8 @@ from paceline.job import Job, load_job
 from paceline.measure.backends import built_in
 from paceline.measure.environment import environment
 from paceline.order.cursor import Cursor
+from paceline.place.batchnorm import running
+from paceline.place.buffers import POLICIES
 from paceline.plan.machine import usable_cores
 from paceline.plan.settle import Cluster, Facts, Plan, settle
 from paceline.pulse import Pulse
@@ -225,6 +227,8 @@ class Session:
         lines += [*self._feed.notes, *self.built.notes]
         lines.append(f"steps: {loop.total_steps or 'until the data ends'}, save every {loop.save_every}")
         lines.append(f"precision: {settings.train.precision}{', exact' if settings.train.exact else ''}")
+        if any(running(self.built.model)):
+            lines.append(f"buffers: {settings.train.buffers}, {POLICIES[settings.train.buffers]}")
         scale = settings.train.lr_scaling
         lines.append(f"lr: {loop.built.update.optimizers[0].param_groups[0]['lr']:.3g} (scaling: {scale})")
         if loaded is not None:
