@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,12 +150,12 @@ def shop(tmp_path: Path) -> Shop:
     return shop
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
     """A process that a test left behind is a failure; left alone it may also hold this one for ever."""
+    yield
     left = psutil.Process().children(recursive=True)
+    told = [f"{process.pid} {' '.join(process.cmdline())}" for process in left]
     for process in left:
-        print(f"\nleft behind by a test: {process.pid} {' '.join(process.cmdline())}")
         process.kill()
-    if left:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    assert not told, "left behind by a test"

@@ -8,6 +8,7 @@ import pytest
 
 from tests.conftest import SMALL_JOB, Shop
 
+pytestmark = pytest.mark.xdist_group("bad inputs")  # they share SEEN
 SEEN: dict[str, str] = {}
 EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     "no verb of that name": (("trian", "job.py"), "did you mean 'train'"),
