@@ -151,6 +151,8 @@ class Session:
             workers=settings.data.workers,
             sample_seeds=settings.data.sample_seeds,
             pin_memory=self.world.device.type == "cuda",
+            shards=settings.data.shards,
+            agree=self.world.gather_json,
         )
 
     def _make_stream(self) -> Stream:
