@@ -68,7 +68,8 @@ def introduce_worker(dataset: Any, *, alone: bool) -> None:
     """In a data worker: `get_worker_info()` names the user's own dataset, and no other worker if `alone`."""
     info = _data_worker._worker_info
     assert info is not None
-    vars(info).update({"dataset": dataset, **({"id": 0, "num_workers": 1} if alone else {})})
+    for name, value in {"dataset": dataset, **({"id": 0, "num_workers": 1} if alone else {})}.items():
+        object.__setattr__(info, name, value)
 
 
 def hide_worker() -> None:

@@ -94,7 +94,7 @@ def checked(value: Any) -> Any:
 def worker_init(source: Source, *, alone: bool) -> Callable[[int], None]:
     """A data worker outlives signals (its rank decides) and never outlives its rank.
 
-    The user's own `worker_init_fn` then finds its dataset in `get_worker_info()`, and itself the only worker if `alone`.
+    The user's own `worker_init_fn` then finds its dataset in `get_worker_info()`, and no other worker if `alone`.
     """
     then = source.loader.worker_init_fn if source.loader else None
 
