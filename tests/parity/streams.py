@@ -115,6 +115,7 @@ def read_together(
     state: Mapping[str, Any] | None = None,
     drop_last: bool = False,
     shards: int | None = None,
+    collate: Any = None,
 ) -> list[Told]:
     """Replicas as threads, each with a dataset of its own; the first error of any is raised."""
     barrier = threading.Barrier(replicas, timeout=20)
@@ -135,7 +136,7 @@ def read_together(
         )
         try:
             feed = make_feed(
-                data=make(), collate=None, order=None, seed=3, cut=cut, cursor=cursor or Cursor(), workers=workers,
+                data=make(), collate=collate, order=None, seed=3, cut=cut, cursor=cursor or Cursor(), workers=workers,
                 sample_seeds="never" if replicas > 1 else "auto", shards=shards, agree=agree,
             )  # fmt: skip
             if state is not None:
