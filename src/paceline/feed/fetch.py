@@ -96,7 +96,7 @@ def worker_init(source: Source, *, alone: bool) -> Callable[[int], None]:
 
     The user's own `worker_init_fn` then finds its dataset in `get_worker_info()`, and no other worker if `alone`.
     """
-    then = source.loader.worker_init_fn if source.loader else None
+    then = source.loader.worker_init_fn if source.loader is not None else None
 
     def start(number: int) -> None:
         for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

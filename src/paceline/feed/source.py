@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from paceline.errors import DataError, JobError
@@ -29,7 +29,12 @@ class Source:
     @property
     def is_indexed(self) -> bool:
         """Whether any sample can be asked for by its index."""
-        return hasattr(self.data, "__getitem__") and hasattr(self.data, "__len__")
+        return is_indexed(self.data)
+
+
+def is_indexed(data: Any) -> bool:
+    """Whether samples are asked for by index. torch's IterableDataset has an index operator too, which only raises."""
+    return not isinstance(data, IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
 def read_source(data: Any, *, collate: Collate | None, order: Any, workers: int, name: str) -> Source:
@@ -38,7 +43,9 @@ def read_source(data: Any, *, collate: Collate | None, order: Any, workers: int,
     Raises:
         JobError: it is nothing that can be indexed or iterated, or it is empty.
     """
-    if callable(data) and not hasattr(data, "__getitem__") and not hasattr(data, "__iter__"):
+    if isinstance(data, type) or (
+        callable(data) and not hasattr(data, "__getitem__") and not hasattr(data, "__iter__")
+    ):
         data = data()
     if isinstance(data, DataLoader):
         return _from_loader(data, collate=collate, order=order, workers=workers, name=name)
@@ -64,7 +71,7 @@ def _from_loader(loader: DataLoader[Any], *, collate: Collate | None, order: Any
     method = context.get_start_method() if hasattr(context, "get_start_method") else context
     if method not in (None, "fork"):
         notes.append(f"the DataLoader's multiprocessing_context {method} is not kept: data workers are forked")
-    if order is None and hasattr(loader.dataset, "__getitem__"):
+    if order is None and is_indexed(loader.dataset):
         order, note = _order_of(loader.sampler)
         notes += [note] if note else []
     return Source(

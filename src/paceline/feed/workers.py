@@ -26,8 +26,8 @@ def kept_settings(source: Source) -> dict[str, Any]:
     return {
         "batch_size": None,
         "collate_fn": _as_is,
-        "prefetch_factor": (given.prefetch_factor if given else None) or 2,
-        "timeout": given.timeout if given else 0,
+        "prefetch_factor": getattr(given, "prefetch_factor", None) or 2,
+        "timeout": getattr(given, "timeout", 0),
         "multiprocessing_context": "fork",
     }
 
@@ -54,7 +54,7 @@ class Workers:
         """Fetch ahead in this order; None where nothing is fetched ahead."""
         if not self._source.workers:
             return None
-        pinned = self._pin_memory or bool(self._source.loader and self._source.loader.pin_memory)
+        pinned = self._pin_memory or bool(getattr(self._source.loader, "pin_memory", False))
         start = worker_init(self._source, alone=False)
         self._iterator = iter(
             DataLoader(

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from paceline.job import Job
 from paceline.order.permute import Permutation
@@ -25,17 +32,20 @@ class Reading:
         self, *, job: Job, seed: int, drop_last: bool, sample_seeds: str, batch: int = 1, shards: int | None = None
     ) -> None:
         data = job.train_data
-        if callable(data) and not hasattr(data, "__getitem__") and not isinstance(data, Iterable):
+        made = hasattr(data, "__getitem__") or isinstance(data, Iterable)
+        if isinstance(data, type) or (callable(data) and not made):
             data = data()
         self._order, self._collate = job.order, job.collate
         if isinstance(data, DataLoader):
             self._collate = self._collate or data.collate_fn
-            self._order = _order_of(data.sampler) if self._order is None else self._order
+            if not isinstance(data.dataset, IterableDataset) and self._order is None:
+                self._order = _order_of(data.sampler)
             data = data.dataset
         self._data = data
         self._seed = seed
         self._drop_last = drop_last
-        self.is_indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+        is_stream = isinstance(data, IterableDataset)
+        self.is_indexed = not is_stream and hasattr(data, "__getitem__") and hasattr(data, "__len__")
         self._seeded = sample_seeds == "always" or (sample_seeds == "auto" and (not self.is_indexed or self._draws()))
         self._stream = Sharded(data, seed=seed if self._seeded else None, batch=batch, shards=shards)
 
