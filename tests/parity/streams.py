@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from paceline.feed.feed import make_feed
+from paceline.feed.feed import Feed, make_feed
 from paceline.feed.types import Cut
 from paceline.order.cursor import Cursor
 from paceline.order.shards import blocks
@@ -139,17 +140,8 @@ def read_together(
                 data=make(), collate=collate, order=None, seed=3, cut=cut, cursor=cursor or Cursor(), workers=workers,
                 sample_seeds="never" if replicas > 1 else "auto", shards=shards, agree=agree,
             )  # fmt: skip
-            if state is not None:
-                feed.restore(state)
-            told = Told({}, {}, cursor or Cursor(), list(feed.notes))
-            for _, given in zip(range(steps), feed, strict=False):
-                told.cursor = given.batch.after
-                told.notes += given.notes
-                for part in given.micro:
-                    told.micro[given.batch.after.step, part.index] = (part.indices, part.data.tolist())
-            told.state = dict(feed.state())
-            found[replica] = told
-            feed.close()
+            with closing(feed):
+                found[replica] = _drain(feed, steps=steps, cursor=cursor or Cursor(), state=state)
         except BaseException as error:
             errors.append(error)
             barrier.abort()
@@ -163,6 +155,19 @@ def read_together(
     if real or errors:
         raise (real or errors)[0]
     return [told for told in found if told is not None]
+
+
+def _drain(feed: Feed, *, steps: int, cursor: Cursor, state: Mapping[str, Any] | None) -> Told:
+    if state is not None:
+        feed.restore(state)
+    told = Told({}, {}, cursor, list(feed.notes))
+    for _, given in zip(range(steps), feed, strict=False):
+        told.cursor = given.batch.after
+        told.notes += given.notes
+        for part in given.micro:
+            told.micro[given.batch.after.step, part.index] = (part.indices, part.data.tolist())
+    told.state = dict(feed.state())
+    return told
 
 
 def joined(told: list[Told]) -> dict[tuple[int, int], tuple[tuple[int, ...], list[Any]]]:
