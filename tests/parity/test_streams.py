@@ -41,6 +41,8 @@ def test_any_number_of_replicas_has_the_naive_order(kind: Any, replicas: int, mi
 @pytest.mark.parametrize("workers", [1, 4])
 def test_data_workers_change_nothing(workers: int) -> None:
     alone = read_together(lambda: Drawing(LENGTHS), replicas=1, steps=20)
+    drawn = {(v % 1_000_000 // 1000, v // 1_000_000) for _, values in joined(alone).values() for v in values}
+    assert len(drawn) > 3 * len({file for file, _ in drawn})
     assert joined(read_together(lambda: Drawing(LENGTHS), replicas=1, steps=20, workers=workers)) == joined(alone)
     two = joined(read_together(lambda: Buffered(LENGTHS), replicas=2, steps=20, workers=workers))
     assert two == joined(read_together(lambda: Buffered(LENGTHS), replicas=1, steps=20))
@@ -52,7 +54,7 @@ class Drawing(Files):
     def __iter__(self) -> Iterator[Any]:
         info = torch.utils.data.get_worker_info()
         for value in super().__iter__():
-            if info is None or int(value) % info.num_workers == info.id:
+            if info is None:
                 yield value + random.randrange(7) * 1_000_000
 
 
@@ -72,18 +74,24 @@ def test_a_resume_anywhere_on_any_number_goes_on(kind: Any) -> None:
 
 
 def test_a_resume_reads_a_constant_number_of_samples_and_each_replica_its_own_shards() -> None:
-    data = [Files([5000] * 8) for _ in range(2)]
+    data = [Files([5000] * 8, spread=10_000) for _ in range(2)]
     turn = iter(data)
     before = read_together(lambda: next(turn), replicas=2, steps=600, batch=32, micro=16)
-    files = [{number // 1000 // 5 for number in one.reads} for one in data]
-    assert max(len(one.reads) for one in data) < 600 * 16 + 500 and len(files[0]) <= 8
-    own = [{value // 5000 for value in (n for n in one.reads[40:])} for one in data]
-    assert own[0] and own[1]
-    again = [Files([5000] * 8) for _ in range(4)]
+    assert max(len(one.reads) for one in data) < 600 * 16 + 500
+    own = [{number // 10_000 for number in one.reads[100:]} for one in data]
+    assert own == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    again = [Files([5000] * 8, spread=10_000) for _ in range(4)]
     turn = iter(again)
     state, cursor = before[0].state, before[0].cursor
     read_together(lambda: next(turn), replicas=4, steps=1, batch=32, micro=8, cursor=cursor, state=state)
     assert max(len(one.reads) for one in again) < 200
+
+
+def test_a_shard_that_ends_changes_hands_without_being_read_again() -> None:
+    data = [Files([400, 900, 900, 500], spread=10_000) for _ in range(2)]
+    turn = iter(data)
+    read_together(lambda: next(turn), replicas=2, steps=2700 // 12, micro=6)
+    assert sum(len(one.reads) for one in data) < 2700 * 1.35
 
 
 def test_a_state_without_its_buffer_is_seen_and_read_again_exactly() -> None:
@@ -105,7 +113,7 @@ def test_a_stream_that_differs_is_refused() -> None:
         )
     numbers = iter((1000, 999))
     with pytest.raises(DataError, match="gives other samples on rank 1 than on rank 0"):
-        read_together(lambda: Files([90, 80], spread=next(numbers)), replicas=2, steps=9)
+        read_together(lambda: Files([90, 80], spread=next(numbers)), replicas=2, steps=9, micro=6)
 
     class Same(Files):
         def shard(self, num_shards: int, index: int) -> Files:
