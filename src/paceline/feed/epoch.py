@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -41,13 +42,7 @@ class Reads:
         """The shards that a replica's microbatches take samples from."""
         if not self.shares:
             return frozenset(shard for shard in range(len(takes)) if takes[shard])
-        owner = _owners(self.cut, sum(takes))
-        found, place = set(), 0
-        for shard, count in enumerate(takes):
-            if replica in owner[place : place + count]:
-                found.add(shard)
-            place += count
-        return frozenset(found)
+        return _needs(self.cut, tuple(takes))[replica]
 
 
 class Epoch:
@@ -233,15 +228,25 @@ class Epoch:
                 )
 
 
-def _owners(cut: Cut, size: int) -> list[int]:
-    """Which replica computes each position of a batch."""
+@lru_cache(maxsize=64)
+def _needs(cut: Cut, takes: tuple[int, ...]) -> list[frozenset[int]]:
+    """The shards that each replica's microbatches take samples from; nearly every batch takes the same."""
+    size, found = sum(takes), []
+    bounds = [sum(takes[:shard]) for shard in range(len(takes) + 1)]
     micro = -(-size // cut.micro_batch_size)
-    owner = [0] * size
     for replica in range(cut.replicas):
-        for index in deal(micro, replica=replica, replicas=cut.replicas):
-            stop = min((index + 1) * cut.micro_batch_size, size)
-            owner[index * cut.micro_batch_size : stop] = [replica] * (stop - index * cut.micro_batch_size)
-    return owner
+        spans = [
+            (index * cut.micro_batch_size, min((index + 1) * cut.micro_batch_size, size))
+            for index in deal(micro, replica=replica, replicas=cut.replicas)
+        ]
+        found.append(
+            frozenset(
+                shard
+                for shard in range(len(takes))
+                if any(max(start, bounds[shard]) < min(stop, bounds[shard + 1]) for start, stop in spans)
+            )
+        )
+    return found
 
 
 def _differs(shard: int, rank: int, other: int) -> DataError:
