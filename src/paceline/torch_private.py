@@ -2,7 +2,7 @@
 
 Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torch itself) and
 `Tensor._version` (bumped by every write in place), and the common bases of
-BatchNorm, of all norms with running statistics, and of dropout.
+BatchNorm, of all norms with running statistics, and of dropout; and the data worker's note about itself.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.utils.data._utils import worker as _data_worker
 
 __all__ = [
     "BatchNormBase",
@@ -20,6 +21,8 @@ __all__ = [
     "NormBase",
     "copy_all",
     "divide_all",
+    "hide_worker",
+    "introduce_worker",
     "lerp_all",
     "stop_data_workers",
     "version",
@@ -59,3 +62,19 @@ def stop_data_workers(iterator: Any) -> None:
         if process.is_alive():
             process.kill()
         process.join()
+
+
+def introduce_worker(dataset: Any, *, alone: bool) -> None:
+    """In a data worker: `get_worker_info()` names the user's own dataset, and no other worker if `alone`."""
+    info = _data_worker._worker_info
+    assert info is not None
+    for name, value in {"dataset": dataset, **({"id": 0, "num_workers": 1} if alone else {})}.items():
+        object.__setattr__(info, name, value)
+
+
+def hide_worker() -> None:
+    """In a data worker: `get_worker_info()` says None from here on.
+
+    A dataset that splits itself over the workers that it sees would split a shard that is one worker's whole.
+    """
+    _data_worker._worker_info = None

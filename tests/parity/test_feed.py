@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from paceline.errors import DataError, JobError
 from paceline.feed.feed import eval_feed, make_feed
@@ -166,3 +174,85 @@ def test_a_feed_left_open_does_not_hold_the_interpreter(steps: int, sleep: int) 
     script = LEFT_OPEN.format(steps=steps, sleep=sleep)
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=60, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_data_loaders_own_worker_settings_reach_the_workers() -> None:
+    class Marked(Noisy):
+        mark = 0
+
+        def __getitem__(self, index: int) -> Any:
+            return self.mark
+
+    def start(number: int) -> None:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None and info.id == number
+        info.dataset.mark = 7
+
+    loader = DataLoader(
+        Marked(), batch_size=4, num_workers=2, worker_init_fn=start, prefetch_factor=3, timeout=30,
+        persistent_workers=True, pin_memory=False, multiprocessing_context="fork",
+    )  # fmt: skip
+    found = read(loader, replicas=2)
+    assert {value for _, (values,) in found.values() for value in values} == {7}
+
+
+def test_a_worker_init_that_splits_a_stream_by_workers_loses_nothing() -> None:
+    class Range(IterableDataset[Any]):
+        start, stop = 0, 45
+
+        def __iter__(self) -> Iterator[Any]:
+            return (torch.tensor(i) for i in range(self.start, self.stop))
+
+    def narrow(number: int) -> None:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        share = -(-45 // info.num_workers)
+        info.dataset.start, info.dataset.stop = info.id * share, min(45, (info.id + 1) * share)
+
+    loader = DataLoader(Range(), batch_size=4, num_workers=3, worker_init_fn=narrow)
+    assert read(loader, replicas=2) == read(Range(), replicas=1)
+
+
+def test_what_of_a_data_loader_is_not_kept_is_said_or_refused() -> None:
+    cut = Cut(global_batch_size=12, micro_batch_size=6)
+
+    def notes(**options: Any) -> str:
+        loader = DataLoader(Noisy(), batch_size=4, **options)
+        feed = make_feed(data=loader, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
+        return " ".join(feed.notes)
+
+    assert "--data.drop_last true" in notes(drop_last=True)
+    assert "generator is not used" in notes(shuffle=True, generator=torch.Generator())
+    assert "spawn is not kept" in notes(num_workers=1, multiprocessing_context="spawn")
+    assert "DistributedSampler is replaced" in notes(sampler=DistributedSampler(Noisy(), num_replicas=2, rank=0))
+
+    class Own(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return iter([1, 2])
+
+    for loader, word in ((DataLoader(Noisy(), batch_size=None), "whole batches"), (Own(Noisy()), "in its own way")):
+        with pytest.raises(JobError, match=word):
+            make_feed(data=loader, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
+
+
+def test_an_evaluation_keeps_a_loaders_sampler() -> None:
+    loader = DataLoader(Noisy(), batch_size=4, sampler=SubsetRandomSampler([3, 5, 8, 13, 21]))
+    indices = [
+        i
+        for replica in range(2)
+        for micro in eval_feed(data=loader, collate=None, batch_size=2, replica=replica, replicas=2, seed=0)
+        for i in micro.indices
+    ]
+    assert sorted(indices) == [3, 5, 8, 13, 21]
+
+
+def test_the_last_step_of_a_stream_ends_its_epoch() -> None:
+    cut = Cut(global_batch_size=12, micro_batch_size=6)
+    feed = make_feed(data=Stream(), collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
+    after = [given.batch.after for _, given in zip(range(4), feed, strict=False)]
+    assert [(one.epoch, one.position, one.samples) for one in after] == [
+        (0, 12, 12),
+        (0, 24, 24),
+        (0, 36, 36),
+        (1, 0, 45),
+    ]

@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from paceline.feed.epoch import Agree
 from paceline.feed.fetch import Fetcher, Wanted, checked
+from paceline.feed.once import stream_once
 from paceline.feed.seeds import draws_random
 from paceline.feed.source import Collate, Order, Source, read_source
-from paceline.feed.stream import StreamFeed, stream_once
+from paceline.feed.stream import StreamFeed
 from paceline.feed.types import Cut, LocalMicro, StepInput
 from paceline.feed.workers import Workers
 from paceline.order.batches import Batch, next_batch
@@ -28,7 +30,7 @@ class Feed(Protocol):
     def __iter__(self) -> Iterator[StepInput]: ...
 
     def state(self) -> Mapping[str, Any]:
-        """What a checkpoint must hold beside the cursor."""
+        """What a checkpoint must hold beside the cursor; every replica calls this."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take such a state back, before iterating."""
@@ -48,11 +50,18 @@ def make_feed(
     workers: int = 0,
     sample_seeds: str = "auto",
     pin_memory: bool = False,
+    shards: int | None = None,
+    agree: Agree | None = None,
 ) -> Feed:
-    """The feed of one replica, starting at `cursor`."""
+    """The feed of one replica, starting at `cursor`.
+
+    `agree` gathers a JSON value of every replica; with it, replicas share the reading of a stream.
+    """
     source = read_source(data, collate=collate, order=order, workers=workers, name="train_data")
     if not source.is_indexed:
-        return StreamFeed(source=source, cut=cut, cursor=cursor)
+        return StreamFeed(
+            source=source, cut=cut, cursor=cursor, seed=seed, sample_seeds=sample_seeds, shards=shards, agree=agree
+        )
     return IndexedFeed(
         source=source, seed=seed, cut=cut, cursor=cursor, sample_seeds=sample_seeds, pin_memory=pin_memory
     )
@@ -140,17 +149,25 @@ def eval_feed(
     seed: int,
     workers: int = 0,
     name: str = "eval_data",
+    totals: dict[str, list[int]] | None = None,
 ) -> Iterator[LocalMicro]:
-    """Every sample exactly once over all replicas: no padding, and replicas may hold different counts."""
-    source = read_source(data, collate=collate, order="sequential", workers=workers, name=name)
+    """Every sample exactly once over all replicas: no padding, and replicas may hold different counts.
+
+    `totals` is given what a stream's shards have turned out to be, so that replicas can compare it.
+    """
+    source = read_source(data, collate=collate, order=None, workers=workers, name=name)
     if not source.is_indexed:
-        yield from stream_once(source=source, batch_size=batch_size, replica=replica, replicas=replicas)
+        found = {} if totals is None else totals
+        yield from stream_once(
+            source=source, batch_size=batch_size, replica=replica, replicas=replicas, seed=seed, totals=found
+        )
         return
-    total = len(source.data)
+    order = Order(order=source.order or "sequential", num_samples=len(source.data), seed=seed)
+    total = order.size(0)
     starts = list(range(0, total, batch_size))
     fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=False)
     mine = [
-        (index, Wanted(epoch=0, indices=tuple(range(starts[index], min(starts[index] + batch_size, total)))))
+        (index, Wanted(epoch=0, indices=order.at(epoch=0, start=starts[index], stop=starts[index] + batch_size)))
         for index in deal(len(starts), replica=replica, replicas=replicas)
     ]
     pool = Workers(fetcher=fetcher, source=source, pin_memory=False)

@@ -12,7 +12,9 @@ from torch.utils.data import Dataset, default_collate
 
 from paceline.errors import DataError, user_line
 from paceline.feed.seeds import seed_sample
+from paceline.feed.source import Source
 from paceline.streams import key, seed_all
+from paceline.torch_private import introduce_worker
 
 _PR_SET_PDEATHSIG = 1
 
@@ -32,6 +34,7 @@ class Trouble:
     what: str
     where: str
     hint: str = ""
+    cause: str = ""
 
 
 class Fetcher(Dataset[Any]):
@@ -84,12 +87,16 @@ def checked(value: Any) -> Any:
         DataError: the dataset or the collation raised.
     """
     if isinstance(value, Trouble):
-        raise DataError(value.what, where=value.where, hint=value.hint)
+        raise DataError(value.what, where=value.where, cause=value.cause, hint=value.hint)
     return value
 
 
-def worker_init(then: Callable[[int], None] | None) -> Callable[[int], None]:
-    """A data worker outlives signals (its rank decides) and never outlives its rank."""
+def worker_init(source: Source, *, alone: bool) -> Callable[[int], None]:
+    """A data worker outlives signals (its rank decides) and never outlives its rank.
+
+    The user's own `worker_init_fn` then finds its dataset in `get_worker_info()`, and no other worker if `alone`.
+    """
+    then = source.loader.worker_init_fn if source.loader is not None else None
 
     def start(number: int) -> None:
         for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -97,6 +104,7 @@ def worker_init(then: Callable[[int], None] | None) -> Callable[[int], None]:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         torch.set_num_threads(1)
+        introduce_worker(source.data, alone=alone)
         if then is not None:
             then(number)
 

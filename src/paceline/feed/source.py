@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from paceline.errors import DataError, JobError
@@ -29,7 +29,12 @@ class Source:
     @property
     def is_indexed(self) -> bool:
         """Whether any sample can be asked for by its index."""
-        return hasattr(self.data, "__getitem__") and hasattr(self.data, "__len__")
+        return is_indexed(self.data)
+
+
+def is_indexed(data: Any) -> bool:
+    """Whether samples are asked for by index. torch's IterableDataset has an index operator too, which only raises."""
+    return not isinstance(data, IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
 def read_source(data: Any, *, collate: Collate | None, order: Any, workers: int, name: str) -> Source:
@@ -38,10 +43,12 @@ def read_source(data: Any, *, collate: Collate | None, order: Any, workers: int,
     Raises:
         JobError: it is nothing that can be indexed or iterated, or it is empty.
     """
-    if callable(data) and not hasattr(data, "__getitem__") and not hasattr(data, "__iter__"):
+    if isinstance(data, type) or (
+        callable(data) and not hasattr(data, "__getitem__") and not hasattr(data, "__iter__")
+    ):
         data = data()
     if isinstance(data, DataLoader):
-        return _from_loader(data, collate=collate, order=order, workers=workers)
+        return _from_loader(data, collate=collate, order=order, workers=workers, name=name)
     source = Source(data=data, collate=collate, order=order, workers=workers)
     if source.is_indexed:
         if len(data) == 0:
@@ -54,16 +61,17 @@ def read_source(data: Any, *, collate: Collate | None, order: Any, workers: int,
     return source
 
 
-def _from_loader(loader: DataLoader[Any], *, collate: Collate | None, order: Any, workers: int) -> Source:
+def _from_loader(loader: DataLoader[Any], *, collate: Collate | None, order: Any, workers: int, name: str) -> Source:
     """Keep what the user set on a DataLoader; only the dealing of samples is ours."""
+    _check_loader(loader, name)
     notes = ["the DataLoader's own settings are kept; batches are cut by global_batch_size"]
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        raise JobError(
-            f"the DataLoader cuts batches with its own {type(loader.batch_sampler).__name__}.",
-            cause="which samples form a batch must be known for any number of ranks",
-            hint="order=lambda num_samples, epoch, seed: [indices ...]",
-        )
-    if order is None and hasattr(loader.dataset, "__getitem__"):
+    if loader.drop_last and name == "train_data":
+        notes.append("the DataLoader's drop_last is a setting of the run: --data.drop_last true")
+    context = loader.multiprocessing_context
+    method = context.get_start_method() if hasattr(context, "get_start_method") else context
+    if method not in (None, "fork"):
+        notes.append(f"the DataLoader's multiprocessing_context {method} is not kept: data workers are forked")
+    if order is None and is_indexed(loader.dataset):
         order, note = _order_of(loader.sampler)
         notes += [note] if note else []
     return Source(
@@ -76,11 +84,33 @@ def _from_loader(loader: DataLoader[Any], *, collate: Collate | None, order: Any
     )
 
 
+def _check_loader(loader: DataLoader[Any], name: str) -> None:
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        raise JobError(
+            f"the DataLoader cuts batches with its own {type(loader.batch_sampler).__name__}.",
+            cause="which samples form a batch must be known for any number of ranks",
+            hint="order=lambda num_samples, epoch, seed: [indices ...]",
+        )
+    if loader.batch_size is None:
+        raise JobError(
+            f"the DataLoader of {name} has batch_size=None: its dataset makes whole batches.",
+            cause="a batch is cut into microbatches for any number of ranks, which takes single samples",
+            hint=f"{name}=a dataset of single samples, and collate= for what makes a batch of them",
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise JobError(
+            f"{name} is a {type(loader).__name__}, a DataLoader that iterates in its own way.",
+            cause="samples are read and dealt by the run, so that any number of ranks has the same",
+            hint=f"{name}=loader.dataset, with collate=loader.collate_fn",
+        )
+
+
 def _order_of(sampler: Any) -> tuple[Any, str]:
     if isinstance(sampler, SequentialSampler):
         return "sequential", ""
     if isinstance(sampler, RandomSampler) and not sampler.replacement:
-        return None, ""
+        own = sampler.generator is not None
+        return None, "the DataLoader's generator is not used: the order of samples follows from the seed" if own else ""
     if isinstance(sampler, DistributedSampler):
         note = "the DistributedSampler is replaced: it repeats samples to even out ranks"
         return (None if sampler.shuffle else "sequential"), note

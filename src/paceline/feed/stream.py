@@ -1,132 +1,179 @@
-"""Data that can only be iterated: each replica reads the whole stream and keeps its own microbatches.
+"""Data that can only be iterated. What can be split is split into virtual shards, and a replica reads those that it
+needs; any other stream is read whole by every replica, which keeps its own microbatches (exact, costs reading).
 
-That is exact for any number of replicas and costs reading. A rolling checksum of all samples finds a stream
-that gives other samples when it is read again: between replicas at every step, and on resume.
+Checksums find a stream that gives other samples when it is read again: between replicas, and on resume.
 """
 
-import zlib
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import default_collate
 
-from paceline.errors import DataError, JobError
+from paceline.errors import DataError, JobError, ResumeError
+from paceline.feed.checksum import checksum
+from paceline.feed.epoch import Agree, Epoch, Reads
 from paceline.feed.fetch import checked, trouble
 from paceline.feed.source import Source
+from paceline.feed.split import Split, split_of
 from paceline.feed.types import Cut, LocalMicro, StepInput
 from paceline.order.batches import Batch, Microbatch
 from paceline.order.cursor import Cursor
 from paceline.order.deal import deal
+from paceline.streams import key, seed_all
+
+__all__ = ["StreamFeed", "checksum"]
 
 
 class StreamFeed:
-    """The feed over an iterable."""
+    """The feed over an iterable. `agree` gathers every replica's value, in the order of replicas."""
 
     num_samples: int | None = None
 
-    def __init__(self, *, source: Source, cut: Cut, cursor: Cursor) -> None:
+    def __init__(
+        self,
+        *,
+        source: Source,
+        cut: Cut,
+        cursor: Cursor,
+        seed: int,
+        sample_seeds: str = "auto",
+        shards: int | None = None,
+        agree: Agree | None = None,
+    ) -> None:
         if source.order is not None:
             raise JobError("order= needs data that can be indexed.", hint="leave order= out for an iterable")
         self._source = source
         self._cut = cut
         self._cursor = cursor
-        self._checksum = 0
-        self._expected: int | None = None
-        self.notes = (
-            *source.notes,
-            "data: a stream; every replica reads all of it and keeps its own microbatches (exact, costs reading)",
-        )
+        self._asked = shards
+        self._seed = None if sample_seeds == "never" else seed
+        self._agree = agree
+        self._saved: Mapping[str, Any] | None = None
+        self._epoch: Epoch | None = None
+        self._split = split_of(source, asked=shards, global_batch_size=cut.global_batch_size)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the banner."""
+        return (*self._source.notes, said(self._split, replicas=self._cut.replicas, kind="data"))
 
     def __iter__(self) -> Iterator[StepInput]:
         """Endless: the stream is read again for each epoch."""
         cursor = self._cursor
-        samples = self._resumed(cursor)
+        epoch = self._resumed()
         while True:
-            rows = list(islice(samples, self._cut.global_batch_size))
-            if not rows or (self._cut.drop_last and len(rows) < self._cut.global_batch_size):
-                if cursor.position == 0:
-                    raise DataError("the stream of train_data is empty.", hint="check the path it reads from")
-                cursor = Cursor(epoch=cursor.epoch + 1, samples=cursor.samples, step=cursor.step)
-                samples = self._opened(cursor.epoch)
-                continue
-            batch = _batch(cursor, len(rows), self._cut.micro_batch_size)
-            cursor = batch.after
-            for row in rows:
-                self._checksum = checksum(row, self._checksum)
-            yield StepInput(batch=batch, micro=self._local(batch, rows), fingerprint=self._checksum & 0xFFFFFF)
+            takes = epoch.next_batch()
+            if takes is None:
+                raise DataError(
+                    "the stream of train_data is empty."
+                    if not cursor.position
+                    else "the stream of train_data ended before the place where this run stopped.",
+                    hint="check the path it reads from",
+                )
+            batch = _batch(cursor, sum(takes), self._cut.micro_batch_size)
+            rows = epoch.give()
+            micro = self._local(batch, rows)
+            fingerprint = epoch.checksum
+            if epoch.next_batch() is None:
+                after = batch.after
+                ended = Cursor(epoch=after.epoch + 1, samples=after.samples, step=after.step)
+                batch = Batch(cursor=batch.cursor, after=ended, micro=batch.micro)
+            self._cursor = cursor = batch.after
+            yield StepInput(batch=batch, micro=micro, fingerprint=fingerprint & 0xFFFFFF, notes=tuple(epoch.notes))
+            if cursor.position == 0:
+                epoch = self._opened(cursor.epoch)
 
     def state(self) -> Mapping[str, Any]:
-        """The checksum of what was read so far in this epoch."""
-        return {"checksum": self._checksum}
+        """Where each shard stands, of use on any number of replicas; every replica calls this."""
+        found: dict[str, Any] = {"shards": self._split.shards, "epoch": self._cursor.epoch}
+        if self._epoch is not None and self._cursor.position:
+            found |= self._epoch.state()
+        return found
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The checksum that reading again must give."""
-        self._expected = int(state["checksum"])
+        """Go on from such a state, with its shards.
+
+        Raises:
+            ResumeError: the stream can't be split as it was, or another number of shards is asked for.
+        """
+        self._saved = state
+        was, asked = int(state["shards"]), self._asked
+        if asked is not None and asked != was and self._split.shards != was:
+            raise ResumeError(
+                f"data.shards was {was}, is {asked}.",
+                cause="which sample comes when follows from it; it is fixed at a run's first start",
+                hint="leave --data.shards out",
+            )
+        split = self._split
+        if was != split.shards:
+            split = split_of(self._source, asked=was, global_batch_size=max(was, self._cut.global_batch_size))
+        if was != split.shards:
+            raise ResumeError(
+                f"the stream was split into {was} shards, and can't be now: {split.why_whole}.",
+                cause="other data, or another version of it",
+                hint="give the job the data that the run was started with",
+            )
+        self._split = split
 
     def close(self) -> None:
-        """Nothing runs in the background."""
+        """Stop the data workers."""
+        if self._epoch is not None:
+            self._epoch.close()
 
-    def _opened(self, epoch: int) -> Iterator[Any]:
-        self._checksum = 0
-        if hasattr(self._source.data, "set_epoch"):
-            self._source.data.set_epoch(epoch)
-        return _named(iter(self._source.data))
+    def _opened(self, number: int, saved: Mapping[str, Any] | None = None) -> Epoch:
+        if self._epoch is not None:
+            self._epoch.close()
+        reads = Reads(split=self._split, source=self._source, cut=self._cut, seed=self._seed, agree=self._agree)
+        self._epoch = Epoch(reads=reads, number=number, saved=saved)
+        return self._epoch
 
-    def _resumed(self, cursor: Cursor) -> Iterator[Any]:
-        samples = self._opened(cursor.epoch)
-        skipped = 0
-        for row in islice(samples, cursor.position):
-            self._checksum = checksum(row, self._checksum)
-            skipped += 1
-        if skipped < cursor.position or (self._expected is not None and self._checksum != self._expected):
-            raise DataError(
-                f"the stream differs from what this run read before (first {cursor.position} samples).",
-                cause="the iterable is not the same each time it is read",
-                hint="seed it, or make it depend on set_epoch(epoch) alone",
-            )
-        return samples
+    def _resumed(self) -> Epoch:
+        """From the saved records in constant time; without them, by reading from the start of the epoch."""
+        cursor, saved = self._cursor, self._saved
+        known = saved is not None and saved.get("epoch") == cursor.epoch and "read" in saved
+        if saved is not None and known and sum(saved["read"]) == cursor.position:
+            return self._opened(cursor.epoch, saved)
+        epoch = self._opened(cursor.epoch)
+        while sum(epoch.read) < cursor.position and epoch.next_batch() is not None:
+            epoch.give()
+        return epoch
 
     def _local(self, batch: Batch, rows: list[Any]) -> tuple[LocalMicro, ...]:
-        first = batch.cursor.position
-        collate = self._source.collate or default_collate
-        found = []
+        first, found = batch.cursor.position, []
         for index in deal(len(batch.micro), replica=self._cut.replica, replicas=self._cut.replicas):
             micro = batch.micro[index]
+            if self._seed is not None:
+                seed_all(key(self._seed, "microbatch", batch.cursor.epoch, micro.start))
             part = rows[micro.start - first : micro.stop - first]
-            found.append(_micro(index, part, collate, tuple(range(micro.start, micro.stop))))
+            found.append(collated(part, source=self._source, index=index, start=micro.start))
         return tuple(found)
 
 
-def stream_once(*, source: Source, batch_size: int, replica: int, replicas: int) -> Iterator[LocalMicro]:
-    """One pass for evaluation: each sample on exactly one replica."""
-    samples = _named(iter(source.data))
+def said(split: Split, *, replicas: int, kind: str) -> str:
+    """One line: how the stream is read."""
+    if split.shards == 1:
+        resume = "; a resume goes on from its state" if split.keeps_place else ""
+        return (
+            f"{kind}: a stream, not split ({split.why_whole}); every replica reads all of it and keeps its own "
+            f"microbatches (exact, costs reading){resume}"
+        )
+    each = (
+        "each replica reads its own"
+        if split.shards >= replicas
+        else f"about {-(-replicas // split.shards)} replicas read each (costs reading; more of them need a new run)"
+    )
+    return f"{kind}: a stream in {split.shards} virtual shards, fixed for this run; {each}"
+
+
+def collated(rows: list[Any], *, source: Source, index: int, start: int) -> LocalMicro:
+    """One microbatch of samples from position `start` on."""
     collate = source.collate or default_collate
-    index = 0
-    while rows := list(islice(samples, batch_size)):
-        if index % replicas == replica:
-            start = index * batch_size
-            yield _micro(index, rows, collate, tuple(range(start, start + len(rows))))
-        index += 1
-
-
-def checksum(sample: Any, start: int) -> int:
-    """A running CRC of a sample's content."""
-    if isinstance(sample, torch.Tensor):
-        return checksum(sample.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), start)
-    if isinstance(sample, np.ndarray):
-        return zlib.crc32(np.ascontiguousarray(sample).tobytes(), start)
-    if isinstance(sample, Mapping):
-        for name in sample:
-            start = checksum(sample[name], zlib.crc32(str(name).encode(), start))
-        return start
-    if isinstance(sample, tuple | list):
-        for part in sample:
-            start = checksum(part, start)
-        return start
-    return zlib.crc32(repr(sample).encode(), start)
+    try:
+        data = collate(rows)
+    except Exception as error:
+        data = trouble(error, doing="collating samples of a stream", hint="collate=lambda samples: ...")
+    indices = tuple(range(start, start + len(rows)))
+    return LocalMicro(index=index, num_samples=len(rows), data=checked(data), indices=indices)
 
 
 def _batch(cursor: Cursor, size: int, micro_batch_size: int) -> Batch:
@@ -137,25 +184,3 @@ def _batch(cursor: Cursor, size: int, micro_batch_size: int) -> Batch:
     )
     after = Cursor(epoch=cursor.epoch, position=stop, samples=cursor.samples + size, step=cursor.step + 1)
     return Batch(cursor=cursor, after=after, micro=micro)
-
-
-def _micro(index: int, rows: list[Any], collate: Any, indices: tuple[int, ...]) -> LocalMicro:
-    try:
-        data = collate(rows)
-    except Exception as error:
-        data = trouble(error, doing="collating samples of a stream", hint="collate=lambda samples: ...")
-    return LocalMicro(index=index, num_samples=len(rows), data=checked(data), indices=indices)
-
-
-def _named(samples: Iterator[Any]) -> Iterator[Any]:
-    """The same samples; an exception of the user's iterator is named with its line."""
-    number = 0
-    while True:
-        try:
-            sample = next(samples)
-        except StopIteration:
-            return
-        except Exception as error:
-            checked(trouble(error, doing=f"reading sample {number} of the stream"))
-        yield sample
-        number += 1

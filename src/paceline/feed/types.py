@@ -34,6 +34,7 @@ class StepInput:
     batch: Batch
     micro: tuple[LocalMicro, ...]
     fingerprint: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def num_micro(self) -> int:

@@ -12,7 +12,24 @@ from paceline.feed.fetch import Fetcher, Wanted, worker_init
 from paceline.feed.source import Source
 from paceline.torch_private import stop_data_workers
 
-_open: "weakref.WeakSet[Workers]" = weakref.WeakSet()
+_open: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def closed_at_exit(pool: Any) -> None:
+    """Stop this one's data workers when the interpreter ends, if nobody has."""
+    _open.add(pool)
+
+
+def kept_settings(source: Source) -> dict[str, Any]:
+    """What a user's DataLoader says about its workers, for ours."""
+    given = source.loader
+    return {
+        "batch_size": None,
+        "collate_fn": _as_is,
+        "prefetch_factor": getattr(given, "prefetch_factor", None) or 2,
+        "timeout": getattr(given, "timeout", 0),
+        "multiprocessing_context": "fork",
+    }
 
 
 class _Asked(Sampler[Any]):
@@ -31,28 +48,25 @@ class Workers:
         self._source = source
         self._pin_memory = pin_memory
         self._iterator: Any = None
-        _open.add(self)
+        closed_at_exit(self)
 
     def start(self, wanted: Iterable[Wanted]) -> Iterator[Any] | None:
         """Fetch ahead in this order; None where nothing is fetched ahead."""
         if not self._source.workers:
             return None
-        given = self._source.loader
+        pinned = self._pin_memory or bool(getattr(self._source.loader, "pin_memory", False))
+        start = worker_init(self._source, alone=False)
         self._iterator = iter(
             DataLoader(
                 self._fetcher,
-                batch_size=None,
-                sampler=_Asked(wanted),
                 num_workers=self._source.workers,
-                collate_fn=_as_is,
-                pin_memory=self._pin_memory or bool(given and given.pin_memory),
-                prefetch_factor=(given.prefetch_factor if given else None) or 2,
-                timeout=given.timeout if given else 0,
-                worker_init_fn=worker_init(given.worker_init_fn if given else None),
-                multiprocessing_context="fork",
+                sampler=_Asked(wanted),
+                pin_memory=pinned,
+                worker_init_fn=start,
+                **kept_settings(self._source),
             )
         )
-        return self._guarded(self._iterator)
+        return guarded(self._iterator)
 
     def close(self) -> None:
         """Stop them, and wait until they are gone; one that is stuck in the user's code is killed."""
@@ -60,20 +74,21 @@ class Workers:
         if iterator is not None:
             stop_data_workers(iterator)
 
-    @staticmethod
-    def _guarded(iterator: Iterator[Any]) -> Iterator[Any]:
-        while True:
-            try:
-                value = next(iterator)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                raise DataError(
-                    f"a data worker died: {error}",
-                    cause="it was killed, perhaps for memory, or a library in it crashed",
-                    hint="--data.workers 0 shows the error in the rank itself",
-                ) from error
-            yield value
+
+def guarded(iterator: Iterator[Any]) -> Iterator[Any]:
+    """The same values; a data worker that dies is named."""
+    while True:
+        try:
+            value = next(iterator)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            raise DataError(
+                f"a data worker died: {error}",
+                cause="it was killed, perhaps for memory, or a library in it crashed",
+                hint="--data.workers 0 shows the error in the rank itself",
+            ) from error
+        yield value
 
 
 def _as_is(value: Any) -> Any:

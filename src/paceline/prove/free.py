@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import IterableDataset, Subset
 
 from paceline.order.cursor import Cursor
 from paceline.prove.finding import DIFFERENT, Finding, judged
@@ -106,9 +106,10 @@ def _evaluated(built: Built) -> Evaluated | None:
 
 def _some(data: Any, built: Built) -> Any:
     """A part of the split that does not divide by the ranks."""
-    if callable(data) and not hasattr(data, "__getitem__"):
+    if isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__")):
         data = data()
-    if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or len(data) == 0:
+    is_stream = isinstance(data, IterableDataset)
+    if is_stream or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or len(data) == 0:
         return None
     size = built.plan.micro_batch_size
     return Subset(data, range(min(len(data), _EVALUATED_BATCHES * built.world.world_size * size + 1)))

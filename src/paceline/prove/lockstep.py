@@ -180,6 +180,8 @@ def feed_of(built: Built, cursor: Cursor) -> Feed:
         cursor=cursor,
         workers=settings.data.workers,
         sample_seeds=settings.data.sample_seeds,
+        shards=settings.data.shards,
+        agree=built.world.gather_json,
     )
 
 

@@ -5,36 +5,49 @@ Only the definitions are shared with the feed: the order of samples, and the key
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from paceline.job import Job
 from paceline.order.permute import Permutation
+from paceline.order.shards import choose_shards, portions
 from paceline.streams import key, preserved, seed_all
 
 
 class Reading:
     """A job's training data, by position."""
 
-    def __init__(self, *, job: Job, seed: int, drop_last: bool, sample_seeds: str) -> None:
+    def __init__(
+        self, *, job: Job, seed: int, drop_last: bool, sample_seeds: str, batch: int = 1, shards: int | None = None
+    ) -> None:
         data = job.train_data
-        if callable(data) and not hasattr(data, "__getitem__") and not isinstance(data, Iterable):
+        made = hasattr(data, "__getitem__") or isinstance(data, Iterable)
+        if isinstance(data, type) or (callable(data) and not made):
             data = data()
         self._order, self._collate = job.order, job.collate
         if isinstance(data, DataLoader):
             self._collate = self._collate or data.collate_fn
-            self._order = _order_of(data.sampler) if self._order is None else self._order
+            if not isinstance(data.dataset, IterableDataset) and self._order is None:
+                self._order = _order_of(data.sampler)
             data = data.dataset
         self._data = data
         self._seed = seed
         self._drop_last = drop_last
-        self.is_indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-        self._seeded = sample_seeds == "always" or (sample_seeds == "auto" and self.is_indexed and self._draws())
+        is_stream = isinstance(data, IterableDataset)
+        self.is_indexed = not is_stream and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+        self._seeded = sample_seeds == "always" or (sample_seeds == "auto" and (not self.is_indexed or self._draws()))
+        self._stream = Sharded(data, seed=seed if self._seeded else None, batch=batch, shards=shards)
 
     def num_samples(self, epoch: int) -> int | None:
         """Samples in this epoch, where that can be known."""
@@ -52,9 +65,10 @@ class Reading:
         """These samples, collated."""
         collate = self._collate or default_collate
         if not self.is_indexed:
-            self._set_epoch(self._data, epoch)
-            rows = list(islice(iter(self._data), max(part) + 1))
-            return collate([rows[i] for i in part])
+            stream = self._stream.samples(epoch, max(part) + 1)
+            if self._seeded:
+                seed_all(key(self._seed, "microbatch", epoch, part[0]))
+            return collate([stream[i] for i in part])
         rows = []
         if not self._seeded:
             seed_all(key(self._seed, "microbatch", epoch, part[0]))
@@ -66,8 +80,7 @@ class Reading:
 
     def _indices(self, epoch: int, start: int, stop: int) -> list[int]:
         if not self.is_indexed:
-            self._set_epoch(self._data, epoch)
-            return list(range(start, start + sum(1 for _ in islice(iter(self._data), start, stop))))
+            return list(range(start, min(stop, len(self._stream.samples(epoch, stop)))))
         total = len(self._data)
         if self._order == "sequential":
             return list(range(total))[start:stop]
@@ -96,6 +109,66 @@ class Reading:
             if _generators() != before:
                 return True
         return False
+
+
+class Sharded:
+    """A stream's order, from its definition: all batches from the epoch's start on, of shards read from theirs."""
+
+    def __init__(self, data: Any, *, seed: int | None, batch: int, shards: int | None) -> None:
+        self._data, self._seed, self._batch = data, seed, batch
+        real = getattr(data, "num_shards", None) or getattr(data, "n_shards", None)
+        self._keeps_place = all(hasattr(data, name) for name in ("shard", "state_dict", "load_state_dict"))
+        chosen = choose_shards(asked=shards, real=real, global_batch_size=batch)
+        self._shards = chosen if self._keeps_place else 1
+
+    def samples(self, epoch: int, stop: int) -> list[Any]:
+        """At least the first `stop` samples of an epoch, or all."""
+        parts = [_Part(self, number, epoch) for number in range(self._shards)]
+        found: list[Any] = []
+        while len(found) < stop:
+            for part in parts:
+                part.fill(self._batch + 1)
+            have, ended = [len(part.rows) for part in parts], [part.ended for part in parts]
+            takes = portions(have=have, ended=ended, size=self._batch) or []
+            if not any(takes):
+                break
+            for part, count in zip(parts, takes, strict=True):
+                found += part.rows[:count]
+                part.rows = part.rows[count:]
+        return found
+
+    def open(self, number: int, epoch: int) -> Any:
+        """One shard, or the stream itself."""
+        Reading._set_epoch(self._data, epoch)
+        part = self._data.shard(num_shards=self._shards, index=number) if self._keeps_place else self._data
+        Reading._set_epoch(part, epoch)
+        return part
+
+    def seed(self, epoch: int, number: int, index: int) -> None:
+        """Before each sample."""
+        if self._seed is not None:
+            seed_all(key(self._seed, "shard", epoch, number, index))
+
+
+class _Part:
+    """One shard, from its start."""
+
+    def __init__(self, stream: Sharded, number: int, epoch: int) -> None:
+        self._stream, self._number, self._epoch = stream, number, epoch
+        self._read = 0
+        self.rows: list[Any] = []
+        self.ended = False
+        stream.seed(epoch, number, 0)
+        self._iterator = iter(stream.open(number, epoch))
+
+    def fill(self, samples: int) -> None:
+        while len(self.rows) < samples and not self.ended:
+            self._stream.seed(self._epoch, self._number, self._read)
+            try:
+                self.rows.append(next(self._iterator))
+                self._read += 1
+            except StopIteration:
+                self.ended = True
 
 
 def merged(parts: Sequence[Any], collated: Callable[[], Any]) -> Any:

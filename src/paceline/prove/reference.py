@@ -40,6 +40,7 @@ class Spec:
     lr_factor: float = 1.0
     device: str = "cpu"
     grid: float = 0.0
+    shards: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,14 @@ class Reference:
         for number, block in enumerate(random_blocks(self.model)):
             block.register_forward_pre_hook(self._seeder(number))
         self.optimizers, self.schedules = self._optimizers()
-        self.reading = Reading(job=job, seed=spec.seed, drop_last=spec.drop_last, sample_seeds=spec.sample_seeds)
+        self.reading = Reading(
+            job=job,
+            seed=spec.seed,
+            drop_last=spec.drop_last,
+            sample_seeds=spec.sample_seeds,
+            batch=spec.global_batch_size,
+            shards=spec.shards,
+        )
 
     def again(self) -> "Reference":
         """The same run from its start."""

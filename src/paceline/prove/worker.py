@@ -96,6 +96,7 @@ def reference(ready: Ready, dtype: torch.dtype | None) -> Reference:
         lr_factor=lr_factor(settings.train.lr_scaling, plan.global_batch_size / ready.job.global_batch_size),
         device=plan.device,
         grid=_GRID if settings.train.exact else 0.0,
+        shards=settings.data.shards,
     )
     return Reference(job=_in(ready.job, dtype), spec=spec, cast=cast_to(dtype))
 
@@ -103,10 +104,11 @@ def reference(ready: Ready, dtype: torch.dtype | None) -> Reference:
 def cursors(ready: Ready, steps: int) -> list[Cursor]:
     """The first steps of an epoch, and as the last one its short last batch, where there is one."""
     size = ready.plan.global_batch_size
-    total = reference(ready, None).reading.num_samples(0)
+    reading = reference(ready, None).reading
+    total = reading.num_samples(0)
     found = [Cursor(epoch=0, position=k * size, samples=k * size, step=k) for k in range(steps)]
     if total is None:
-        return found
+        return [one for one in found if reading.batch(epoch=0, position=one.position, size=size)] or found[:1]
     fitting = [cursor for cursor in found if cursor.position + size <= total]
     short = total % size
     if short and not ready.settings.data.drop_last:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import JobError
+from paceline.errors import DataError, JobError
 from paceline.feed.feed import eval_feed
 from paceline.job import Job
 from paceline.step.loss import LossContract, to_device
@@ -97,25 +97,28 @@ class Evaluator:
         began = time.perf_counter()
         sums: dict[str, tuple[ExactSum, ExactSum]] = {}
         modules = {n: m for n, m in (self._job.metrics or {}).items() if hasattr(m, "compute")}
+        totals: dict[str, list[int]] = {}
         samples = 0
         seed_all(key(self._seed, "evaluate"))
         with _evaluating(self._model), torch.no_grad():
-            for micro in self._feed(data, batch_size, workers, name):
+            for micro in self._feed(data, batch_size, workers, name, totals):
                 if stop():
                     break
                 self._measure(micro.data, micro.num_samples, sums, modules)
                 samples += micro.num_samples
                 if beat is not None:
                     beat()
-        if any(self._world.gather_json(stop())):
+        everywhere = self._world.gather_json([stop(), totals])
+        if any(stopped for stopped, _ in everywhere):
             _reset(modules)
             return None
+        _compare([found for _, found in everywhere], name)
         metrics, total = self._joint(sums, samples)
         metrics |= {n: float(m.compute()) for n, m in modules.items()}
         _reset(modules)
         return Evaluated(metrics=metrics, samples=total, seconds=time.perf_counter() - began)
 
-    def _feed(self, data: Any, batch_size: int, workers: int, name: str) -> Any:
+    def _feed(self, data: Any, batch_size: int, workers: int, name: str, totals: dict[str, list[int]]) -> Any:
         return eval_feed(
             data=data,
             collate=self._job.collate,
@@ -125,6 +128,7 @@ class Evaluator:
             seed=self._seed,
             workers=workers,
             name=name,
+            totals=totals,
         )
 
     def _measure(
@@ -181,6 +185,20 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _reset(modules: Mapping[str, Any]) -> None:
     for module in modules.values():
         module.reset()
+
+
+def _compare(everywhere: Sequence[Mapping[str, list[int]]], name: str) -> None:
+    """A stream that several replicas have read must have been the same for all of them."""
+    seen: dict[str, tuple[int, list[int]]] = {}
+    for rank, theirs in enumerate(everywhere):
+        for shard, found in theirs.items():
+            other, before = seen.setdefault(shard, (rank, found))
+            if before != found:
+                raise DataError(
+                    f"{name} gave {found[0]} samples on rank {rank} and {before[0]} on rank {other}, not the same.",
+                    cause="the iterable is not the same each time it is read, or not on every rank",
+                    hint="seed it",
+                )
 
 
 def _add(sums: dict[str, tuple[ExactSum, ExactSum]], name: str, total: Any, count: Any) -> None:

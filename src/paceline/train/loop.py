@@ -91,6 +91,8 @@ class Loop:
         result = self.built.step.run(given, stop=self._stop.requested)
         self.cursor = given.batch.after
         self._last = result
+        for note in given.notes:
+            self.stream.emit(Note(text=note))
         self._count(result)
         self._after(result)
         return result

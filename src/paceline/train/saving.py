@@ -79,9 +79,10 @@ class Saver:
         """
         events: list[Event] = []
         problem: dict[str, str] | None = None
+        place = dict(feed.state())
         if self._built.world.is_main:
             try:
-                events = [self._write(cursor, feed, extra, best)]
+                events = [self._write(cursor, place, extra, best)]
             except CheckpointError as error:
                 problem = error.as_json()
         problem = self._built.world.share_json(problem)
@@ -90,12 +91,12 @@ class Saver:
         self.last_saved = cursor.step
         return events
 
-    def _write(self, cursor: Cursor, feed: Feed, extra: Mapping[str, Any], best: bool) -> CheckpointSaved:
+    def _write(self, cursor: Cursor, place: Mapping[str, Any], extra: Mapping[str, Any], best: bool) -> CheckpointSaved:
         began = time.perf_counter()
         files, state = files_of(model=self._built.model, update=self._built.update)
         state |= {
             "cursor": cursor.as_json(),
-            "feed": dict(feed.state()),
+            "feed": dict(place),
             "identity": self._identity,
             "grid": grid_state(self._built.grid, self._names),
             "extra": dict(extra),

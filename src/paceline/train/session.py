@@ -156,6 +156,8 @@ class Session:
             workers=settings.data.workers,
             sample_seeds=settings.data.sample_seeds,
             pin_memory=self.world.device.type == "cuda",
+            shards=settings.data.shards,
+            agree=self.world.gather_json,
         )
 
     def _make_stream(self) -> Stream:
@@ -223,7 +225,7 @@ class Session:
         parameters = sum(member.parameter.numel() for member in self.built.named)
         lines = [f"run: {self.run.path}", f"model: {parameters:,} trainable parameters", *self.ready.plan.notes]
         samples = self._feed.num_samples
-        lines.append(f"data: {'a stream' if samples is None else f'{samples:,} samples an epoch'}")
+        lines += [] if samples is None else [f"data: {samples:,} samples an epoch"]
         lines += [*self._feed.notes, *self.built.notes]
         lines.append(f"steps: {loop.total_steps or 'until the data ends'}, save every {loop.save_every}")
         lines.append(f"precision: {settings.train.precision}{', exact' if settings.train.exact else ''}")

@@ -1,0 +1,265 @@
+"""One epoch of a split stream on one replica: what each batch takes, and the samples that this replica needs of it."""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from paceline.errors import DataError
+from paceline.feed.held import Held
+from paceline.feed.pool import Aside, Here, Wish
+from paceline.feed.reader import Record, ShardReader, Stand
+from paceline.feed.source import Source
+from paceline.feed.split import Split
+from paceline.feed.types import Cut
+from paceline.order.deal import deal
+from paceline.order.shards import blocks, portions
+
+AHEAD = 4
+FIRST = 4
+Agree = Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reads:
+    """What all epochs of a feed share. `agree` tells every replica every replica's value; without it, or where
+    nothing is split, a replica reads all shards itself."""
+
+    split: Split
+    source: Source
+    cut: Cut
+    seed: int | None
+    agree: Agree | None
+
+    @property
+    def shares(self) -> bool:
+        """Whether the replicas share the reading."""
+        return self.agree is not None and self.split.shards > 1 and self.cut.replicas > 1
+
+    def needs(self, takes: Sequence[int], replica: int) -> frozenset[int]:
+        """The shards that a replica's microbatches take samples from."""
+        if not self.shares:
+            return frozenset(shard for shard in range(len(takes)) if takes[shard])
+        return _needs(self.cut, tuple(takes))[replica]
+
+
+class Epoch:
+    """`next_batch` says what the next batch takes from each shard; `give` hands out the samples."""
+
+    def __init__(self, *, reads: Reads, number: int, saved: Mapping[str, Any] | None = None) -> None:
+        self._reads = reads
+        self._number = number
+        shards = reads.split.shards
+        saved = saved or {}
+        self.read: list[int] = list(saved.get("read", [0] * shards))
+        self._ended: list[bool] = list(saved.get("ended", [False] * shards))
+        self._records: dict[int, Record] = {int(k): v for k, v in saved.get("records", {}).items()}
+        self._planned: deque[list[int]] = deque()
+        self._over = False
+        self._held: dict[int, Held] = {}
+        self._pools: list[Here | Aside] = []
+        live = [shard for shard in range(shards) if not self._ended[shard]]
+        spread = [0] * shards
+        for shard, share in zip(live, blocks(reads.cut.global_batch_size, len(live)), strict=True) if live else ():
+            spread[shard] = share
+        self._spread = spread
+        self._last_needs = [reads.needs(spread, replica) for replica in range(reads.cut.replicas)]
+        self._hold(sorted(self._last_needs[reads.cut.replica]))
+        if not saved:
+            self._compare_first()
+
+    @property
+    def notes(self) -> list[str]:
+        """What the readers have to say, once."""
+        found = [note for held in self._held.values() for note in held.notes]
+        for held in self._held.values():
+            held.notes.clear()
+        return found
+
+    @property
+    def checksum(self) -> int:
+        """What must be equal on all replicas."""
+        whole = self._held.get(0)
+        return whole.checksum if self._reads.split.shards == 1 and whole is not None else sum(self.read)
+
+    def next_batch(self) -> list[int] | None:
+        """What the next batch takes, in the order of shards; None at the end of the epoch."""
+        while not self._planned and not self._over:
+            self._plan()
+        return self._planned[0] if self._planned else None
+
+    def give(self) -> list[Any]:
+        """The batch's samples by position, None for those that other replicas read."""
+        takes = self._planned.popleft()
+        needed = self._reads.needs(takes, self._reads.cut.replica)
+        self._catch_up(sorted(needed - set(self._held)))
+        rows: list[Any] = []
+        for shard, count in enumerate(takes):
+            held = self._held.get(shard)
+            part = held.take(count) if held is not None else [None] * count
+            if len(part) != count:
+                raise _shorter(shard)
+            rows += part
+            self.read[shard] += count
+        if self._reads.shares:
+            for shard in sorted(set(self._held) - needed):
+                self._held.pop(shard).drop()
+        return rows
+
+    def state(self) -> dict[str, Any]:
+        """Where every shard stands, as JSON; every replica calls this."""
+        records = self._gather_records()
+        ended = [done and shard not in records for shard, done in enumerate(self._ended)]
+        return {"read": list(self.read), "ended": ended, "records": {str(k): v for k, v in records.items()}}
+
+    def close(self) -> None:
+        """Stop reading."""
+        for pool in self._pools:
+            pool.close()
+
+    def _hold(self, shards: Sequence[int]) -> None:
+        """Start to read these shards, in data workers where there are any."""
+        reads = self._reads
+        wishes = [
+            Wish(stand=self._stand(shard), portion=max(1, self._spread[shard]), record=self._records.get(shard))
+            for shard in shards
+        ]
+        pool: Here | Aside = Here(split=reads.split, wishes=wishes)
+        if reads.source.workers and wishes:
+            pool = Aside(split=reads.split, wishes=wishes, source=reads.source)
+        self._pools.append(pool)
+        for shard in shards:
+            self._held[shard] = Held(shard=shard, pool=pool, record=self._records.get(shard))
+
+    def _catch_up(self, shards: Sequence[int]) -> None:
+        """Take over shards that other replicas have read so far."""
+        for shard in shards:
+            wish = Wish(stand=self._stand(shard), portion=1, record=self._records.get(shard))
+            held = Held(shard=shard, pool=Here(split=self._reads.split, wishes=[wish]), record=wish.record)
+            held.take(self.read[shard] - held.read)
+            if held.read != self.read[shard]:
+                raise _shorter(shard)
+            self._held[shard] = held
+
+    def _stand(self, shard: int) -> Stand:
+        return Stand(shard=shard, epoch=self._number, seed=self._reads.seed)
+
+    def _plan(self) -> None:
+        """Read ahead, agree with the other replicas on what is left, and settle the next batches."""
+        size, ahead = self._reads.cut.global_batch_size, 1 if not self._reads.shares else AHEAD
+        while not self._planned and not self._over:
+            have = self._agreed(ahead)
+            while len(self._planned) < AHEAD and not self._over:
+                takes = portions(have=have, ended=self._ended, size=size)
+                if takes is None:
+                    break
+                if not any(takes) or (self._reads.cut.drop_last and sum(takes) < size):
+                    self._over = True
+                    break
+                self._planned.append(takes)
+                have = [left - count for left, count in zip(have, takes, strict=True)]
+            if ahead > size:
+                for held in self._held.values():
+                    held.fail()
+            ahead *= 2
+        self._share_records()
+
+    def _agreed(self, ahead: int) -> list[int]:
+        """How many samples of each shard are known to be left; the same on all replicas."""
+        for shard, held in self._held.items():
+            held.ensure(ahead * max(1, self._spread[shard]) + 1)
+        mine = {str(s): [h.have, h.ended, h.read, h.checksum] for s, h in self._held.items()}
+        have = [0] * len(self.read)
+        seen: dict[int, tuple[int, Any]] = {}
+        for rank, theirs in enumerate(self._everybody(mine)):
+            for name, (left, ended, read, total) in theirs.items():
+                shard = int(name)
+                other, before = seen.setdefault(shard, (rank, [read, total]))
+                if before != [read, total]:
+                    raise _differs(shard, other, rank)
+                have[shard] = max(have[shard], left)
+                self._ended[shard] = self._ended[shard] or ended
+        return have
+
+    def _share_records(self) -> None:
+        """Where a shard changes hands in the batches to come, tell every replica where each stands."""
+        if not self._reads.shares:
+            return
+        needs = [self._last_needs]
+        needs += [[self._reads.needs(takes, r) for r in range(self._reads.cut.replicas)] for takes in self._planned]
+        if any(one != other for one, other in pairwise(needs)):
+            self._records = self._gather_records()
+        self._last_needs = needs[-1]
+
+    def _gather_records(self) -> dict[int, Record]:
+        mine = {str(shard): held.record() for shard, held in self._held.items()}
+        found: dict[int, Record] = {}
+        for theirs in self._everybody(mine):
+            for name, record in theirs.items():
+                found.setdefault(int(name), record)
+        return found
+
+    def _everybody(self, mine: Any) -> list[Any]:
+        return self._reads.agree(mine) if self._reads.shares and self._reads.agree is not None else [mine]
+
+    def _compare_first(self) -> None:
+        """Every replica also reads the first samples of the next replica's shards: they must be the same."""
+        cut, mine = self._reads.cut, {str(shard): held.first(FIRST) for shard, held in self._held.items()}
+        if self._reads.shares:
+            for shard in self._last_needs[(cut.replica + 1) % cut.replicas] - set(self._held):
+                reader = ShardReader(split=self._reads.split, stand=self._stand(shard))
+                mine[str(shard)] = [row.crc for row in reader.chunk(FIRST).rows]
+        firsts: dict[str, tuple[int, list[int]]] = {}
+        for rank, theirs in enumerate(self._everybody(mine)):
+            for name, numbers in theirs.items():
+                other, before = firsts.setdefault(name, (rank, numbers))
+                if before != numbers:
+                    raise _differs(int(name), other, rank)
+        seen: dict[tuple[int, ...], str] = {}
+        for name, (_, numbers) in sorted(firsts.items()):
+            twin = seen.setdefault(tuple(numbers), name)
+            if twin != name and len(set(numbers)) == FIRST:
+                raise DataError(
+                    f"shards {twin} and {name} of the stream begin with the same {FIRST} samples.",
+                    cause="shard(num_shards=, index=) gives the same samples for every index",
+                    hint="--data.shards 1 reads the stream whole on every replica",
+                )
+
+
+@lru_cache(maxsize=64)
+def _needs(cut: Cut, takes: tuple[int, ...]) -> list[frozenset[int]]:
+    """The shards that each replica's microbatches take samples from; nearly every batch takes the same."""
+    size, found = sum(takes), []
+    bounds = [sum(takes[:shard]) for shard in range(len(takes) + 1)]
+    micro = -(-size // cut.micro_batch_size)
+    for replica in range(cut.replicas):
+        spans = [
+            (index * cut.micro_batch_size, min((index + 1) * cut.micro_batch_size, size))
+            for index in deal(micro, replica=replica, replicas=cut.replicas)
+        ]
+        found.append(
+            frozenset(
+                shard
+                for shard in range(len(takes))
+                if any(max(start, bounds[shard]) < min(stop, bounds[shard + 1]) for start, stop in spans)
+            )
+        )
+    return found
+
+
+def _differs(shard: int, rank: int, other: int) -> DataError:
+    return DataError(
+        f"shard {shard} of the stream gives other samples on rank {other} than on rank {rank}.",
+        cause="the iterable is not the same each time it is read, or not on every rank",
+        hint="seed it, or make it depend on set_epoch(epoch) alone",
+    )
+
+
+def _shorter(shard: int) -> DataError:
+    return DataError(
+        f"shard {shard} of the stream has fewer samples than when it was read before.",
+        cause="the iterable is not the same each time it is read",
+        hint="seed it, or make it depend on set_epoch(epoch) alone",
+    )
