@@ -24,6 +24,7 @@ from paceline.start import Outcome, Request, failure_screen, start
 from paceline.store.checkpoints import all_steps
 from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, find_run, new_run, newest_run
+from paceline.verbs.again import command_again
 from paceline.watch.console import Tail
 from paceline.watch.sinks import check_names
 
@@ -150,7 +151,7 @@ def read_answer(task: Task, verb: str) -> Any:
 
 
 def _answer(task: Task, outcome: Outcome) -> Answer:
-    go_on = f"paceline train {task.job} --run-dir {task.run} --ranks {task.ranks}"
+    go_on = command_again(task)
     screen = ""
     if outcome.failure is not None:
         screen = failure_screen(outcome, go_on=go_on if task.verb == "train" else "")
