@@ -25,7 +25,7 @@ def mean_as_a_sum(output: Tensor, batch: Any) -> Any:
     return F.cross_entropy(output, batch[1]), 1
 
 
-def said(loss: Callable[[Tensor, Any], Any], masked: list[int]) -> str:
+def said(loss: Callable[[Tensor, Any], Any], masked: list[int], autocast: torch.dtype | None = None) -> str:
     torch.manual_seed(0)
     labels = torch.arange(8) % 3
     labels[masked] = -100
@@ -37,7 +37,7 @@ def said(loss: Callable[[Tensor, Any], Any], masked: list[int]) -> str:
         global_batch_size=8,
         order="sequential",
     )
-    spec = Spec(seed=0, global_batch_size=8, micro_batch_size=4, max_grad_norm=None)
+    spec = Spec(seed=0, global_batch_size=8, micro_batch_size=4, autocast=autocast)
     return run_single(lambda: Reference(job=job, spec=spec, cast=lambda value: value)).detail
 
 
@@ -47,3 +47,8 @@ def test_a_sum_is_called_a_sum_and_a_mean_of_masked_labels_never(masked: list[in
     assert "is a sum over samples" in said(summed, masked)
     assert "no sum over samples" in said(mean_as_a_sum, masked)
     assert ("no sum over samples" in said(mean, masked)) == bool(masked)
+
+
+def test_half_precision_is_no_reason_to_call_a_sum_no_sum() -> None:
+    assert "is a sum over samples" in said(summed, [0], torch.bfloat16)
+    assert "no sum over samples" in said(mean, [0], torch.bfloat16)

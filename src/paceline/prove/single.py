@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 
+import torch
+
 from paceline.feed.stream import checksum
 from paceline.place.batchnorm import running
 from paceline.prove.dropout import quiet
@@ -11,6 +13,7 @@ from paceline.prove.noise import Kept, distance, floors
 from paceline.prove.reference import At, Gradient, Micro, Reference
 
 _SUM = 1e-4
+_EPS = 16
 _MOST_CUT = 4
 _START = At(step=0, epoch=0, position=0)
 
@@ -65,6 +68,8 @@ def _halves(reference: Reference, finding: Finding) -> None:
     """
     if finding.verdict == DIFFERENT:
         return
+    if reference.spec.autocast is not None:  # half precision would hide what is looked for
+        reference = reference.with_spec(autocast=None)
     if running(reference.model):
         finding.detail += " Halves were not compared: samples of a microbatch share BatchNorm statistics."
         return
@@ -74,7 +79,8 @@ def _halves(reference: Reference, finding: Finding) -> None:
         return
     with quiet([reference.model]):
         apart, divides_by_samples = max(_cut(reference, piece, at) for piece, at in cuts)
-    if apart <= _SUM:
+    eps = max((torch.finfo(p.dtype).eps for p in reference.model.parameters() if p.requires_grad), default=0.0)
+    if apart <= max(_SUM, _EPS * eps):
         finding.detail += " The loss is a sum over samples."
         return
     scalar = "; a scalar loss counts as the mean over samples" if divides_by_samples else ""

@@ -154,7 +154,9 @@ def _answer(task: Task, outcome: Outcome) -> Answer:
     go_on = command_again(task)
     screen = ""
     if outcome.failure is not None:
-        screen = failure_screen(outcome, go_on=go_on if task.verb == "train" else "")
+        # a refusal says itself what to change; the same words would be refused again
+        again = task.verb == "train" and outcome.exit_code != ExitCode.REFUSED
+        screen = failure_screen(outcome, go_on=go_on if again else "")
     elif outcome.exit_code == ExitCode.STOPPED:
         screen = f"Stopped and saved. Go on: {go_on}"
     elif outcome.exit_code:
