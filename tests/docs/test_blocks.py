@@ -54,7 +54,7 @@ def run_page(page: Path, folder: Path, *, with_needs: bool) -> int:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_block_runs(page: Path, tmp_path: Path) -> None:
-    assert run_page(page, tmp_path, with_needs=False), f"{page.name} has no block that runs"
+    assert run_page(page, tmp_path, with_needs=False) or page in NEEDING, f"{page.name} has no block that runs"
 
 
 @pytest.mark.parametrize("page", NEEDING, ids=lambda p: p.name)
