@@ -1,21 +1,22 @@
 """Data parallelism by hand: each rank its microbatches, every gradient all-reduced, one division.
 
-    torchrun --standalone --nproc-per-node 3 examples/by_hand/ddp.py
+    torchrun --standalone --nproc-per-node 3 examples/by_hand/ddp.py [--save WEIGHTS.pt]
 
 What it moves: every gradient once a step, and one count. What it stores: nothing more than one process. What it
 waits for: every all-reduce, one after another, after backward; Paceline sends them while backward runs.
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
-from single import GLOBAL_BATCH, MICRO_BATCH, STEPS, loss_sum, make_data, make_model
+from single import GLOBAL_BATCH, MICRO_BATCH, STEPS, loss_sum, make_data, make_model, make_optimizer, save
 
 
 def train(rank: int, ranks: int) -> torch.nn.Module:
     model = make_model()  # the same seed on every rank: the same start weights
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = make_optimizer(model.parameters())
     x, y = make_data()
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -39,7 +40,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     model = train(dist.get_rank(), dist.get_world_size())
     if dist.get_rank() == 0:
-        print(sum(p.double().sum().item() for p in model.parameters()))
+        save(model, sys.argv)
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # gloo's threads may outlive the interpreter

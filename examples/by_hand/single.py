@@ -1,7 +1,10 @@
 """One process, plain torch: what every layout is compared with.
 
-python examples/by_hand/single.py
+python examples/by_hand/single.py [--save WEIGHTS.pt]
 """
+
+import sys
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +27,14 @@ def loss_sum(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[
     return F.cross_entropy(model(x), y, reduction="sum", ignore_index=-1), (y >= 0).sum()
 
 
+def make_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD, since an Adam would forgive a gradient that is twice too large."""
+    return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
+
+
 def train() -> torch.nn.Module:
     model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = make_optimizer(model.parameters())
     x, y = make_data()
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -42,5 +50,12 @@ def train() -> torch.nn.Module:
     return model
 
 
+def save(model: torch.nn.Module, words: list[str]) -> None:
+    """Print one number to look at; keep the weights where they are asked for."""
+    print(sum(p.double().sum().item() for p in model.parameters()))
+    if "--save" in words:
+        torch.save(model.state_dict(), words[words.index("--save") + 1])
+
+
 if __name__ == "__main__":
-    print(sum(p.double().sum().item() for p in train().parameters()))
+    save(train(), sys.argv)

@@ -82,7 +82,7 @@ class World:
             )
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise MachineError(
-                f"rank {place.rank} could not meet the other {place.world_size - 1} ranks: {error}",
+                f"rank {place.rank} of {place.world_size} did not meet the others: {error}",
                 where=f"{place.address}:{place.port}, backend {backend}",
                 hint="paceline train JOB --ranks 1 to see whether one process works",
             ) from error

@@ -4,68 +4,84 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-WITHOUT_BLOCKS = {"settings.md"}
-BLOCK = re.compile(
-    r"(?:<!-- (?P<mark>not run|file|needs)(?:: (?P<word>[^>]*?))? -->\n)?```(?P<kind>\w+)\n(?P<body>.*?)```", re.S
-)
+from tests.docs.page import PAGES, ROOT, Block, blocks, missing, unlike
+
+LANGUAGES = {"python", "bash", "text", "toml"}
+NEEDING = [page for page in PAGES if any(block.needs for block in blocks(page))]
 
 
-@dataclass(frozen=True)
-class Block:
-    kind: str
-    body: str
-    mark: str
-    word: str
+def run_block(block: Block, *, folder: Path, name: str) -> str:
+    """Run one block; what it printed."""
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NO_COLOR": "1"}
+    environ |= {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"}
+    if block.kind == "python":
+        command = [sys.executable, "-W", "ignore", "block.py"]
+        (folder / "block.py").write_text(block.body)
+    else:
+        command = ["bash", "-euo", "pipefail", "-c", block.body]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    wanted = int(block.marks.get("exit", 0))
+    text = f"{name}:{block.line}:\n{block.body}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == wanted, f"exit code {done.returncode}, the page says {wanted}: {text}"
+    return done.stdout + done.stderr
 
 
-def blocks(page: Path) -> list[Block]:
-    found = []
-    for match in BLOCK.finditer(page.read_text()):
-        mark, word = match["mark"] or "", match["word"] or ""
-        found.append(Block(kind=match["kind"], body=match["body"], mark=mark, word=word.strip()))
-    return found
+def run_page(page: Path, folder: Path, *, with_needs: bool) -> int:
+    """Run the page from top to bottom; how many blocks ran."""
+    ran, printed, is_fresh = 0, "", False
+    for block in blocks(page):
+        where = f"{page.name}:{block.line}"
+        assert block.kind in LANGUAGES, f"{where}: a block of kind {block.kind!r}; write text, bash, python or toml"
+        if "output" in block.marks:
+            wrong = unlike(block.body, printed) if is_fresh else []
+            assert not wrong, f"{where} shows what was not printed: {wrong}\nprinted:\n{printed}"
+        elif "not run" in block.marks:
+            assert block.marks["not run"], f"{where}: say why a block is not run"
+            is_fresh = False
+        elif "file" in block.marks:
+            (folder / block.marks["file"]).write_text(block.body)
+        elif block.kind in ("python", "bash"):
+            is_fresh = with_needs or not block.needs
+            if is_fresh:
+                printed = run_block(block, folder=folder, name=page.name)
+                ran += 1
+    return ran
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_block_runs(page: Path, tmp_path: Path) -> None:
-    ran = 0
-    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NO_COLOR": "1"}
-    environ["CUDA_VISIBLE_DEVICES"] = ""
-    for block in blocks(page):
-        if block.mark == "not run":
-            assert block.word, f"{page.name}: say why a block is not run"
-            continue
-        if block.mark == "needs":
-            probe = subprocess.run([sys.executable, "-c", f"import {block.word}"], capture_output=True, check=False)
-            if probe.returncode:
-                continue
-        if block.mark == "file":
-            (tmp_path / block.word).write_text(block.body)
-            continue
-        if block.kind == "python":
-            command = [sys.executable, "-W", "ignore", "block.py"]
-            (tmp_path / "block.py").write_text(block.body)
-        elif block.kind in ("bash", "sh"):
-            command = ["bash", "-euo", "pipefail", "-c", block.body]
-        else:
-            continue
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200, check=False
-        )
-        assert done.returncode == 0, f"{page.name}:\n{block.body}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        ran += 1
-    assert ran or page.name in WITHOUT_BLOCKS, f"{page.name} has no block that runs"
+    assert run_page(page, tmp_path, with_needs=False) or page in NEEDING, f"{page.name} has no block that runs"
+
+
+@pytest.mark.parametrize("page", NEEDING, ids=lambda p: p.name)
+def test_blocks_that_need_another_package_run(page: Path, tmp_path: Path) -> None:
+    absent = missing(tuple(sorted({word for block in blocks(page) for word in block.needs})))
+    if absent:
+        pytest.skip(f"{page.name} needs {', '.join(absent)}, which is not installed: pip install {' '.join(absent)}")
+    run_page(page, tmp_path, with_needs=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_link_leads_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    text = page.read_text()
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", text):
+        if "://" in target:
+            continue
+        other = page.parent / target if target else page
+        assert other.exists(), f"{page.name}: {target}"
+        if anchor:
+            heads = [
+                re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-")
+                for h in re.findall(r"^#+ (.*)$", other.read_text(), re.M)
+            ]
+            assert anchor in heads, f"{page.name}: {target} has no heading #{anchor}"
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    lost = [page.name for page in PAGES[1:] if f"docs/{page.name}" not in readme]
+    assert not lost, f"README links to none of {lost}"

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -52,6 +53,21 @@ def test_a_resume_on_another_number_of_ranks_reads_the_same_samples(shop: Shop) 
     whole, cut = (_last(shop.path / run / "metrics.jsonl") for run in ("whole", "cut"))
     assert cut["eval/loss"] == pytest.approx(whole["eval/loss"], rel=1e-4)
     assert shop.digest("cut") != "" and cut["step"] == whole["step"] == 12
+
+
+def test_the_command_that_goes_on_keeps_every_setting_and_the_microbatches(shop: Shop) -> None:
+    """Started on two ranks without a word about microbatches; then the printed line, on three."""
+    fault = ("--faults", "kill rank=1 step=9")
+    ended = shop.train("cut", *WORDS, "--train.epochs", "1.5", *fault, steps=12)
+    (line,) = [line for line in ended.err.splitlines() if line.startswith("Go on: ")]
+    words = shlex.split(line.removeprefix("Go on: paceline "))
+    for name, value in (("--train.steps", "12"), ("--train.epochs", "1.5"), ("--job.dropout", "0.2")):
+        assert words[words.index(name) + 1] == value
+    assert "--faults" not in words
+    words[words.index("--ranks") + 1] = "3"
+    again = shop.run(*words)
+    assert again.code == 0, again.text
+    assert "microbatches of 6, as this run was started" in again.out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

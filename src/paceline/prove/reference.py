@@ -6,7 +6,7 @@ streams, which are definitions.
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -102,7 +102,11 @@ class Reference:
 
     def again(self) -> "Reference":
         """The same run from its start."""
-        return Reference(job=self.job, spec=self.spec, cast=self._cast)
+        return self.with_spec()
+
+    def with_spec(self, **changes: Any) -> "Reference":
+        """The same from its start, with something else in its `Spec`."""
+        return Reference(job=self.job, spec=replace(self.spec, **changes), cast=self._cast)
 
     def _optimizers(self) -> tuple[list[Optimizer], list[Any]]:
         made = self.job.optimizer([(n, p) for n, p in self.model.named_parameters() if p.requires_grad])

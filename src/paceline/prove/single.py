@@ -1,6 +1,9 @@
 """The first rung: one process against itself. What fails here no layout can mend."""
 
+import math
 from collections.abc import Callable, Sequence
+
+import torch
 
 from paceline.feed.stream import checksum
 from paceline.place.batchnorm import running
@@ -10,6 +13,8 @@ from paceline.prove.noise import Kept, distance, floors
 from paceline.prove.reference import At, Gradient, Micro, Reference
 
 _SUM = 1e-4
+_EPS = 16
+_MOST_CUT = 4
 _START = At(step=0, epoch=0, position=0)
 
 
@@ -57,32 +62,48 @@ def _compare(
 
 
 def _halves(reference: Reference, finding: Finding) -> None:
-    """Two half microbatches must add up to the whole, where samples do not see each other."""
+    """Parts of a microbatch must add up to it, where samples do not see each other.
+
+    Halves alone may hold equally many targets by chance, so one sample against the rest is tried too.
+    """
     if finding.verdict == DIFFERENT:
         return
+    if reference.spec.autocast is not None:  # half precision would hide what is looked for
+        reference = reference.with_spec(autocast=None)
     if running(reference.model):
         finding.detail += " Halves were not compared: samples of a microbatch share BatchNorm statistics."
         return
-    whole = reference.pieces(_START)[:1]
-    if not whole or len(whole[0].samples) < 2:
+    pieces = [piece for piece in reference.pieces(_START) if len(piece.samples) > 1][:_MOST_CUT]
+    cuts = [(piece, at) for piece in pieces for at in sorted({1, len(piece.samples) // 2})]
+    if not cuts:
         return
-    samples = whole[0].samples
-    middle = len(samples) // 2
-    read = reference.reading.read
-    parts = [Micro(samples=p, data=reference.cast(read(epoch=0, part=p))) for p in (samples[:middle], samples[middle:])]
     with quiet([reference.model]):
-        right = reference.gradient(_START, pieces=whole)
-        found = reference.gradient(_START, pieces=parts)
-    size = sum(float(v.double().norm()) ** 2 for v in right.total.values()) ** 0.5
-    apart = sum(distance(value, found.total[name]) ** 2 for name, value in right.total.items()) ** 0.5
-    if apart <= _SUM * size:
+        apart, divides_by_samples = max(_cut(reference, piece, at) for piece, at in cuts)
+    eps = max((torch.finfo(p.dtype).eps for p in reference.model.parameters() if p.requires_grad), default=0.0)
+    if apart <= max(_SUM, _EPS * eps):
         finding.detail += " The loss is a sum over samples."
         return
-    scalar = "; a scalar loss counts as the mean over samples" if right.divisor == len(samples) else ""
+    scalar = "; a scalar loss counts as the mean over samples" if divides_by_samples else ""
     finding.detail += (
-        f" The loss is no sum over samples: halves of a microbatch do not add up to it ({apart / size:.1e} "
+        f" The loss is no sum over samples: parts of a microbatch do not add up to it ({apart:.1e} "
         f"apart{scalar}), so results depend on micro_batch_size, in one process too. Hint: loss=(sum, count)."
     )
+
+
+def _cut(reference: Reference, piece: Micro, at: int) -> tuple[float, bool]:
+    """How far, relatively, the gradient of a microbatch is from that of its two parts; NaN counts as infinite."""
+    read = reference.reading.read
+    parts = [
+        Micro(samples=part, data=reference.cast(read(epoch=0, part=part)))
+        for part in (piece.samples[:at], piece.samples[at:])
+    ]
+    right, found = reference.gradient(_START, pieces=[piece]), reference.gradient(_START, pieces=parts)
+    size = math.hypot(*(float(value.double().norm()) for value in right.total.values()))
+    apart = math.hypot(*(distance(value, found.total[name]) for name, value in right.total.items()))
+    if not math.isfinite(size):  # a microbatch without a target has no mean, in whatever parts
+        return 0.0, False
+    ratio = apart / size if size else apart
+    return (ratio if ratio == ratio else math.inf), right.divisor == len(piece.samples)
 
 
 def _other_contents(one: Sequence[Micro], other: Sequence[Micro]) -> int | None:

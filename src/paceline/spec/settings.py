@@ -64,7 +64,7 @@ class Checkpoint:
 
     every: int | None = None
     keep: int = 3
-    consolidated: Literal["last", "all", "none"] = "last"
+    consolidated: Literal["last", "none"] = "last"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from paceline.spec.settings import Settings
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.store.checkpoints import Loaded
-from paceline.store.disk import write_json, write_text
+from paceline.store.disk import read_json, write_json, write_text
 from paceline.store.runs import RunFolder
 from paceline.streams import preserved
 from paceline.survive.signals import stop_flag
@@ -63,22 +63,40 @@ def prepare(task: Task, *, job: Job | None = None) -> Ready:
         job = load_job(parse_jobref(task.job), params=params)
     asked = asked.over(job_layer(job), origin="job")
     settings = merge(asked)
+    plan = _settled(task, job, settings, micro_batch_size=settings.train.micro_batch_size)
+    return Ready(task=task, job=job, asked=asked, settings=settings, plan=plan)
+
+
+def _settled(task: Task, job: Job, settings: Settings, *, micro_batch_size: int | None) -> Plan:
     facts = Facts(
         global_batch_size=settings.train.global_batch_size or job.global_batch_size,
-        micro_batch_size=settings.train.micro_batch_size,
+        micro_batch_size=micro_batch_size,
         accumulation=settings.train.gradient_accumulation_steps,
         one_thread=settings.train.exact or task.verb == "verify",
         threads=settings.train.threads,
         backend=settings.train.backend,
         built_in=built_in(),
     )
-    plan = settle(
+    return settle(
         layout=parse_layout(task.layout),
         update=parse_update(task.update),
         cluster=Cluster(ranks=task.ranks, device=task.device, cores=usable_cores()),
         facts=facts,
     )
-    return Ready(task=task, job=job, asked=asked, settings=settings, plan=plan)
+
+
+def as_first_cut(ready: Ready, *, folder: Path, world: World) -> Ready:
+    """A run keeps the microbatches of its first start on any number of ranks, unless others are asked for."""
+    path = folder / "plan.json"
+    saved = world.share_json(read_json(path) if world.is_main and path.exists() else None)
+    train, now = ready.settings.train, ready.plan
+    if train.micro_batch_size or train.gradient_accumulation_steps or saved is None:
+        return ready
+    if saved["global_batch_size"] != now.global_batch_size or saved["micro_batch_size"] == now.micro_batch_size:
+        return ready
+    plan = _settled(ready.task, ready.job, ready.settings, micro_batch_size=saved["micro_batch_size"])
+    note = f"batch: microbatches of {plan.micro_batch_size}, as this run was started"
+    return replace(ready, plan=replace(plan, notes=(*plan.notes, note)))
 
 
 def join_world(ready: Ready) -> World:
@@ -95,11 +113,13 @@ class Session:
     """Everything between joining and leaving."""
 
     def __init__(self, ready: Ready, *, world: World, target: Any = None) -> None:
-        self.ready = ready
         self.world = world
         self._began = time.monotonic()
         folder, self._resume = world.share_json([ready.task.run, ready.task.resume])
         self.run = RunFolder(Path(folder))
+        if self._resume is not None:
+            ready = as_first_cut(ready, folder=self.run.path, world=world)
+        self.ready = ready
         self.built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
         loaded, events = self._found()
         cursor = Cursor() if loaded is None else restore(loaded, built=self.built)

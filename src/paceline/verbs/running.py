@@ -24,6 +24,7 @@ from paceline.start import Outcome, Request, failure_screen, start
 from paceline.store.checkpoints import all_steps
 from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, find_run, new_run, newest_run
+from paceline.verbs.again import command_again
 from paceline.watch.console import Tail
 from paceline.watch.sinks import check_names
 
@@ -150,10 +151,12 @@ def read_answer(task: Task, verb: str) -> Any:
 
 
 def _answer(task: Task, outcome: Outcome) -> Answer:
-    go_on = f"paceline train {task.job} --run-dir {task.run} --ranks {task.ranks}"
+    go_on = command_again(task)
     screen = ""
     if outcome.failure is not None:
-        screen = failure_screen(outcome, go_on=go_on if task.verb == "train" else "")
+        # a refusal says itself what to change; the same words would be refused again
+        again = task.verb == "train" and outcome.exit_code != ExitCode.REFUSED
+        screen = failure_screen(outcome, go_on=go_on if again else "")
     elif outcome.exit_code == ExitCode.STOPPED:
         screen = f"Stopped and saved. Go on: {go_on}"
     elif outcome.exit_code:

@@ -1,0 +1,55 @@
+"""Accumulation by hand: DDP, `no_sync`, and one reduction a step, however many microbatches a rank has.
+
+    torchrun --standalone --nproc-per-node 2 examples/by_hand/accumulate.py [--save WEIGHTS.pt]
+
+Three things go wrong in loops like this, and all of them still train:
+- DDP sends every gradient in every backward. `no_sync` keeps them back; the last backward sends the sum. A rank
+  with fewer microbatches must still have a last one, or the others wait for it for ever: it runs one that counts zero.
+- DDP takes the mean over ranks. The contract wants the sum, so the loss is multiplied by the ranks.
+- `loss.mean() / ACCUMULATE` is a mean of means. Sums are added here, and divided once, by the global count.
+
+What it moves: every gradient once a step, and one count. What it stores: nothing more than DDP. What it waits for:
+the last backward alone is overlapped with communication.
+"""
+
+import os
+import sys
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from single import GLOBAL_BATCH, MICRO_BATCH, STEPS, loss_sum, make_data, make_model, make_optimizer, save
+from torch.nn.parallel import DistributedDataParallel
+
+
+def train(rank: int, ranks: int) -> torch.nn.Module:
+    model = DistributedDataParallel(make_model())
+    optimizer = make_optimizer(model.parameters())
+    x, y = make_data()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        count = torch.zeros(())
+        starts = range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH, MICRO_BATCH)
+        own = list(starts)[rank::ranks]  # microbatch j belongs to rank j % ranks
+        for number, at in enumerate(own or [starts[0]], 1):
+            last = number == max(len(own), 1)
+            with nullcontext() if last else model.no_sync():
+                loss, counted = loss_sum(model, x[at : at + MICRO_BATCH], y[at : at + MICRO_BATCH])
+                weight = 1.0 if own else 0.0  # a rank without a microbatch takes part and adds nothing
+                (loss * ranks * weight).backward()  # DDP takes the mean over ranks; this makes it the sum
+            count += counted * weight
+        dist.all_reduce(count)
+        for parameter in model.parameters():
+            parameter.grad.div_(count)
+        optimizer.step()
+    return model.module
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    model = train(dist.get_rank(), dist.get_world_size())
+    if dist.get_rank() == 0:
+        save(model, sys.argv)
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may outlive the interpreter

@@ -1,0 +1,26 @@
+"""The command that goes on with a run: the same words, less what broke it."""
+
+import shlex
+from typing import Any
+
+from paceline.spec.task import Task
+
+
+def command_again(task: Task) -> str:
+    """`paceline train` with the run's folder and every setting that was given; faults are not asked for again."""
+    words = ["paceline", "train", task.job, "--run-dir", task.run, "--ranks", str(task.ranks)]
+    if task.layout != ("single" if task.ranks == 1 else "ddp"):
+        words += ["--layout", task.layout]
+    if task.update != "sync":
+        words += ["--update", task.update]
+    files = {origin.removeprefix("file ") for origin in task.origins.values() if origin.startswith("file ")}
+    for file in sorted(files):
+        words += ["--config", file]
+    for name, value in task.settings.items():
+        if task.origins.get(name) == "command line" and name != "run_dir":
+            words += [f"--{name}", _shown(value)]
+    return shlex.join(words)
+
+
+def _shown(value: Any) -> str:
+    return ",".join(str(item) for item in value) if isinstance(value, list | tuple) else str(value)

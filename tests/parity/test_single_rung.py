@@ -1,0 +1,54 @@
+"""The first rung says whether a loss is a sum over samples, however the masks happen to lie."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import paceline as pl
+from paceline.prove.reference import Reference, Spec
+from paceline.prove.single import run_single
+
+
+def summed(output: Tensor, batch: Any) -> Any:
+    return F.cross_entropy(output, batch[1], reduction="sum"), (batch[1] != -100).sum()
+
+
+def mean(output: Tensor, batch: Any) -> Any:
+    return F.cross_entropy(output, batch[1])
+
+
+def mean_as_a_sum(output: Tensor, batch: Any) -> Any:
+    return F.cross_entropy(output, batch[1]), 1
+
+
+def said(loss: Callable[[Tensor, Any], Any], masked: list[int], autocast: torch.dtype | None = None) -> str:
+    torch.manual_seed(0)
+    labels = torch.arange(8) % 3
+    labels[masked] = -100
+    job = pl.Job(
+        model=lambda: torch.nn.Linear(5, 3),
+        loss=loss,
+        train_data=torch.utils.data.TensorDataset(torch.randn(8, 5), labels),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        global_batch_size=8,
+        order="sequential",
+    )
+    spec = Spec(seed=0, global_batch_size=8, micro_batch_size=4, autocast=autocast)
+    return run_single(lambda: Reference(job=job, spec=spec, cast=lambda value: value)).detail
+
+
+@pytest.mark.parametrize("masked", [[], [0], [0, 2], [0, 1, 4, 5], [0, 1, 2]], ids=str)
+def test_a_sum_is_called_a_sum_and_a_mean_of_masked_labels_never(masked: list[int]) -> None:
+    """`[0, 2]` leaves each half of the first microbatch one target: halves alone can't tell."""
+    assert "is a sum over samples" in said(summed, masked)
+    assert "no sum over samples" in said(mean_as_a_sum, masked)
+    assert ("no sum over samples" in said(mean, masked)) == bool(masked)
+
+
+def test_half_precision_is_no_reason_to_call_a_sum_no_sum() -> None:
+    assert "is a sum over samples" in said(summed, [0], torch.bfloat16)
+    assert "no sum over samples" in said(mean, [0], torch.bfloat16)
