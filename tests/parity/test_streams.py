@@ -219,3 +219,15 @@ def test_an_empty_stream_is_refused() -> None:
     with pytest.raises((JobError, DataError)):
         read_together(lambda: Files([]), replicas=1, steps=1)
     assert Cursor().position == 0
+
+
+@pytest.mark.parametrize("name", ["shard", "state_dict", "set_epoch", "load_state_dict"])
+def test_what_the_dataset_itself_raises_is_named_with_its_line(name: str) -> None:
+    def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("no such bucket")
+
+    bad = type("Bad", (Files,), {name: broken})
+    before = read_together(lambda: Files([90, 80]), replicas=1, steps=9)[0]
+    with pytest.raises(DataError, match=rf"{name}.* failed: ValueError: no such bucket") as caught:
+        read_together(lambda: bad([90, 80]), replicas=1, steps=9, cursor=before.cursor, state=before.state)
+    assert 'raise ValueError("no such bucket")' in caught.value.where
