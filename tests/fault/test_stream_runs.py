@@ -122,6 +122,7 @@ def test_an_epoch_of_a_stream_holds_each_sample_once(stream_shop: Shop) -> None:
     assert last["eval/samples"] == 19 if "eval/samples" in last else True
 
 
+@pytest.mark.soak  # tests/parity/test_streams.py has the same with replicas as threads
 def test_a_rank_that_reads_another_stream_is_found_before_the_first_step(stream_shop: Shop) -> None:
     code = JOB.replace('float(os.environ.get("DRIFT", 0))', "1.0")
     stream_shop.write("job.py", code)
