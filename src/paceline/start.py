@@ -13,6 +13,7 @@ from paceline.survive.agent import Agent, nursery_command
 from paceline.survive.failure import Failure
 
 _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+EXACT_KERNELS = "MKL_CBWR"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ def _environ(request: Request) -> dict[str, str]:
     """The nursery imports numerical libraries with one thread, since it forks; workers then set their own."""
     environ = {**os.environ, **dict.fromkeys(_MATH_THREADS, "1")}
     if request.exact:
-        environ.setdefault("MKL_CBWR", "AVX2")
+        environ.setdefault(EXACT_KERNELS, "AVX2")
     environ["PYTHONUNBUFFERED"] = "1"
     return environ
 

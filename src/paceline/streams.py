@@ -19,6 +19,10 @@ def key(*parts: int | str) -> int:
 def seed_torch(seed: int) -> None:
     """Seed torch's generators that are in use: the CPU's, and the current GPU's once it was touched."""
     torch.default_generator.manual_seed(seed)
+    _seed_gpu(seed)
+
+
+def _seed_gpu(seed: int) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
 
@@ -28,6 +32,13 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFF_FFFF)
     seed_torch(seed)
+
+
+def host_states() -> tuple[object, ...]:
+    """Where the host's three generators stand: equal before and after where nobody drew."""
+    legacy = np.random.get_state(legacy=False)
+    inner = dict(legacy["state"])
+    return random.getstate(), inner["key"].tobytes(), inner["pos"], torch.get_rng_state().numpy().tobytes()
 
 
 @contextmanager
@@ -50,16 +61,22 @@ class Streams:
 
     Blocks are the repeated layers that hold dropout; each starts its own stream, so that a stage of a
     pipeline draws what the whole model would have drawn. All else draws from the microbatch's stream.
+
+    `asleep` leaves the host's generators alone, where several replicas share them and none draws from them.
     """
 
     def __init__(self, *, seed: int) -> None:
         self._seed = seed
         self._microbatch = 0
+        self.asleep = False
 
     def enter(self, *, step: int, microbatch: int) -> None:
         """Start the stream of one microbatch; `microbatch` is its place in the whole global batch."""
         self._microbatch = key(self._seed, step, microbatch)
-        seed_all(self._microbatch)
+        if self.asleep:
+            _seed_gpu(self._microbatch)
+        else:
+            seed_all(self._microbatch)
 
     def arm(self, model: nn.Module) -> Callable[[], None]:
         """Let each random block start its own stream; returns the undo."""
@@ -78,7 +95,7 @@ class Streams:
 
         def start(module: nn.Module, _: object) -> None:
             if module.training:
-                seed_torch((self._microbatch ^ step) & 0x7FFF_FFFF_FFFF_FFFF)
+                (_seed_gpu if self.asleep else seed_torch)((self._microbatch ^ step) & 0x7FFF_FFFF_FFFF_FFFF)
 
         return start
 

@@ -1,6 +1,6 @@
 """The one place that touches what torch does not document as public.
 
-Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torch itself) and
+Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torch itself), dispatch modes and
 `Tensor._version` (bumped by every write in place), and the common bases of
 BatchNorm, of all norms with running statistics, and of dropout; and the data worker's note about itself.
 """
@@ -13,12 +13,15 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data._utils import worker as _data_worker
 
 __all__ = [
     "BatchNormBase",
     "DropoutBase",
     "NormBase",
+    "SeededOps",
+    "add_all",
     "copy_all",
     "divide_all",
     "hide_worker",
@@ -33,6 +36,12 @@ def divide_all(tensors: Sequence[Tensor], divisor: float | Tensor) -> None:
     """Divide each tensor in place, in few kernels."""
     if tensors:
         torch._foreach_div_(list(tensors), divisor)
+
+
+def add_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Add each source to its target in place, in few kernels."""
+    if targets:
+        torch._foreach_add_(list(targets), list(sources))
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -78,3 +87,16 @@ def hide_worker() -> None:
     A dataset that splits itself over the workers that it sees would split a shard that is one worker's whole.
     """
     _data_worker._worker_info = None
+
+
+class SeededOps(TorchDispatchMode):
+    """Sees whether an operation that draws random numbers runs in this thread while the mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Pass everything on."""
+        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))

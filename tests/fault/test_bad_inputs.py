@@ -32,6 +32,15 @@ EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown layout": (("train", "job.py", "--layout", "dpp"), "did you mean"),
     "a layout of a later version": (("train", "job.py", "--layout", "fsdp"), "not in this version"),
     "an axis of a later version": (("train", "job.py", "--layout", "tp=2"), "'tp'"),
+    "threads and another axis": (
+        ("train", "job.py", "--layout", "threads=2,dp=2"),
+        "asks for threads and for something else",
+    ),
+    "a fault on a thread": (
+        ("train", "job.py", "--layout", "threads=2", "--faults", "kill rank=1 step=2"),
+        "a fault on rank 1",
+    ),
+    "no thread at all": (("train", "job.py", "--layout", "threads=0"), "threads=0"),
     "an axis without a count": (("train", "job.py", "--layout", "dp=two"), "'two'"),
     "an axis of zero": (("train", "job.py", "--layout", "dp=0"), "'0'"),
     "unknown update": (("train", "job.py", "--update", "async"), "async"),

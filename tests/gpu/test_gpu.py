@@ -44,3 +44,32 @@ def test_a_step_never_waits_for_the_device() -> None:
                 step.run(next(feed))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), ("cuda:0", "cpu")])
+def test_replicas_as_threads_on_and_beside_a_gpu(devices: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas on one GPU, and weights that are copied to another device, against one process on the CPU."""
+    monkeypatch.setattr("paceline.place.meeting._device", lambda world, rank: torch.device(devices[rank]))
+    data = [(torch.randn(16, dtype=torch.float64), torch.tensor(i % 4)) for i in range(64)]
+    job = Job(
+        model=lambda: torch.nn.Linear(16, 4, dtype=torch.float64),
+        loss=lambda o, b: (torch.nn.functional.cross_entropy(o, b[1], reduction="sum"), len(b[1])),
+        train_data=data,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        global_batch_size=30,
+    )
+    weights = []
+    for replicas, device in ((2, torch.device("cuda", 0)), (1, torch.device("cpu"))):
+        plan = Plan(
+            layout="threads", update="sync", processes=1, replicas=replicas, device=device.type, backend="none",
+            threads=1, global_batch_size=30, micro_batch_size=8, num_micro=4, notes=(),
+        )  # fmt: skip
+        made = build(job=job, settings=Settings(), plan=plan, world=World.alone(device=device))
+        cut = Cut(global_batch_size=30, micro_batch_size=8)
+        feed = iter(make_feed(data=data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
+        for _ in range(4):
+            made.step.run(next(feed))
+        weights.append([p.detach().cpu() for p in made.model.parameters()])
+        made.close()
+    for ours, right in zip(*weights, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-12)  # sums of 16 products in another order

@@ -50,6 +50,8 @@ def test_all_problems_at_once() -> None:
         ("DP=4", Kind.DDP, 4),
         ("dp_replicate=-1", Kind.DDP, None),
         ("single", Kind.SINGLE, None),
+        ("threads", Kind.THREADS, None),
+        ("Threads=4", Kind.THREADS, 4),
     ],
 )
 def test_layouts(text: str, kind: Kind, replicas: int | None) -> None:
@@ -57,11 +59,23 @@ def test_layouts(text: str, kind: Kind, replicas: int | None) -> None:
     assert (layout.kind, layout.replicas) == (kind, replicas)
 
 
-@pytest.mark.parametrize("text", ["dpp", "fsdp", "dp=0", "dp=x", "tp=2,dp=2", "wide=3", ""])
+@pytest.mark.parametrize(
+    "text", ["dpp", "fsdp", "dp=0", "dp=x", "tp=2,dp=2", "wide=3", "", "threads=0", "threads=2,dp=2", "dp=2,threads=2"]
+)
 def test_layouts_that_can_not_be_had_say_so(text: str) -> None:
     with pytest.raises(LayoutError) as caught:
         parse_layout(text)
     assert caught.value.hint
+
+
+def test_threads_are_replicas_of_one_process() -> None:
+    facts = Facts(global_batch_size=64)
+    cluster = Cluster(ranks=3, cores=8)
+    plan = settle(layout=parse_layout("threads"), update=Update.SYNC, cluster=cluster, facts=facts)
+    assert (plan.processes, plan.replicas, plan.backend, plan.threads, plan.num_micro) == (1, 3, "none", 2, 3)
+    with pytest.raises(LayoutError, match="threads=2 needs 2 ranks, you have 3") as caught:
+        settle(layout=parse_layout("threads=2"), update=Update.SYNC, cluster=cluster, facts=facts)
+    assert caught.value.hint == "--ranks 2, or --layout threads=3"
 
 
 def test_micro_batches_are_derived_and_disagreement_is_refused() -> None:

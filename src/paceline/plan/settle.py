@@ -1,6 +1,6 @@
 """What is decided: ranks, replicas, microbatches, backend and threads, each with one line that says why."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.errors import LayoutError, PacelineError, UsageError, raise_all
@@ -64,7 +64,7 @@ def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts) ->
     problems: list[PacelineError] = []
     processes, replicas = _ranks(layout, cluster, problems)
     micro = _micro_batch_size(facts, replicas, problems)
-    backend, why = settle_backend(cluster, facts, problems)
+    backend, why = settle_backend(replace(cluster, ranks=processes), facts, problems)
     raise_all(problems)
     threads = settle_threads(cluster=cluster, one=facts.one_thread, asked=facts.threads)
     num_micro = -(-facts.global_batch_size // micro)
@@ -119,11 +119,12 @@ def settle_backend(cluster: Cluster, facts: Facts, problems: list[PacelineError]
 
 
 def _ranks(layout: Layout, cluster: Cluster, problems: list[PacelineError]) -> tuple[int, int]:
+    axis = Kind.THREADS if layout.kind is Kind.THREADS else "dp"
     if layout.replicas is not None and layout.replicas != cluster.ranks:
         problems.append(
             LayoutError(
                 f"{layout} needs {layout.replicas} ranks, you have {cluster.ranks}.",
-                hint=f"--ranks {layout.replicas}, or --layout dp={cluster.ranks}",
+                hint=f"--ranks {layout.replicas}, or --layout {axis}={cluster.ranks}",
             )
         )
     if layout.kind is Kind.SINGLE and cluster.ranks != 1:
@@ -133,7 +134,7 @@ def _ranks(layout: Layout, cluster: Cluster, problems: list[PacelineError]) -> t
                 hint=f"--layout ddp --ranks {cluster.ranks}",
             )
         )
-    return cluster.ranks, cluster.ranks
+    return layout.processes(ranks=cluster.ranks), cluster.ranks
 
 
 def _micro_batch_size(facts: Facts, replicas: int, problems: list[PacelineError]) -> int:
@@ -172,11 +173,13 @@ def _notes(
     micro: int,
     num_micro: int,
 ) -> tuple[str, ...]:
+    one = "replica" if layout.kind is Kind.THREADS else "rank"
     per_rank = -(-num_micro // replicas)
     return (
-        f"layout: {layout.kind}, {replicas} replica{'s' if replicas > 1 else ''}",
+        f"layout: {layout.kind}, {replicas} replica{'s' if replicas > 1 else ''}"
+        + (" in one process" if layout.kind is Kind.THREADS else ""),
         f"backend: {why}",
         f"batch: {facts.global_batch_size} samples a step in {num_micro} microbatches of {micro}"
         f" ({per_rank} a replica)",
-        f"threads: {threads} a rank ({'pinned' if facts.one_thread else f'{cluster.cores} usable cores'})",
+        f"threads: {threads} a {one} ({'pinned' if facts.one_thread else f'{cluster.cores} usable cores'})",
     )

@@ -93,7 +93,7 @@ class Lockstep:
 
     def _see_quiet(self, given: StepInput, judge: Judge | None) -> None:
         """Once more with every dropout rate at zero, on both sides."""
-        models = [self._built.model] if self._reference is None else [self._built.model, self._reference.model]
+        models = [*self._built.models] if self._reference is None else [*self._built.models, self._reference.model]
         with quiet(models):
             self._take_over()
             self._built.step.gradients(given)

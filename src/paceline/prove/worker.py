@@ -206,7 +206,7 @@ def _comparable(ready: Ready, built: Built, alone: Reference | None) -> Iterator
     if ready.settings.train.buffers != "sync_bn" or not draws(built.model):
         yield ""
         return
-    with quiet([built.model] if alone is None else [built.model, alone.model]):
+    with quiet([*built.models] if alone is None else [*built.models, alone.model]):
         yield "Dropout is off here: under sync_bn one process can't draw each replica's numbers."
 
 

@@ -1,6 +1,7 @@
 """What a step is given: this replica's microbatches of one global batch."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -26,3 +27,23 @@ class Given(Protocol):
     def num_samples(self) -> int: ...
     @property
     def fingerprint(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One replica's part of what a process was given for all of its replicas."""
+
+    micro: Sequence[Micro] = field(repr=False)
+    num_micro: int
+    num_samples: int
+    fingerprint: int
+
+
+def share(given: Given, *, replica: int, replicas: int) -> Share:
+    """Round robin, as processes are dealt theirs."""
+    return Share(
+        micro=[micro for micro in given.micro if micro.index % replicas == replica],
+        num_micro=given.num_micro,
+        num_samples=given.num_samples,
+        fingerprint=given.fingerprint,
+    )

@@ -19,6 +19,7 @@ from paceline.step.joint import BUFFERS, FINGERPRINT, STOP, Joint, joint_counts
 from paceline.step.later import Later
 from paceline.step.loss import LossContract, Terms, to_device
 from paceline.step.result import StepResult
+from paceline.step.turns import ALONE, Turns
 from paceline.step.update import Update
 from paceline.streams import Streams
 from paceline.world import World
@@ -41,6 +42,7 @@ class Parts:
     streams: Streams
     precision: str = "fp32"
     rounds: Rounds | None = None
+    turns: Turns = ALONE
 
 
 class SpmdStep:
@@ -98,6 +100,11 @@ class SpmdStep:
             compute_seconds=waiting - started,
             communication_seconds=ended - waiting,
         )
+
+    def close(self) -> None:
+        """Remove what was hooked into the model."""
+        self.parts.reducer.close()
+        self.parts.tape.close()
 
     def _passes(self, given: Given, stop: bool) -> tuple[Joint, bool]:
         """Forward and backward of this rank's microbatches; the joint vector travels under the last one."""
@@ -197,9 +204,8 @@ class SpmdStep:
 
     def _forward(self, index: int, batch: Any, num_samples: int) -> Terms:
         parts = self.parts
-        parts.streams.enter(step=self.step, microbatch=index)
         parts.tape.at(index)
-        with self.autocast():
+        with parts.turns.forward(lambda: parts.streams.enter(step=self.step, microbatch=index)), self.autocast():
             output = parts.contract.forward(parts.model, batch)
             return parts.contract.terms(output, batch, num_samples=num_samples)
 
@@ -224,7 +230,8 @@ class SpmdStep:
                 hint="return the loss as a tensor that the model's output flows into",
             )
         self.parts.reducer.before_backward(last=last)
-        self.parts.update.scaled(loss).backward()
+        with self.parts.turns.backward():
+            self.parts.update.scaled(loss).backward()
         self.parts.reducer.after_backward()
 
     def autocast(self) -> AbstractContextManager[None]:

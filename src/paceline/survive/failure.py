@@ -39,7 +39,7 @@ def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 
     failure = Failure(
         rank=rank,
         kind=type(error).__name__,
-        message=error.what if isinstance(error, PacelineError) and not hasattr(error, "problems") else _text(error),
+        message=_message(error),
         where=str(line) if line else "",
         source=line.text if line else "",
         screen=str(error) if ours else "",
@@ -49,6 +49,13 @@ def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 
     )
     with suppress(OSError):  # a full disk must not hide what happened: the log has it too
         write_text(_path(folder, rank), json.dumps(asdict(failure)))
+
+
+def _message(error: BaseException) -> str:
+    """What it says, and in which replica it was where a process has several."""
+    text = error.what if isinstance(error, PacelineError) and not hasattr(error, "problems") else _text(error)
+    where = [note for note in getattr(error, "__notes__", ()) if str(note).startswith("in replica ")]
+    return f"{text} ({where[0]})" if where else text
 
 
 def read_failure(folder: Path, rank: int) -> Failure | None:

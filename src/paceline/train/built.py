@@ -13,13 +13,17 @@ from paceline.job import EarlyStopping, Job
 from paceline.place.batchnorm import StatisticsTape
 from paceline.place.buffers import BufferPolicy
 from paceline.place.exact import MOST_MICROBATCHES, ExactReducer, Grid
+from paceline.place.meeting import ThreadWorld, thread_worlds
 from paceline.place.replicate import BucketReducer, LocalReducer, Reducer, equal_start
 from paceline.place.sync_bn import synchronise
+from paceline.place.threads import Mirror, ThreadReducer, refuse_under_threads, shared_gpu
 from paceline.place.units import Named, trainable
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.step.loss import LossContract
 from paceline.step.spmd import Parts, SpmdStep
+from paceline.step.threads import ThreadsStep
+from paceline.step.turns import ALONE, SharedTurns
 from paceline.step.update import Ema, Update
 from paceline.streams import Streams, key, seed_all
 from paceline.train.state import make_optimizers
@@ -28,13 +32,14 @@ from paceline.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """One rank's share of a run, ready to step."""
+    """One rank's share of a run, ready to step. `models` are this process's replicas; `model` is the first."""
 
     job: Job
     settings: Settings
     plan: Plan
     world: World
     model: nn.Module
+    models: Sequence[nn.Module]
     named: Sequence[Named]
     step: SpmdStep
     grid: Grid | None
@@ -47,8 +52,7 @@ class Built:
 
     def close(self) -> None:
         """Remove what was hooked into the model."""
-        self.step.parts.reducer.close()
-        self.step.parts.tape.close()
+        self.step.close()
 
 
 def job_layer(job: Job) -> dict[str, Any]:
@@ -79,37 +83,72 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
         JobError, UsageError, Problems: something can't be had as asked.
     """
     _check_asked(job, settings, plan)
-    model = build_model(job, seed=settings.seed).to(world.device)
-    notes = _equal_start(model, world)
-    rounds = synchronise(model, world=world) if settings.train.buffers == "sync_bn" else None
-    named = trainable(model)
-    grid = Grid(num_parameters=len(named)) if settings.train.exact else None
-    streams = Streams(seed=settings.seed)
-    streams.arm(model)
-    parts = Parts(
-        model=_compiled(model, settings),
-        world=world,
-        contract=LossContract(job=job, model=model),
-        reducer=_reducer(named, world, grid),
-        tape=StatisticsTape(model=model, world=world, enabled=settings.train.buffers == "fold"),
-        buffers=BufferPolicy(model=model, world=world, policy=settings.train.buffers, exact=settings.train.exact),
-        update=_update(job, settings, model, named, plan, world),
-        streams=streams,
-        precision=settings.train.precision,
-        rounds=rounds,
-    )
-    step = SpmdStep(parts)
+    own = _worlds(plan, settings, world)
+    models = [build_model(job, seed=settings.seed).to(each.device) for each in own]
+    named = [trainable(model) for model in models]
+    grids = [Grid(num_parameters=len(named[0])) if settings.train.exact else None for _ in own]
+    notes = _equal_start(models[0], world)
+    mirror = Mirror(models=models, grids=grids) if len(own) > 1 else None
+    update = _update(job, settings, models[0], named[0], plan, world)
+    turns = None if mirror is None else SharedTurns(gpu=shared_gpu([each.device for each in own]))
+    reducers = [_reducer(members, named[0], each, grid) for members, each, grid in zip(named, own, grids, strict=True)]
+    parts = [
+        _parts(job, settings, model, each, reducer, update, turns)
+        for model, each, reducer in zip(models, own, reducers, strict=True)
+    ]
     return Built(
         job=job,
         settings=settings,
         plan=plan,
         world=world,
-        model=model,
-        named=named,
-        step=step,
-        grid=grid,
+        model=models[0],
+        models=models,
+        named=named[0],
+        step=_step(parts, mirror, turns),
+        grid=grids[0],
         notes=tuple(notes),
     )
+
+
+def _parts(
+    job: Job,
+    settings: Settings,
+    model: nn.Module,
+    world: World,
+    reducer: Reducer,
+    update: Update,
+    turns: SharedTurns | None,
+) -> Parts:
+    """One replica's."""
+    train = settings.train
+    rounds = synchronise(model, world=world) if train.buffers == "sync_bn" else None
+    streams = Streams(seed=settings.seed)
+    streams.arm(model)
+    return Parts(
+        model=_compiled(model, settings),
+        world=world,
+        contract=LossContract(job=job, model=model),
+        reducer=reducer,
+        tape=StatisticsTape(model=model, world=world, enabled=train.buffers == "fold"),
+        buffers=BufferPolicy(model=model, world=world, policy=train.buffers, exact=train.exact),
+        update=update,
+        streams=streams,
+        precision=train.precision,
+        rounds=rounds,
+        turns=turns or ALONE,
+    )
+
+
+def _step(parts: Sequence[Parts], mirror: Mirror | None, turns: SharedTurns | None) -> SpmdStep:
+    if mirror is None or turns is None:
+        return SpmdStep(parts[0])
+    return ThreadsStep(parts[0], others=parts[1:], mirror=mirror, turns=turns)
+
+
+def _worlds(plan: Plan, settings: Settings, world: World) -> list[World]:
+    """One for each replica of this process."""
+    here = plan.replicas // world.world_size
+    return thread_worlds(replicas=here, world=world, timeout_seconds=settings.train.timeout_seconds)
 
 
 def early_stopping(job: Job) -> EarlyStopping | None:
@@ -135,6 +174,8 @@ def _check_asked(job: Job, settings: Settings, plan: Plan) -> None:
     train = settings.train
     if train.exact:
         problems += _check_exact(plan, train.precision)
+    if plan.replicas > plan.processes:
+        problems += refuse_under_threads(buffers=train.buffers, compiled=train.compile)
     if train.precision == "fp16" and job.loss is not None and job.count is None:
         problems.append(
             JobError(
@@ -173,9 +214,12 @@ def _equal_start(model: nn.Module, world: World) -> list[str]:
     return [f"warning: start weights differed between ranks ({differed[0]}, ...); rank 0's were given to all"]
 
 
-def _reducer(named: Sequence[Named], world: World, grid: Grid | None) -> Reducer:
+def _reducer(named: Sequence[Named], home: Sequence[Named], world: World, grid: Grid | None) -> Reducer:
+    """`home` is where the gradients of this process's replicas end."""
     if grid is not None:
         return ExactReducer(named=named, world=world, grid=grid)
+    if isinstance(world, ThreadWorld):
+        return ThreadReducer(named=named, home=home, world=world)
     return LocalReducer(named=named) if world.world_size == 1 else BucketReducer(named=named, world=world)
 
 

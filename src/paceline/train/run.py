@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from paceline.errors import ExitCode
@@ -16,8 +17,10 @@ from paceline.job import Job
 from paceline.launch.environments import detect
 from paceline.launch.meet import adopt
 from paceline.plan.machine import usable_cores, visible_gpus
+from paceline.plan.settle import Cluster, settle_threads
+from paceline.spec.layout import parse_layout
 from paceline.spec.task import Task
-from paceline.start import Request, failure_screen, start
+from paceline.start import EXACT_KERNELS, Request, failure_screen, start
 from paceline.step.generate import generate
 from paceline.step.result import StepResult
 from paceline.store.checkpoints import all_steps
@@ -49,7 +52,8 @@ class Run:
         self.exit_code = int(ExitCode.DONE)
         self._session: Session | None = None
         kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
-        count = ranks or _world_size() or (visible_gpus() if kind == "cuda" else 1) or 1
+        asked = parse_layout(layout) if layout is not None else None
+        count = ranks or (asked and asked.replicas) or _world_size() or (visible_gpus() if kind == "cuda" else 1) or 1
         script = Path(sys.argv[0]).stem or "run"
         self._task = Task(
             verb="train",
@@ -140,7 +144,10 @@ class Run:
         return self._session
 
     def _join_or_start(self) -> None:
-        """In a worker, or one process: go on. In a plain process with several ranks: start them and leave."""
+        """In a worker, or one process: go on. In a plain process with several ranks: start them and leave.
+
+        So also in exact mode: its kernels are chosen by a variable that is read before torch is there.
+        """
         if self._ready is not None:
             return
         folder = os.environ.get("PACELINE_ATTEMPT_FOLDER")
@@ -152,10 +159,23 @@ class Run:
         if joined is not None:
             adopt(joined, os.environ)
         self._task = with_folder(self._task, make=joined is None or joined.rank == 0)
-        if joined is not None or self._task.ranks == 1:
+        exact = bool(self._task.settings.get("train.exact"))
+        if joined is not None or (self._processes == 1 and not (exact and EXACT_KERNELS not in os.environ)):
+            if exact or self._processes < self._task.ranks:
+                torch.set_num_threads(self._threads)
             stop_flag.install()
             return
         sys.exit(self._start_again())
+
+    @property
+    def _processes(self) -> int:
+        return parse_layout(self._task.layout).processes(ranks=self._task.ranks)
+
+    @property
+    def _threads(self) -> int:
+        asked = self._task.settings.get("train.threads")
+        cluster = Cluster(ranks=self._task.ranks, cores=usable_cores())
+        return settle_threads(cluster=cluster, one=bool(self._task.settings.get("train.exact")), asked=asked)
 
     def _start_again(self) -> int:
         task = self._task
@@ -165,15 +185,13 @@ class Run:
             tails.append(Tail(folder))
             return tails[-1]
 
-        threads = task.settings.get("train.threads") or max(1, usable_cores() // task.ranks)
-        exact = bool(task.settings.get("train.exact"))
         request = Request(
-            ranks=task.ranks,
+            ranks=self._processes,
             run=RunFolder(Path(task.run)),
             script=[str(Path(sys.argv[0]).resolve()), *sys.argv[1:]],
             payload=task.as_json(),
-            threads=1 if exact else int(threads),
-            exact=exact,
+            threads=self._threads,
+            exact=bool(task.settings.get("train.exact")),
         )
         outcome = start(request, on_start=follow)
         tails[-1].close()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
-from paceline.faults import parse_faults
+from paceline.faults import Fault, parse_faults
 from paceline.launch.environments import Joined, detect
 from paceline.launch.meet import adopt
 from paceline.plan.machine import usable_cores, visible_gpus
@@ -69,13 +69,18 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
         _collect(problems, lambda: check_names(settings.watch.to))
     joined = _collect(problems, lambda: detect(os.environ))
     device = _device(common.device, problems)
-    ranks = _ranks(common.ranks, joined, device, problems)
-    layout = _collect(problems, lambda: parse_layout(common.layout or ("single" if ranks == 1 else "ddp")))
+    text = common.layout
+    asked_layout = None if text is None else _collect(problems, lambda: parse_layout(text))
+    threads = asked_layout is not None and asked_layout.kind is Kind.THREADS
+    ranks = _ranks(common.ranks, None if threads else joined, device, problems)
+    layout = asked_layout if text is not None else parse_layout("single" if ranks == 1 else "ddp")
     _collect(problems, lambda: parse_update(common.update))
-    _collect(problems, lambda: parse_faults(common.faults))
+    faults = _collect(problems, lambda: parse_faults(common.faults)) or ()
+    if threads:
+        _check_not_nested(joined, faults, problems)
     if ref is not None:
         problems += _unknown_parameters(job_defaults(ref), asked)
-    if layout is not None and layout.replicas and common.ranks is None and joined is None:
+    if layout is not None and layout.replicas and common.ranks is None and (joined is None or threads):
         ranks = layout.replicas
     raise_all(problems)
     assert layout is not None and settings is not None
@@ -120,15 +125,16 @@ def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False)
     settings = merge(Asked(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
     exact = settings.train.exact or one_thread
     tails: list[Tail] = []
+    count = parse_layout(task.layout).processes(ranks=task.ranks)
     if not common.quiet:
-        print(f"starting {task.ranks} process{'es' if task.ranks > 1 else ''}; logs in {task.run}/logs", flush=True)
+        print(f"starting {count} process{'es' if count > 1 else ''}; logs in {task.run}/logs", flush=True)
 
     def follow(folder: Path) -> Callable[[], None]:
         tails.append(Tail(folder))
         return tails[-1] if not common.quiet else _nothing
 
     request = Request(
-        ranks=task.ranks,
+        ranks=count,
         run=RunFolder(Path(task.run)),
         entry=entry,
         payload=task.as_json(),
@@ -168,7 +174,9 @@ def _joined(task: Task, entry: str, joined: Joined, one_thread: bool) -> Answer:
     child = resolve("paceline.survive.child:run_joined")
     payload = task.as_json()
     settings = merge(Asked(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
-    cluster = Cluster(ranks=joined.world_size, cores=usable_cores(), ranks_per_node=joined.local_world_size)
+    replicas = task.ranks // joined.world_size
+    per_node = joined.local_world_size * replicas
+    cluster = Cluster(ranks=task.ranks, cores=usable_cores(), ranks_per_node=per_node)
     threads = settle_threads(cluster=cluster, one=settings.train.exact or one_thread, asked=settings.train.threads)
     code = child(entry, payload, threads=threads)
     sys.stdout.flush()
@@ -230,6 +238,25 @@ def _ranks(asked: int | None, joined: Joined | None, device: str, problems: list
     if gpus and asked is not None and asked > gpus:
         problems.append(UsageError(f"--ranks {asked}, this machine has {gpus} GPUs.", hint=f"--ranks {gpus}"))
     return asked or gpus or 1
+
+
+def _check_not_nested(joined: Joined | None, faults: Sequence[Fault], problems: list[PacelineError]) -> None:
+    """Replicas as threads need a world of one process, which is rank 0."""
+    beyond = [fault.rank for fault in faults if fault.rank]
+    if beyond:
+        problems.append(
+            UsageError(
+                f"a fault on rank {beyond[0]}, but layout threads is one process, rank 0.",
+                hint='--faults "kill rank=0 step=50", or --layout ddp',
+            )
+        )
+    if joined is not None and joined.world_size > 1:
+        problems.append(
+            UsageError(
+                f"layout threads is one process, {joined.kind} started {joined.world_size}.",
+                hint="--layout ddp, or one process: paceline train JOB --layout threads --ranks 2",
+            )
+        )
 
 
 def _unknown_parameters(known: dict[str, str] | None, asked: Asked) -> list[PacelineError]:
