@@ -71,6 +71,7 @@ class Record:
     gradients: Mapping[str, Print]
     weights: Mapping[str, Print]
     batch: int | None = None
+    optimizer: int = 0
 
 
 def fingerprint(values: Vector, *, raw: bytes | memoryview) -> Print:
@@ -118,6 +119,14 @@ def read_recording(path: Path, *, rank: int = 0) -> list[Record]:
     return list(_records(file))
 
 
+def num_ranks(path: Path) -> int:
+    """How many ranks wrote into it."""
+    rank = 0
+    while _file(path, rank).exists():
+        rank += 1
+    return rank
+
+
 def _file(path: Path, rank: int = 0) -> Path:
     inside = path / FOLDER
     return (inside if inside.is_dir() else path) / f"rank-{rank}.jsonl"
@@ -134,4 +143,5 @@ def _records(file: Path) -> Iterator[Record]:
             gradients={name: Print.from_json(entry) for name, entry in value["gradients"].items()},
             weights={name: Print.from_json(entry) for name, entry in value["weights"].items()},
             batch=value.get("batch"),
+            optimizer=int(value.get("optimizer", 0)),
         )

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.errors import ExitCode
 from paceline.events import EvalDone
@@ -122,6 +123,11 @@ class Run:
     def model(self) -> nn.Module:
         """The user's own module."""
         return self._live.built.model
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The job's own optimizers, as its factory made them."""
+        return self._live.built.update.optimizers
 
     @property
     def folder(self) -> Path:

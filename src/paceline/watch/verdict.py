@@ -14,9 +14,10 @@ _LENGTH = ("train.steps", "train.epochs", "train.samples", "train.tokens", "trai
 
 
 def find_verdict(run: RunFolder) -> tuple[dict[str, Any] | None, str]:
-    """The newest answer about this very training, from this folder or one beside it; else why none is shown."""
+    """The newest answer about this very training, from this folder or one near it; else why none is shown."""
     own = _facts_of_run(run)
-    others = [path for path in run.path.parent.glob(f"*/{ANSWER}") if path.parent != run.path]
+    others = [path for where in ("*", "*/*") for path in run.path.parent.glob(f"{where}/{ANSWER}")]
+    others = [path for path in others if path.parent != run.path]
     reason = ""
     for path in [run.path / ANSWER, *sorted(others, key=lambda p: p.parent.name, reverse=True)]:
         answer = json_or_none(path)
