@@ -20,7 +20,7 @@ Optimizers = Optimizer | Iterable[Optimizer]
 
 
 class Recorder:
-    """Writes one line for each step of each optimizer: fingerprints of gradients as it sees them, and of weights after."""
+    """Writes a line for each step of each optimizer: fingerprints of gradients as it sees them, of weights after it."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizers, path: str | Path, *, every: int = 1) -> None:
         if every < 1:
@@ -73,7 +73,7 @@ class Recorder:
 
 
 class _Watch:
-    """The hooks on one optimizer. Of several, each speaks for the parameters in its groups, the first for the rest too."""
+    """The hooks on one optimizer. Of several, each speaks for its own parameters, the first also for nobody's."""
 
     def __init__(self, recorder: Recorder, number: int, optimizer: Optimizer, all_of_them: list[Optimizer]) -> None:
         self._recorder, self._number, self._step = recorder, number, 0
