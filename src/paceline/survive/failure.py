@@ -14,3 +14,108 @@ from paceline.store.disk import write_text
 
 END_OF_TALK = "\x1e"
 FIRST_FAILURE = "first-failure.json"
+_LINES, _WIDTH = 8, 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a rank ended. `kind` is the exception's name, or `signal` or `exit` where there is no exception."""
+
+    rank: int
+    kind: str
+    message: str
+    where: str = ""
+    source: str = ""
+    screen: str = ""
+    exit_code: int = 1
+    monotonic_ns: int = 0
+    step: int = 0
+
+
+def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 0) -> None:
+    """Write down what happened on this rank."""
+    error = _in_our_words(error)
+    line = user_line(error)
+    ours = isinstance(error, PacelineError)
+    failure = Failure(
+        rank=rank,
+        kind=type(error).__name__,
+        message=error.what if isinstance(error, PacelineError) and not hasattr(error, "problems") else _text(error),
+        where=str(line) if line else "",
+        source=line.text if line else "",
+        screen=str(error) if ours else "",
+        exit_code=int(error.exit_code) if isinstance(error, PacelineError) else 1,
+        monotonic_ns=time.monotonic_ns(),
+        step=step,
+    )
+    with suppress(OSError):  # a full disk must not hide what happened: the log has it too
+        write_text(_path(folder, rank), json.dumps(asdict(failure)))
+
+
+def read_failure(folder: Path, rank: int) -> Failure | None:
+    """What a rank left, if it left something whole."""
+    try:
+        return Failure(**json.loads(_path(folder, rank).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def from_status(rank: int, *, status: int, step: int = 0) -> Failure:
+    """A failure without an exception: a signal, or an exit code."""
+    if status < 0:
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
+        causes: dict[int, str] = {
+            signal.SIGKILL: "killed from outside: the kernel when memory runs out, a scheduler, or a person",
+            signal.SIGSEGV: "a crash in native code",
+        }
+        cause = causes.get(-status, "ended by a signal")
+        return Failure(
+            rank=rank, kind="signal", message=f"{name} ({cause})", monotonic_ns=time.monotonic_ns(), step=step
+        )
+    return Failure(
+        rank=rank,
+        kind="exit",
+        message=f"the process left with exit code {status} without an exception",
+        monotonic_ns=time.monotonic_ns(),
+        step=step,
+    )
+
+
+def print_traceback(error: BaseException) -> None:
+    """The full text, for the rank's own log; the console stops before it, since the agent says it shorter."""
+    print(END_OF_TALK, flush=True)
+    try:
+        traceback.print_exception(error)
+    except Exception:
+        traceback.print_tb(error.__traceback__)
+
+
+def _text(error: BaseException) -> str:
+    """What the exception says, at most a screen of it; some can't even say that."""
+    try:
+        text = str(error)
+    except Exception as worse:
+        return f"(its own text can't be had: {type(worse).__name__})"
+    lines = text.splitlines()
+    shown = [line if len(line) <= _WIDTH else f"{line[:_WIDTH]} ..." for line in lines[:_LINES]]
+    return "\n".join([*shown, *([f"... {len(lines) - _LINES} more lines"] if len(lines) > _LINES else [])])
+
+
+def _in_our_words(error: BaseException) -> BaseException:
+    """torch tells of a dead data worker from a signal handler, wherever the rank happens to be."""
+    if isinstance(error, RuntimeError) and "DataLoader worker" in _text(error):
+        return DataError(
+            f"a data worker died: {error}",
+            cause="it was killed, perhaps for memory, or a library in it crashed",
+            hint="--data.workers 0 shows the error in the rank itself",
+        )
+    return error
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"failure-{rank}.json"
+
+
+def current_rank() -> int:
+    """This process's rank, for what is written before a world exists."""
+    return int(os.environ.get("RANK", 0))

@@ -156,7 +156,8 @@ def _line(points: Sequence[Point], frame: _Frame, number: int) -> list[str]:
             runs[-1].append(f"{frame.x(step):.1f},{frame.y(value):.1f}")
         elif runs[-1]:
             runs.append([])
-    drawn = [f'<polyline points="{" ".join(run)}" class="line{number % INKS}"/>' for run in runs if len(run) > 1]
+    over = " over" if number else ""
+    drawn = [f'<polyline points="{" ".join(run)}" class="line{number % INKS}{over}"/>' for run in runs if len(run) > 1]
     for run in runs:
         if len(run) == 1:
             x, y = run[0].split(",")
