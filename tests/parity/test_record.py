@@ -130,7 +130,7 @@ def test_a_closure_is_looked_at_after_it_has_run(tmp_path: Path) -> None:
     model = build()
     optimizer = adam(model)
     recorder = pl.record(model, optimizer, tmp_path / "b")
-    for x, y in batches():
+    for number, (x, y) in enumerate(batches()):
 
         def closure(x: Any = x, y: Any = y) -> Any:
             optimizer.zero_grad()
@@ -138,7 +138,10 @@ def test_a_closure_is_looked_at_after_it_has_run(tmp_path: Path) -> None:
             loss.backward()
             return loss
 
-        optimizer.step(closure)
+        if number % 2:
+            optimizer.step(closure)
+        else:
+            optimizer.step(closure=closure)
     recorder.close()
     recorder.close()
     assert pl.compare(tmp_path / "a", tmp_path / "b").text.startswith("bitwise")
