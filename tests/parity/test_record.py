@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import paceline as pl
-from paceline.prove.prints import num_ranks, read_recording
+from paceline.prove.prints import fingerprint, num_ranks, read_recording
+from paceline.prove.record import print_of
 
 STEPS, BATCH = 6, 16
 
@@ -194,6 +195,18 @@ def test_any_kind_of_parameter(tmp_path: Path, kind: torch.dtype) -> None:
     last = read_recording(tmp_path / "a")[-1]
     assert last.gradients["w"].norm == 12**0.5 * 2
     assert last.weights["w"].largest == 0.0
+
+
+@pytest.mark.parametrize("numel", [0, 1, 4096, 10_001])
+def test_torch_and_numpy_give_one_print(numel: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    raw = memoryview(values.view(torch.uint8).numpy()) if numel else b""
+    expected, found = fingerprint(values.double().numpy(), raw=raw), print_of(values)
+    assert (found.numel, found.largest, found.digest) == (expected.numel, expected.largest, expected.digest)
+    # sums of at most 10,001 float64 in two orders: 1e4 * 2^-53 of the sum of magnitudes at worst
+    bound = numel * numel * 2.0**-53 * (expected.largest or 1.0)
+    assert found.projections == pytest.approx(expected.projections, abs=bound)
+    assert found.norm == pytest.approx(expected.norm, rel=1e-12)
 
 
 def test_what_is_no_optimizer_is_refused(tmp_path: Path) -> None:

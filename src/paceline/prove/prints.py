@@ -81,8 +81,18 @@ def fingerprint(values: Vector, *, raw: bytes | memoryview) -> Print:
         norm=float(np.linalg.norm(values)),
         largest=float(np.max(np.abs(values), initial=0.0)),
         projections=tuple(project(values).tolist()),
-        digest=hashlib.blake2b(raw, digest_size=12).hexdigest(),
+        digest=digest_of(raw),
     )
+
+
+def signs_for(numel: int) -> tuple[Vector, Vector]:
+    """The signs within a block, and one row of signs for each block, of a tensor of this size."""
+    return _signs(_BLOCK, 1), _signs(-(-numel // _BLOCK), 2)
+
+
+def digest_of(raw: bytes | memoryview) -> str:
+    """A digest of a tensor's own bits."""
+    return hashlib.blake2b(raw, digest_size=12).hexdigest()
 
 
 def project(values: Vector) -> Vector:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.feed.stream import checksum
-from paceline.prove.prints import Print, fingerprint
+from paceline.prove.prints import Print, digest_of, signs_for
 
 _INSIDE = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 Optimizers = Optimizer | Iterable[Optimizer]
@@ -172,7 +172,22 @@ def print_of(tensor: Tensor) -> Print:
         whole = torch.view_as_real(whole)
     flat = whole.cpu().contiguous().reshape(-1)
     raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
-    return fingerprint(flat.double().numpy(), raw=memoryview(raw))
+    values = flat.double()
+    return Print(
+        numel=values.numel(),
+        norm=float(torch.linalg.vector_norm(values)),
+        largest=float(values.abs().max()) if values.numel() else 0.0,
+        projections=tuple(_project(values).tolist()),
+        digest=digest_of(memoryview(raw)),
+    )
+
+
+def _project(values: Tensor) -> Tensor:
+    """As `prints.project`, by torch: numpy's own threads would fight with those of the training loop."""
+    inside, among = (torch.from_numpy(signs) for signs in signs_for(values.numel()))
+    whole = values.new_zeros(len(among) * len(inside))
+    whole[: values.numel()] = values
+    return (whole.view(len(among), len(inside)) @ inside * among).sum(dim=0)
 
 
 def plain_name(name: str) -> str:
