@@ -3,14 +3,15 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.store.disk import write_json
 from paceline.store.runs import RunFolder
 from paceline.survive.agent import Agent, nursery_command
-from paceline.survive.failure import Failure
+from paceline.survive.failure import FIRST_FAILURE, Failure
 
 _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 EXACT_KERNELS = "MKL_CBWR"
@@ -72,6 +73,9 @@ def start(request: Request, *, on_start: Callable[[Path], Callable[[], None]] | 
     )
     code, failure = agent.run(tick)
     tick()
+    if failure is not None:
+        with suppress(OSError):
+            write_json(folder / FIRST_FAILURE, asdict(failure))
     seconds = time.monotonic() - began
     return Outcome(exit_code=code, failure=failure, attempt_folder=folder, seconds=seconds, ranks=request.ranks)
 

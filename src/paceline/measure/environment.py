@@ -1,25 +1,40 @@
 """Where a run took place: the facts that may explain a difference."""
 
+import hashlib
 import os
 import platform
 import socket
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.errors import PacelineError
 from paceline.plan.machine import usable_cores
+from paceline.spec.jobref import parse_jobref
 
-_PACKAGES = ("paceline", "torch", "numpy", "safetensors", "transformers", "scikit-learn")
+_PACKAGES = (
+    "paceline", "torch", "numpy", "safetensors", "transformers", "tokenizers", "datasets", "scikit-learn",
+    "torchvision", "torchmetrics", "accelerate", "lightning", "deepspeed", "triton", "wandb", "tensorboard",
+)  # fmt: skip
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_CBWR", "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+_GIT_SECONDS = 5
 
 
-def environment() -> dict[str, Any]:
-    """Versions, processor, memory and the few variables that change results; nothing secret."""
+def environment(job: str = "") -> dict[str, Any]:
+    """Versions, processor, memory, the job's file and commit, and the few variables that change results.
+
+    No other variable is written: they hold keys and passwords.
+    """
+    versions = {name: _version(name) for name in _PACKAGES}
     return {
+        "job": job_facts(job),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: found for name, found in versions.items() if found is not None},
         "torch_build": torch.__version__,
         "os": platform.platform(),
         "host": socket.gethostname(),
@@ -30,6 +45,44 @@ def environment() -> dict[str, Any]:
         "gpus": gpu_names(),
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
+
+
+def job_facts(job: str) -> dict[str, Any]:
+    """The file a job is read from, its digest, and the commit of its folder, with whether files were changed since."""
+    file = _file_of(job)
+    folder = file.parent if file is not None else Path.cwd()
+    commit = _git(folder, "rev-parse", "HEAD")
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no") if commit is not None else None
+    return {
+        "file": file.name if file is not None else None,
+        "digest": hashlib.sha256(file.read_bytes()).hexdigest() if file is not None else None,
+        "git_commit": commit,
+        "git_dirty": None if changed is None else bool(changed),
+    }
+
+
+def _file_of(job: str) -> Path | None:
+    """A job's file; of a script that runs by itself, the script."""
+    try:
+        ref = parse_jobref(job)
+        spec = find_spec(ref.module) if ref.module else None
+        given = ref.path or (spec.origin if spec else None)
+    except (PacelineError, ImportError, ValueError):
+        given = None
+    for path in (given, sys.argv[0]):
+        if path and str(path).endswith(".py") and Path(path).is_file():
+            return Path(path).resolve()
+    return None
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """What git says, if it is there, knows the folder and answers at once."""
+    command = ["git", "--no-optional-locks", "-C", str(folder), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def cpu_name() -> str:

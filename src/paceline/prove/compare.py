@@ -1,7 +1,7 @@
 """Where two recordings part: the first step, the worst parameter, and what the difference looks like."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,25 +22,49 @@ class Comparison:
     first: dict[str, Any] | None = None
 
 
-def compare_recordings(a: Sequence[Record], b: Sequence[Record], *, floor: float = ROUNDING) -> Comparison:
-    """Compare step by step: gradients before the update, then weights after it."""
-    b_by_step = {record.step: record for record in b}
-    pairs = [(record, b_by_step[record.step]) for record in a if record.step in b_by_step]
-    if not pairs:
+def compare_recordings(
+    a: Sequence[Record], b: Sequence[Record], *, floor: float = ROUNDING, same_ranks: bool = True
+) -> Comparison:
+    """Compare step by step: gradients before the update, then weights after it; step 0 is the start.
+
+    With `same_ranks` false a rank's own batch is another by right, and is not compared.
+    """
+    by_step = {(record.step, record.optimizer): record for record in b}
+    pairs = [(r, by_step[r.step, r.optimizer]) for r in a if (r.step, r.optimizer) in by_step]
+    if not same_ranks:
+        pairs = [(replace(one, batch=None), replace(other, batch=None)) for one, other in pairs]
+    steps = len({one.step for one, _ in pairs if one.step})
+    if not steps:
         return Comparison(verdict="different", steps=0, text="the recordings have no step in common", first={"step": 0})
     worst = 0.0
     for one, other in pairs:
         found = _first_in(one, other, floor)
         if found is not None:
-            text = (
-                f"different: first at step {found['step']}, {found['kind']} of {found['parameter']}: {found['cause']}"
-            )
-            return Comparison(verdict="different", steps=len(pairs), text=text, first=found)
+            text = f"different: first at {_place(found)}, {found['kind']} of {found['parameter']}: {found['cause']}"
+            return Comparison(verdict="different", steps=steps, text=text, first=found)
         worst = max(worst, _distance(one, other))
     verdict = "bitwise" if worst == 0.0 else "rounding"
-    return Comparison(
-        verdict=verdict, steps=len(pairs), text=f"{verdict}: {len(pairs)} steps, at most {worst:.1e} apart"
-    )
+    return Comparison(verdict=verdict, steps=steps, text=f"{verdict}: {steps} steps, at most {worst:.1e} apart")
+
+
+def ranks_part(ranks: Sequence[Sequence[Record]], *, floor: float = ROUNDING) -> dict[str, Any] | None:
+    """Where replicas of one run part: the first step, rank and parameter whose weights are not those of rank 0."""
+    for rank, records in enumerate(ranks[1:], start=1):
+        others = {(record.step, record.optimizer): record for record in records}
+        for record in ranks[0]:
+            other = others.get((record.step, record.optimizer))
+            if other is None or record.step == 0:
+                continue
+            shared = sorted(set(record.weights) & set(other.weights))
+            apart = {n: d for n in shared if (d := record.weights[n].distance(other.weights[n])) > floor}
+            if apart:
+                name = max(apart, key=lambda n: apart[n])
+                return {"step": record.step, "rank": rank, "parameter": name, "distance": apart[name]}
+    return None
+
+
+def _place(found: Mapping[str, Any]) -> str:
+    return f"step {found['step']}" if found["step"] else "the start"
 
 
 def _first_in(one: Record, other: Record, floor: float) -> dict[str, Any] | None:
@@ -70,6 +94,8 @@ def _cause(
     bad: Sequence[str],
 ) -> str:
     share = f"{len(bad)} of {len(left)} parameters"
+    if one.step == 0:
+        return f"the weights differ before the first step ({share}): another seed, other start values, or a checkpoint"
     factors = [_factor(left[name], right[name]) for name in bad]
     known = [factor for factor in factors if factor is not None]
     if kind == "weight":

@@ -71,6 +71,7 @@ class Record:
     gradients: Mapping[str, Print]
     weights: Mapping[str, Print]
     batch: int | None = None
+    optimizer: int = 0
 
 
 def fingerprint(values: Vector, *, raw: bytes | memoryview) -> Print:
@@ -80,8 +81,18 @@ def fingerprint(values: Vector, *, raw: bytes | memoryview) -> Print:
         norm=float(np.linalg.norm(values)),
         largest=float(np.max(np.abs(values), initial=0.0)),
         projections=tuple(project(values).tolist()),
-        digest=hashlib.blake2b(raw, digest_size=12).hexdigest(),
+        digest=digest_of(raw),
     )
+
+
+def signs_for(numel: int) -> tuple[Vector, Vector]:
+    """The signs within a block, and one row of signs for each block, of a tensor of this size."""
+    return _signs(_BLOCK, 1), _signs(-(-numel // _BLOCK), 2)
+
+
+def digest_of(raw: bytes | memoryview) -> str:
+    """A digest of a tensor's own bits."""
+    return hashlib.blake2b(raw, digest_size=12).hexdigest()
 
 
 def project(values: Vector) -> Vector:
@@ -118,6 +129,14 @@ def read_recording(path: Path, *, rank: int = 0) -> list[Record]:
     return list(_records(file))
 
 
+def num_ranks(path: Path) -> int:
+    """How many ranks wrote into it."""
+    rank = 0
+    while _file(path, rank).exists():
+        rank += 1
+    return rank
+
+
 def _file(path: Path, rank: int = 0) -> Path:
     inside = path / FOLDER
     return (inside if inside.is_dir() else path) / f"rank-{rank}.jsonl"
@@ -134,4 +153,5 @@ def _records(file: Path) -> Iterator[Record]:
             gradients={name: Print.from_json(entry) for name, entry in value["gradients"].items()},
             weights={name: Print.from_json(entry) for name, entry in value["weights"].items()},
             batch=value.get("batch"),
+            optimizer=int(value.get("optimizer", 0)),
         )

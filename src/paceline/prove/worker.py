@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.job import Job
+from paceline.measure.environment import job_facts
 from paceline.order.cursor import Cursor
 from paceline.prove.answer import Rung, answer
 from paceline.prove.dropout import draws, quiet
@@ -37,7 +38,8 @@ def verify(payload: Mapping[str, Any]) -> int:
     world = join_world(ready)
     found = examine(ready, world, steps=int(task.options["steps"]))
     if world.is_main:
-        write_json(Path(task.run) / "answer-verify.json", found)
+        about = {**job_facts(task.job), "settings": task.settings}
+        write_json(Path(task.run) / "answer-verify.json", {**found, "about": about})
     world.close()
     return 0
 

@@ -13,6 +13,7 @@ from paceline.errors import DataError, PacelineError, user_line
 from paceline.store.disk import write_text
 
 END_OF_TALK = "\x1e"
+FIRST_FAILURE = "first-failure.json"
 _LINES, _WIDTH = 8, 400
 
 

@@ -16,6 +16,7 @@ from paceline.feed.feed import eval_feed
 from paceline.job import Job
 from paceline.step.loss import LossContract, to_device
 from paceline.streams import key, seed_all
+from paceline.train.foreign import ForeignMetrics
 from paceline.world import World
 
 _LIMB_BITS = 32
@@ -96,7 +97,7 @@ class Evaluator:
         """Loss, its terms and the job's metrics, the same on every rank; None once any rank's `stop` says so."""
         began = time.perf_counter()
         sums: dict[str, tuple[ExactSum, ExactSum]] = {}
-        modules = {n: m for n, m in (self._job.metrics or {}).items() if hasattr(m, "compute")}
+        foreign = ForeignMetrics(self._job.metrics, world=self._world)
         totals: dict[str, list[int]] = {}
         samples = 0
         seed_all(key(self._seed, "evaluate"))
@@ -104,18 +105,17 @@ class Evaluator:
             for micro in self._feed(data, batch_size, workers, name, totals):
                 if stop():
                     break
-                self._measure(micro.data, micro.num_samples, sums, modules)
+                self._measure(micro.data, micro.num_samples, sums, foreign)
                 samples += micro.num_samples
                 if beat is not None:
                     beat()
         everywhere = self._world.gather_json([stop(), totals])
         if any(stopped for stopped, _ in everywhere):
-            _reset(modules)
+            foreign.reset()
             return None
         _compare([found for _, found in everywhere], name)
         metrics, total = self._joint(sums, samples)
-        metrics |= {n: float(m.compute()) for n, m in modules.items()}
-        _reset(modules)
+        metrics |= foreign.compute()
         return Evaluated(metrics=metrics, samples=total, seconds=time.perf_counter() - began)
 
     def _feed(self, data: Any, batch_size: int, workers: int, name: str, totals: dict[str, list[int]]) -> Any:
@@ -132,7 +132,7 @@ class Evaluator:
         )
 
     def _measure(
-        self, data: Any, num_samples: int, sums: dict[str, tuple[ExactSum, ExactSum]], modules: Mapping[str, Any]
+        self, data: Any, num_samples: int, sums: dict[str, tuple[ExactSum, ExactSum]], foreign: ForeignMetrics
     ) -> None:
         batch = to_device(data, self._world.device)
         with self._autocast():
@@ -141,8 +141,8 @@ class Evaluator:
         for name, (total, count) in terms.items():
             _add(sums, name if len(terms) == 1 else f"{LOSS}/{name}", total, count)
         for name, metric in (self._job.metrics or {}).items():
-            if name in modules:
-                metric.update(output, _target(batch))
+            if name in foreign:
+                foreign.update(name, output, batch)
                 continue
             pair = metric(output, batch)
             if not isinstance(pair, tuple) or len(pair) != 2:
@@ -182,11 +182,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _reset(modules: Mapping[str, Any]) -> None:
-    for module in modules.values():
-        module.reset()
-
-
 def _compare(everywhere: Sequence[Mapping[str, list[int]]], name: str) -> None:
     """A stream that several replicas have read must have been the same for all of them."""
     seen: dict[str, tuple[int, list[int]]] = {}
@@ -205,9 +200,3 @@ def _add(sums: dict[str, tuple[ExactSum, ExactSum]], name: str, total: Any, coun
     pair = sums.setdefault(name, (ExactSum(), ExactSum()))
     for part, value in zip(pair, (total, count), strict=True):
         part.add(float(value.detach() if isinstance(value, Tensor) else value))
-
-
-def _target(batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return batch.get("labels", batch)
-    return batch[-1] if isinstance(batch, tuple | list) else batch

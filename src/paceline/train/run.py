@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.errors import ExitCode
 from paceline.events import EvalDone
@@ -126,6 +127,11 @@ class Run:
     def model(self) -> nn.Module:
         """The user's own module."""
         return self._live.built.model
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The job's own optimizers, as its factory made them."""
+        return self._live.built.update.optimizers
 
     @property
     def folder(self) -> Path:

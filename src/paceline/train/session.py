@@ -223,7 +223,7 @@ class Session:
         task, plan = self.ready.task, self.ready.plan
         write_text(self.run.path / "config.toml", as_toml(self.ready.asked))
         write_json(self.run.path / "plan.json", plan.as_json())
-        write_json(self.run.path / "env.json", environment())
+        write_json(self.run.path / "env.json", environment(task.job))
         write_json(self.run.path / "task.json", task.as_json())
         for event in events:
             self.stream.emit(event)

@@ -1,28 +1,32 @@
-"""`compare` of runs."""
+"""`compare` of runs, and of what `pl.record` wrote."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ExitCode, UsageError
-from paceline.prove.compare import compare_recordings
-from paceline.prove.prints import has_recording, read_recording
+from paceline.prove.compare import ROUNDING, Comparison, compare_recordings, ranks_part
+from paceline.prove.prints import has_recording, num_ranks, read_recording
 from paceline.store.runs import RunFolder
-from paceline.watch.files import read_lines
+from paceline.watch.versus import Parting, Side, partings, read_sides, settings_apart, table, write_page
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """What was found."""
+    """What was found; these are the keys of `--json`."""
 
     exit_code: int
     text: str
     runs: list[dict[str, Any]] = field(default_factory=list)
+    settings: dict[str, list[str | None]] = field(default_factory=dict)
+    losses: list[dict[str, Any]] = field(default_factory=list)
+    recordings: list[dict[str, Any]] = field(default_factory=list)
     first_difference: dict[str, Any] | None = None
+    page: str | None = None
 
 
-def compare(*runs: str) -> Compared:
-    """Runs side by side; two recordings, to the first step and parameter where they part.
+def compare(*runs: str | Path, page: str | Path | None = None) -> Compared:
+    """Runs side by side, each against the first; recordings, to the first step and parameter where they part.
 
     Raises:
         UsageError: fewer than two, or a folder that is neither a run nor a recording.
@@ -30,31 +34,93 @@ def compare(*runs: str) -> Compared:
     if len(runs) < 2:
         raise UsageError(f"compare needs two runs, got {len(runs)}.", hint="paceline compare RUN RUN")
     paths = [Path(run) for run in runs]
-    missing = [str(path) for path in paths if not path.is_dir()]
-    if missing:
-        raise UsageError(f"there is no run {missing[0]} to compare.", hint="ls runs/*/")
-    if all(has_recording(path) for path in paths):
-        return _recordings(paths)
-    rows = [_row(RunFolder(path)) for path in paths]
-    names = [name for name in rows[0] if name != "run"]
-    lines = [f"{'':<20}" + "".join(f"{Path(row['run']).name:>28}" for row in rows)]
-    lines += [f"{name:<20}" + "".join(f"{_shown(row.get(name)):>28}" for row in rows) for name in names]
-    return Compared(exit_code=0, text="\n".join(lines), runs=rows)
+    _check(paths)
+    recorded = _recordings(paths) if all(has_recording(path) for path in paths) else []
+    if recorded and not all(_is_run(path) for path in paths):
+        return _answer([], [], recorded, page=None)
+    sides = read_sides(paths)
+    parted = partings(sides, floor=ROUNDING)
+    written = write_page(sides, parted, to=Path(page)) if page is not None else None
+    return _answer(sides, parted, recorded, page=written)
 
 
-def _recordings(paths: list[Path]) -> Compared:
-    found = compare_recordings(read_recording(paths[0]), read_recording(paths[1]))
-    code = ExitCode.DIFFERENT if found.first is not None else ExitCode.DONE
-    return Compared(exit_code=int(code), text=found.text, first_difference=found.first)
+def _check(paths: list[Path]) -> None:
+    for path in paths:
+        if not path.is_dir():
+            raise UsageError(f"there is no run {path} to compare.", hint="ls runs/*/")
+        if not (_is_run(path) or has_recording(path)):
+            raise UsageError(
+                f"{path} is neither a run nor a recording.",
+                cause="it has no events.jsonl, no metrics.jsonl and no rank-0.jsonl",
+                hint="ls runs/*/",
+            )
+    kinds = {_is_run(path) for path in paths}
+    if len(kinds) > 1 and not all(has_recording(path) for path in paths):
+        lone = next(path for path in paths if not has_recording(path))
+        raise UsageError(
+            f"{lone} is a run without a recording, and can't be compared with one.",
+            hint="record both: pl.record(run.model, run.optimizers, run.folder / 'record')",
+        )
 
 
-def _row(run: RunFolder) -> dict[str, Any]:
-    last: dict[str, Any] = {}
-    for record in read_lines(run.metrics):
-        last |= record
-    last.pop("time", None)
-    return {"run": str(run.path), **last}
+def _is_run(path: Path) -> bool:
+    run = RunFolder(path)
+    return run.events.exists() or run.metrics.exists()
 
 
-def _shown(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value if value is not None else "")
+def _recordings(paths: list[Path]) -> list[tuple[Path, Comparison]]:
+    first, ranks = read_recording(paths[0]), num_ranks(paths[0])
+    return [
+        (path, compare_recordings(first, read_recording(path), same_ranks=num_ranks(path) == ranks))
+        for path in paths[1:]
+    ]
+
+
+def _answer(
+    sides: list[Side], parted: list[Parting], recorded: list[tuple[Path, Comparison]], *, page: Path | None
+) -> Compared:
+    first = next((found.first for _, found in recorded if found.first is not None), None)
+    lines = _lines(sides, parted)
+    for path, found in recorded:
+        lines.append(found.text if len(recorded) == 1 else f"{path}: {found.text}")
+        lines += _replicas(path) if found.first is not None else []
+    if page is not None:
+        lines.append(f"\n{page}")
+    return Compared(
+        exit_code=int(ExitCode.DIFFERENT if first is not None else ExitCode.DONE),
+        text="\n".join(lines),
+        runs=[{"run": str(side.history.run.path), **side.result, **side.speed} for side in sides],
+        settings=settings_apart(sides) if sides else {},
+        losses=[asdict(one) for one in parted],
+        recordings=[{"run": str(path), **asdict(found)} for path, found in recorded],
+        first_difference=first,
+        page=str(page) if page is not None else None,
+    )
+
+
+def _replicas(path: Path) -> list[str]:
+    """Whether the ranks of the run that differs are at least like one another."""
+    apart = ranks_part([read_recording(path, rank=rank) for rank in range(num_ranks(path))])
+    if apart is None:
+        return []
+    return [f"{path}: rank {apart['rank']} leaves rank 0 at step {apart['step']}, first in {apart['parameter']}"]
+
+
+def _lines(sides: list[Side], parted: list[Parting]) -> list[str]:
+    if not sides:
+        return []
+    groups = table(sides, parted)
+    cells = [row for _, rows in groups for row in rows]
+    width = max(len(name) for name, _ in cells) + 2
+    columns = [
+        max(len(row[place]) for row in [[s.name for s in sides], *(c for _, c in cells)]) for place in range(len(sides))
+    ]
+
+    def line(name: str, row: list[str]) -> str:
+        padded = "  ".join(cell.ljust(size) for cell, size in zip(row, columns, strict=True))
+        return f"  {name:<{width}}{padded}".rstrip()
+
+    found = [line("", [side.name for side in sides])]
+    for title, rows in groups:
+        found += [title, *(line(name, row) for name, row in rows)]
+    return found

@@ -127,6 +127,8 @@ class CompareOptions:
     """Two runs side by side."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    page: Path = Path("compare.html")
+    """Where the page with the curves goes."""
     json: bool = False
 
 
@@ -194,7 +196,7 @@ def _report(options: ReportOptions, _: list[str]) -> Printed:
 
 
 def _compare(options: CompareOptions, _: list[str]) -> Printed:
-    found = compare(*options.runs)
+    found = compare(*options.runs, page=options.page)
     return found.exit_code, asdict(found), found.text
 
 

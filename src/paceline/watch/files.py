@@ -37,18 +37,29 @@ class JsonlSink:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a JSONL file; a last line torn by a kill is passed over."""
+    """The records of a JSONL file; a line torn by a kill is passed over."""
+    yield from read_counted(path)[0]
+
+
+def read_counted(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The records of a JSONL file, and how many lines are none."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return
-    for line in text.splitlines():
+        return [], 0
+    records, torn = [], 0
+    for line in text.split("\n"):
+        if not line.strip():
+            continue
         try:
             record = json.loads(line)
         except ValueError:
-            continue
+            record = None
         if isinstance(record, dict):
-            yield record
+            records.append(record)
+        else:
+            torn += 1
+    return records, torn
 
 
 def _open(path: Path) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.events import EvalDone, Event, Sink, StepDone, metrics_of
+from paceline.events import EvalDone, Event, RunStarted, Sink, StepDone, metrics_of
 from paceline.plugins import resolve
 from paceline.spec.words import did_you_mean
 from paceline.store.runs import RunFolder
@@ -14,27 +14,46 @@ from paceline.watch.lines import ConsoleSink
 
 
 class TensorBoardSink:
-    """Scalars for TensorBoard, under the run folder's `tb/`."""
+    """Scalars for TensorBoard, under the run folder's `tb/`.
+
+    Steps that an earlier attempt wrote and a resume does again are purged, or two curves would lie on one another.
+    """
 
     def __init__(self, run: RunFolder) -> None:
-        self._writer: Any = resolve("torch.utils.tensorboard:SummaryWriter")(log_dir=str(run.path / "tb"))
+        self._make: Any = resolve("torch.utils.tensorboard:SummaryWriter")
+        self._folder = run.path / "tb"
+        self._writer: Any = None
 
     def handle(self, event: Event) -> None:
         """Write its numbers."""
+        if isinstance(event, RunStarted):
+            self._open(after=event.resumed_from or 0)
         for name, value in _numbers(event).items():
+            self._open(after=None)
             self._writer.add_scalar(name, value, event.step)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Flush and close."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self, *, after: int | None) -> None:
+        if self._writer is None:
+            earlier = after is not None and any(self._folder.glob("events.*"))
+            purge = after + 1 if earlier and after is not None else None
+            self._writer = self._make(log_dir=str(self._folder), purge_step=purge)
 
 
 class WandbSink:
-    """Scalars for Weights & Biases; the run's id is the folder's name."""
+    """Scalars for Weights & Biases; the run's id is the folder's name. Of a step done again it keeps the first."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run: Any = resolve("wandb:init")(
-            project=run.path.parent.name, id=run.path.name, dir=str(run.path), resume="allow"
+            project=run.path.resolve().parent.name,
+            id=run.path.name,
+            name=run.path.name,
+            dir=str(run.path),
+            resume="allow",
         )
 
     def handle(self, event: Event) -> None:
@@ -66,7 +85,7 @@ _OPTIONAL = {"tensorboard"}
 
 
 def make_sinks(names: Sequence[str], *, run: RunFolder) -> tuple[list[Sink], list[str]]:
-    """The sinks of one run, and notes on what is left out because it is not installed.
+    """The sinks of one run, and notes on what is left out because it is not installed or could not start.
 
     Raises:
         UsageError: a name that is no sink, or an extra that was asked for and is missing.
@@ -80,6 +99,8 @@ def make_sinks(names: Sequence[str], *, run: RunFolder) -> tuple[list[Sink], lis
             if name not in _OPTIONAL:
                 raise
             notes.append(f"{name} is not installed and left out ({error.__class__.__name__}): pip install {name}")
+        except Exception as error:
+            notes.append(f"{name} could not start and is left out: {type(error).__name__}: {error}")
     return sinks, notes
 
 

@@ -5,10 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from paceline.watch.history import Mark
+from paceline.watch.smooth import Point, band, columns, is_noisy, running_mean, thinned, window_of
+
 _WIDTH, _HEIGHT = 420, 200
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 26, 24
-_MOST_POINTS = 360
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 30, 24
+_MOST_COLUMNS, _MOST_DOTS = 90, 24
 _SCIENTIFIC = 1e-3
+INKS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,110 +20,161 @@ class Curve:
     """A named line."""
 
     name: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[Point]
 
 
-def chart(title: str, curves: Sequence[Curve], *, marks: Sequence[int] = ()) -> str:
-    """Lines over steps; what is not finite is a gap, `marks` are dashed verticals (resumes)."""
+@dataclass(frozen=True, kw_only=True)
+class _Frame:
+    """The ranges of both axes."""
+
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+
+    def x(self, value: float) -> float:
+        return _LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        share = (value - self.y_low) / (self.y_high - self.y_low)
+        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
+
+
+def chart(title: str, curves: Sequence[Curve], *, marks: Sequence[Mark] = ()) -> str:
+    """Lines over steps. What goes up and down much is a band of all values with their running mean; what is not
+    finite is a gap with a red stroke below; `marks` are dashed verticals (resumes)."""
     finite = [p for curve in curves for p in curve.points if math.isfinite(p[1])]
     if not finite:
         return ""
-    x_range = _range([p[0] for curve in curves for p in curve.points])
-    y_range = _range([p[1] for p in finite])
-    body = [_axes(title, x_range, y_range)]
-    body += [_mark(step, x_range) for step in marks if x_range[0] <= step <= x_range[1]]
+    frame = _frame([p[0] for curve in curves for p in curve.points], [p[1] for p in finite])
+    body = [_axes(title, frame), *_marks(marks, frame)]
+    captions = []
     for number, curve in enumerate(curves):
-        body += _line(thinned(curve.points), x_range, y_range, number)
-        body += _lost(curve.points, x_range)
-    if len(curves) > 1:
-        body.append(_legend(curves))
-    return f'<figure><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(body)}</svg></figure>'
+        noisy = is_noisy(curve.points)
+        body += _noisy(curve.points, frame, number) if noisy else _line(thinned(curve.points), frame, number)
+        body += _lost(curve.points, frame)
+        how = f"mean of {window_of(curve.points)} logged values, band: lowest to highest" if noisy else ""
+        if len(curves) > 1 or noisy:
+            name = curve.name if len(curves) > 1 else ""
+            captions.append((number, " · ".join(part for part in (name, how) if part)))
+    return _figure(title, body, captions)
+
+
+def split_chart(title: str, names: Sequence[str], rows: Sequence[tuple[float, Sequence[float]]]) -> str:
+    """Columns over steps, each stacked from its parts; many steps share a column, which shows their mean."""
+    drawn = columns(rows, most=_MOST_COLUMNS)
+    if not drawn:
+        return ""
+    top = max(sum(parts) for _, _, parts in drawn)
+    if not math.isfinite(top) or top <= 0:
+        return ""
+    frame = _frame([drawn[0][0], drawn[-1][1]], [0.0, top])
+    width = (_WIDTH - _LEFT - _RIGHT) / len(drawn)
+    body = [_axes(title, frame)]
+    for place, (first, last, parts) in enumerate(drawn):
+        base, cells = 0.0, []
+        for number, value in enumerate(parts):
+            y, high = frame.y(base + value), frame.y(base) - frame.y(base + value)
+            if high > 0:
+                cells.append(
+                    f'<rect x="{_LEFT + place * width:.2f}" y="{y:.2f}" width="{max(width - 0.3, 0.3):.2f}" '
+                    f'height="{high:.2f}" class="fill{number % INKS}"/>'
+                )
+            base += value
+        said = ", ".join(f"{name} {value:.3g}" for name, value in zip(names, parts, strict=True))
+        body.append(f"<g><title>steps {first:.0f} to {last:.0f}: {escape(said)}</title>{''.join(cells)}</g>")
+    return _figure(title, body, list(enumerate(names)))
 
 
 def stacked(shares: Mapping[str, float]) -> str:
     """One bar of shares that add up to 1."""
     x, parts, legend = 0.0, [], []
     for number, (name, share) in enumerate(shares.items()):
-        parts.append(f'<rect x="{x:.2f}" y="0" width="{share * 100:.2f}" height="10" class="fill{number % 6}"/>')
-        legend.append(f'<span><i class="box{number % 6}"></i>{escape(name)} {share:.1%}</span>')
+        parts.append(f'<rect x="{x:.2f}" y="0" width="{share * 100:.2f}" height="10" class="fill{number % INKS}"/>')
+        legend.append(f'<span><i class="box{number % INKS}"></i>{escape(name)} {share:.1%}</span>')
         x += share * 100
     bar = f'<svg viewBox="0 0 100 10" preserveAspectRatio="none" class="bar">{"".join(parts)}</svg>'
     return f'{bar}<p class="legend">{"".join(legend)}</p>'
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most a few hundred points: the lowest and the highest of each stretch."""
-    if len(points) <= _MOST_POINTS:
-        return list(points)
-    size = math.ceil(len(points) / (_MOST_POINTS // 2))
-    kept = []
-    for start in range(0, len(points), size):
-        part = [p for p in points[start : start + size] if math.isfinite(p[1])]
-        if part:
-            low, high = min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])
-            kept += sorted({low, high})
-        else:
-            kept.append(points[start])
-    return kept
+def _figure(title: str, body: Sequence[str], captions: Sequence[tuple[int, str]]) -> str:
+    items = "".join(f'<span><i class="box{n % INKS}"></i>{escape(text)}</span>' for n, text in captions)
+    caption = f'<figcaption class="legend">{items}</figcaption>' if items else ""
+    drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(body)}</svg>'
+    return f"<figure>{drawing}{caption}</figure>"
+
+
+def _frame(xs: Sequence[float], ys: Sequence[float]) -> _Frame:
+    x_low, x_high = _range(xs)
+    y_low, y_high = _range(ys)
+    return _Frame(x_low=x_low, x_high=x_high, y_low=y_low, y_high=y_high)
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    if low == high:
+    if low == high or not math.isfinite(high - low):
         pad = abs(low) * 0.1 or 1.0
-        return low - pad, high + pad
+        return low - pad, low + pad
     return low, high
 
 
-def _x(value: float, x_range: tuple[float, float]) -> float:
-    return _LEFT + (value - x_range[0]) / (x_range[1] - x_range[0]) * (_WIDTH - _LEFT - _RIGHT)
+def _ticks(low: float, high: float) -> list[float]:
+    """Three to six round values between the ends."""
+    raw = (high - low) / 4
+    unit = 10.0 ** math.floor(math.log10(raw))
+    size = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= raw)
+    first = math.ceil(low / size)
+    return [n * size for n in range(first, math.floor(high / size) + 1)]
 
 
-def _y(value: float, y_range: tuple[float, float]) -> float:
-    return _HEIGHT - _BOTTOM - (value - y_range[0]) / (y_range[1] - y_range[0]) * (_HEIGHT - _TOP - _BOTTOM)
-
-
-def _axes(title: str, x_range: tuple[float, float], y_range: tuple[float, float]) -> str:
+def _axes(title: str, frame: _Frame) -> str:
     lines = [f'<text x="{_LEFT}" y="15" class="title">{escape(title)}</text>']
-    for part in (0.0, 0.5, 1.0):
-        value = y_range[0] + part * (y_range[1] - y_range[0])
-        y = _y(value, y_range)
+    for value in _ticks(frame.y_low, frame.y_high):
+        y = frame.y(value)
         lines.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
         lines.append(f'<text x="{_LEFT - 5}" y="{y + 3.5:.1f}" class="tick" text-anchor="end">{_tick(value)}</text>')
     for part, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
-        value = x_range[0] + part * (x_range[1] - x_range[0])
-        x, y = _x(value, x_range), _HEIGHT - 8
+        value = frame.x_low + part * (frame.x_high - frame.x_low)
+        x, y = frame.x(value), _HEIGHT - 8
         lines.append(f'<text x="{x:.1f}" y="{y}" class="tick" text-anchor="{anchor}">{value:,.0f}</text>')
     return "".join(lines)
 
 
-def _line(
-    points: Sequence[tuple[float, float]], x_range: tuple[float, float], y_range: tuple[float, float], number: int
-) -> list[str]:
+def _noisy(points: Sequence[Point], frame: _Frame, number: int) -> list[str]:
+    edges = band(points)
+    there = [f"{frame.x(x):.1f},{frame.y(high):.1f}" for x, _, high in edges]
+    back = [f"{frame.x(x):.1f},{frame.y(low):.1f}" for x, low, _ in reversed(edges)]
+    area = f'<polygon points="{" ".join(there + back)}" class="band fill{number % INKS}"/>'
+    mean = thinned(running_mean(points, window=window_of(points)))
+    return [area, *_line(mean, frame, number)]
+
+
+def _line(points: Sequence[Point], frame: _Frame, number: int) -> list[str]:
     runs: list[list[str]] = [[]]
     for step, value in points:
         if math.isfinite(value):
-            runs[-1].append(f"{_x(step, x_range):.1f},{_y(value, y_range):.1f}")
+            runs[-1].append(f"{frame.x(step):.1f},{frame.y(value):.1f}")
         elif runs[-1]:
             runs.append([])
-    drawn = [f'<polyline points="{" ".join(run)}" class="line{number % 6}"/>' for run in runs if len(run) > 1]
+    over = " over" if number else ""
+    drawn = [f'<polyline points="{" ".join(run)}" class="line{number % INKS}{over}"/>' for run in runs if len(run) > 1]
     for run in runs:
         if len(run) == 1:
             x, y = run[0].split(",")
-            drawn.append(f'<circle cx="{x}" cy="{y}" r="2.5" class="fill{number % 6}"/>')
-    if points and len(points) <= 24:
-        spots = [p for p in points if math.isfinite(p[1])]
+            drawn.append(f'<circle cx="{x}" cy="{y}" r="2.5" class="fill{number % INKS}"/>')
+    if points and len(points) <= _MOST_DOTS:
         drawn += [
-            f'<circle cx="{_x(s, x_range):.1f}" cy="{_y(v, y_range):.1f}" r="2" class="fill{number % 6}">'
+            f'<circle cx="{frame.x(s):.1f}" cy="{frame.y(v):.1f}" r="2" class="fill{number % INKS}">'
             f"<title>step {s:.0f}: {v:.6g}</title></circle>"
-            for s, v in spots
+            for s, v in points
+            if math.isfinite(v)
         ]
     return drawn
 
 
-def _lost(points: Sequence[tuple[float, float]], x_range: tuple[float, float]) -> list[str]:
+def _lost(points: Sequence[Point], frame: _Frame) -> list[str]:
     """A short stroke below for each stretch of the width that holds a value that is not finite."""
-    places = {round(_x(step, x_range)): (step, value) for step, value in points if not math.isfinite(value)}
+    places = {round(frame.x(step)): (step, value) for step, value in points if not math.isfinite(value)}
     return [
         f'<line x1="{x}" x2="{x}" y1="{_HEIGHT - _BOTTOM - 9}" y2="{_HEIGHT - _BOTTOM}" class="lost">'
         f"<title>step {step:.0f}: {value}</title></line>"
@@ -127,19 +182,22 @@ def _lost(points: Sequence[tuple[float, float]], x_range: tuple[float, float]) -
     ]
 
 
-def _mark(step: int, x_range: tuple[float, float]) -> str:
-    x = _x(step, x_range)
-    return f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" class="mark"><title>resumed at step {step}</title></line>'
-
-
-def _legend(curves: Sequence[Curve]) -> str:
-    return "".join(
-        f'<text x="{_WIDTH - _RIGHT - 4}" y="{_TOP + 12 + 13 * n}" text-anchor="end" class="tick ink{n % 6}">{escape(c.name)}</text>'
-        for n, c in enumerate(curves)
-    )
+def _marks(marks: Sequence[Mark], frame: _Frame) -> list[str]:
+    drawn = []
+    for number, mark in enumerate(m for m in marks if frame.x_low <= m.step <= frame.x_high):
+        x, said = frame.x(mark.step), escape(mark.text)
+        anchor = "end" if x > (_WIDTH + _LEFT) / 2 else "start"
+        y = _TOP + 7 + 11 * (number % 2)
+        drawn.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" class="mark">'
+            f"<title>resumed at step {mark.step}: {said}</title></line>"
+            f'<text x="{x + (-4 if anchor == "end" else 4):.1f}" y="{y}" class="tick" '
+            f'text-anchor="{anchor}">{said}</text>'
+        )
+    return drawn
 
 
 def _tick(value: float) -> str:
     if value and abs(value) < _SCIENTIFIC:
         return f"{value:.1e}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,0 +1,293 @@
+"""The page tells what its run folder tells: settings and origin, failures, resizes, torn lines, the right verdict."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.events import EvalDone, Event, RunStarted, StepDone
+from paceline.store.runs import RunFolder
+from paceline.survive.failure import write_failure
+from paceline.verbs.compare import compare
+from paceline.watch.files import JsonlSink
+from paceline.watch.history import read_history
+from paceline.watch.report import page
+from paceline.watch.smooth import band, columns, is_noisy, running_mean
+
+
+def step(number: int, **other: Any) -> StepDone:
+    given: dict[str, Any] = {
+        "step": number, "epoch": 0.1, "samples": number * 64, "loss": 3.0 / number, "lr": 3e-4, "step_seconds": 0.1,
+        "compute_seconds": 0.06, "communication_seconds": 0.02, "data_seconds": 0.01, "samples_per_second": 640.0,
+    }  # fmt: skip
+    return StepDone(**{**given, **other})
+
+
+def started(ranks: int, **other: Any) -> RunStarted:
+    return RunStarted(run_id="r", job="job.py", layout="ddp", ranks=ranks, **other)
+
+
+def record(run: RunFolder, *events: Event) -> None:
+    sink = JsonlSink(run)
+    for event in events:
+        sink.handle(event)
+    sink.close()
+
+
+def write(run: RunFolder, **files: Any) -> None:
+    for name, value in files.items():
+        (run.path / f"{name.replace('_', '-')}.json").write_text(json.dumps(value))
+
+
+# curves: nothing is drawn that was not logged
+
+
+def test_a_band_holds_every_value_and_a_mean_is_of_its_neighbours() -> None:
+    points = [(float(n), math.sin(n * 12.9898) * 43758.5453 % 1.0) for n in range(1, 2001)]
+    assert is_noisy(points)
+    edges = band(points)
+    assert min(low for _, low, _ in edges) == min(y for _, y in points)
+    assert max(high for _, _, high in edges) == max(y for _, y in points)
+    means = running_mean(points, window=5)
+    assert means[0][1] == sum(y for _, y in points[:3]) / 3
+    assert means[100][1] == sum(y for _, y in points[98:103]) / 5
+    assert [x for x, _ in means] == [x for x, _ in points]
+
+
+def test_a_curve_that_goes_somewhere_is_drawn_as_it_is() -> None:
+    assert not is_noisy([(float(n), 5.0 / n) for n in range(1, 500)])
+    assert not is_noisy([(float(n), float(n % 2)) for n in range(10)])
+
+
+def test_a_gap_stays_a_gap() -> None:
+    means = running_mean([(1.0, 1.0), (2.0, math.nan), (3.0, 3.0)], window=3)
+    assert means[0] == (1.0, 1.0)
+    assert math.isnan(means[1][1])
+
+
+def test_columns_keep_the_whole() -> None:
+    rows = [(float(n), [float(n), 2.0]) for n in range(1, 101)]
+    drawn = columns(rows, most=7)
+    assert len(drawn) <= 7
+    assert drawn[0][0] == 1 and drawn[-1][1] == 100
+    sizes = [last - first + 1 for first, last, _ in drawn]
+    total = sum(size * parts[0] for size, (_, _, parts) in zip(sizes, drawn, strict=True))
+    assert total == pytest.approx(5050, rel=1e-12)  # sums of a hundred floats
+
+
+def test_loss_terms_have_axes_of_their_own(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    record(run, *(step(n, terms={"token": 3.0 / n, "balance": 0.001 / n}) for n in range(1, 9)))
+    text = page(run)
+    for name in (
+        "loss",
+        "loss/token",
+        "loss/balance",
+        "samples seen",
+        "time per step, ms",
+        "peak memory of a rank, GiB",
+    ):
+        assert text.count(f'aria-label="{name}"') == 1
+
+
+# attempts
+
+
+def test_steps_an_attempt_went_back_over_are_gone_even_where_they_are_not_logged_again(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    record(run, started(2), *(step(n, loss=float(n)) for n in (1, 10, 15, 19)))
+    record(run, started(3, resumed_from=10), *(step(n, loss=float(-n)) for n in (12, 20)))
+    history = read_history(run)
+    assert history.points("loss") == [(1, 1.0), (10, 10.0), (12, -12.0), (20, -20.0)]
+    assert [s for s, _ in history.samples()] == [1, 10, 12, 20]
+    assert history.again == 2
+    assert [(mark.step, mark.text) for mark in history.marks()] == [(10, "2→3 ranks")]
+    assert "2→3 ranks" in page(run)
+
+
+def test_a_run_that_began_anew_in_its_folder_forgets_the_first_try(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    record(run, started(2), step(1), step(2), started(2), step(1, loss=7.0))
+    assert read_history(run).points("loss") == [(1, 7.0)]
+
+
+@pytest.mark.parametrize(("torn", "said"), [(1, "1 line of metrics.jsonl"), (3, "3 lines of metrics.jsonl")])
+def test_torn_lines_are_said(tmp_path: Path, torn: int, said: str) -> None:
+    run = RunFolder(tmp_path)
+    record(run, step(1), step(2))
+    assert "could not be read" not in page(run)
+    with run.metrics.open("a") as file:
+        file.write("\n".join(['{"step": 3, "lo'] * torn))
+    assert said in page(run)
+
+
+def test_failures_name_the_first_rank_its_exception_and_the_users_line(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    folder = run.attempt_folder(1)
+    folder.mkdir(parents=True)
+    (tmp_path / "data.py").write_text("def get(i):\n    return [][i]  # <the line>\n")
+    scope: dict[str, Any] = {}
+    exec(compile((tmp_path / "data.py").read_text(), str(tmp_path / "data.py"), "exec"), scope)
+    with pytest.raises(IndexError) as caught:
+        scope["get"](4)
+    write_failure(folder, rank=2, error=caught.value, step=40)
+    write_failure(folder, rank=0, error=RuntimeError("connection <closed> by peer"), step=40)
+    text = page(run)
+    assert "Attempt 1 at step 41: rank 2" in text
+    assert "IndexError: list index out of range" in text
+    assert "&lt;the line&gt;" in text
+    assert "data.py:2" in text
+    assert text.index("rank 2") < text.index("connection &lt;closed&gt; by peer")
+
+
+def test_a_killed_rank_is_named_before_the_peers_who_could_still_write(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    folder = run.attempt_folder(1)
+    folder.mkdir(parents=True)
+    write_failure(folder, rank=0, error=RuntimeError("connection closed by peer"))
+    killed = {"rank": 1, "kind": "signal", "message": "SIGKILL", "step": 119}
+    (folder / "first-failure.json").write_text(json.dumps(killed))
+    text = page(run)
+    assert "Attempt 1 at step 120: rank 1</strong>, killed by SIGKILL" in text
+
+
+# settings
+
+
+def test_what_was_set_comes_first_with_its_origin_and_secrets_are_hidden(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    record(run, step(1))
+    (tmp_path / "config.toml").write_text(
+        'log.every = 10  # file run.toml\ntrain.precision = "bf16"  # command line\njob.api_key = "hush"  # command line\n'
+        'job.tokens = "77"  # file a # b.toml\n'
+    )
+    text = page(run)
+    set_rows, _, rest = text.partition("settings at their default")
+    assert "<td>train.precision</td><td>bf16</td><td>fp32</td><td>command line</td>" in set_rows
+    assert "<td>log.every</td><td>10</td>" in rest
+    assert "hush" not in text
+    assert "<td>job.tokens</td><td>77" in set_rows
+
+
+def test_the_environment_has_the_jobs_commit_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from paceline.measure.environment import environment
+
+    for name in ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY", "DATABASE_URL"):
+        monkeypatch.setenv(name, "hush-hush")
+    for name in list(os.environ):
+        if name.startswith("GIT_"):
+            monkeypatch.delenv(name)
+    job = tmp_path / "job.py"
+    job.write_text("job = None\n")
+    assert environment(str(job))["job"]["git_commit"] is None
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=n@example.org", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    git("add", "job.py")
+    git("commit", "-qm", "one")
+    facts = environment(str(job))
+    digest = hashlib.sha256(job.read_bytes()).hexdigest()
+    head = git("rev-parse", "HEAD")
+    assert facts["job"] == {"file": "job.py", "digest": digest, "git_commit": head, "git_dirty": False}
+    job.write_text("job = 1\n")
+    assert environment(f"{job}:job")["job"]["git_dirty"] is True
+    assert {"host", "cpu", "torch_build", "python", "packages"} <= set(facts)
+    assert "hush-hush" not in json.dumps(facts)
+
+
+# verify's verdict
+
+ANSWER = {
+    "verdict": "rounding", "layout": "ddp", "update": "sync", "ranks": 2, "first_difference": None,
+    "rungs": [{"name": "free running", "verdict": "rounding", "max_difference": 1e-9, "noise_floor": 1e-8}],
+    "about": {"digest": "d" * 64, "settings": {"train.steps": "3", "job.lr": "0.1", "log.every": "1"}},
+}  # fmt: skip
+TASK = {"layout": "ddp", "update": "sync", "ranks": 2, "settings": {"job.lr": "0.1", "train.precision": "fp32"}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({}, None),
+        ({"settings": {"job.lr": "0.1", "train.steps": "900", "checkpoint.keep": "1"}}, None),
+        ({"ranks": 3}, "ranks (3 here, 2 there)"),
+        ({"layout": "single"}, "layout (single here, ddp there)"),
+        ({"settings": {"job.lr": "0.2"}}, "job.lr (0.2 here, 0.1 there)"),
+        ({"settings": {"job.lr": "0.1", "train.precision": "bf16"}}, "train.precision (bf16 here, unset there)"),
+        ({"digest": "e" * 64}, "job file (eeeeeeeeeeee here, dddddddddddd there)"),
+    ],
+)
+def test_a_verdict_is_shown_only_for_the_same_job_settings_and_ranks(
+    tmp_path: Path, changed: dict[str, Any], named: str | None
+) -> None:
+    run = RunFolder(tmp_path)
+    record(run, step(1))
+    task = {**TASK, **changed}
+    write(run, task=task, env={"job": {"digest": task.pop("digest", "d" * 64)}}, answer_verify=ANSWER)
+    text = page(run)
+    assert ("verify: rounding" in text) is (named is None)
+    assert named is None or named in text
+
+
+def test_the_answer_of_a_verify_beside_the_run_is_found(tmp_path: Path) -> None:
+    run, other = RunFolder(tmp_path / "job" / "one"), RunFolder(tmp_path / "job" / "two")
+    for folder in (run, other):
+        folder.path.mkdir(parents=True)
+    record(run, step(1))
+    write(run, task=TASK, env={"job": {"digest": "d" * 64}})
+    write(other, answer_verify=ANSWER)
+    assert "verify: rounding" in page(run)
+    write(other, answer_verify={**ANSWER, "ranks": 5})
+    assert "verify:" not in page(run)
+
+
+# compare
+
+
+def runs(tmp_path: Path, *losses: list[float]) -> list[Path]:
+    paths = []
+    for number, values in enumerate(losses):
+        run = RunFolder(tmp_path / f"run-{number}")
+        record(run, started(number + 1), *(step(n, loss=v) for n, v in enumerate(values, start=1)))
+        record(run, EvalDone(step=len(values), split="eval", metrics={"loss": values[-1]}, samples=9, seconds=1.0))
+        write(run, task={**TASK, "ranks": number + 1})
+        paths.append(run.path)
+    return paths
+
+
+def test_compare_says_what_was_set_differently_and_where_losses_part(tmp_path: Path) -> None:
+    paths = runs(tmp_path, [3.0, 2.0, 1.0], [3.0, 2.0 * (1 + 1e-9), 1.1], [3.0, 2.0, 1.0])
+    found = compare(*paths, page=tmp_path / "compare.html")
+    assert found.exit_code == 0
+    assert found.settings == {"ranks": ["1", "2", "3"]}
+    assert [(one["first"], one["beyond_floor"]) for one in found.losses] == [(2, 3), (None, None)]
+    assert [row["eval/loss"] for row in found.runs] == [1.0, 1.1, 1.0]
+    text = (tmp_path / "compare.html").read_text()
+    assert "<script" not in text and "http" not in text
+    chart = re.search(r'aria-label="loss">.*?</figure>', text)
+    assert chart is not None and chart[0].count("<polyline") == 3
+    assert all(f"run-{n}" in found.text for n in range(3))
+
+
+def test_runs_without_a_logged_step_in_common_are_compared_all_the_same(tmp_path: Path) -> None:
+    one, other = RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")
+    record(one, step(1))
+    record(other, step(2, loss=math.nan))
+    assert "no logged step in common" in compare(one.path, other.path).text
+
+
+def test_the_keys_of_the_answer_are_fixed(tmp_path: Path) -> None:
+    found = compare(*runs(tmp_path, [1.0], [1.0]))
+    keys = {"exit_code", "text", "runs", "settings", "losses", "recordings", "first_difference", "page"}
+    assert set(vars(found)) == keys
+    assert set(found.losses[0]) == {"run", "common", "first", "beyond_floor", "floor", "largest"}
