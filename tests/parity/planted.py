@@ -1,8 +1,11 @@
 """What a planted fault is, and how a job file with one in it is written."""
 
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 
+import paceline
+
+EXAMPLES = Path(paceline.__file__).parent / "examples"
 SMALL = {
     "text": ("--job.width", "32", "--job.depth", "1", "--job.context", "16"),
     "digits_cnn": ("--job.width", "4"),
@@ -59,7 +62,7 @@ class Planted:
 
     def job(self) -> str:
         """The text of the job file."""
-        example = resources.files("paceline.examples").joinpath(f"{self.example}.py").read_text()
+        example = (EXAMPLES / f"{self.example}.py").read_text()
         return example + HEAD + self.code
 
     def command(self) -> list[str]:

@@ -278,7 +278,7 @@ def loss(logits, batch):
         ranks=2,
         parameters=("head.weight",),
         should="head.weight's gradient is twice what it should be: something reduces it a second time (the job's hook).",
-        says=("factor of 2|twice|2 times|again|second", ),
+        says=("factor of 2|twice|2 times|again|second",),
         verdict="different or refused",
         code="""
 def hooked(job):
