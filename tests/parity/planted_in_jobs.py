@@ -9,6 +9,7 @@ IN_JOBS = [
         ranks=3,
         should="The loss returns a mean beside a count: it is no sum, so the gradient depends on how the batch is cut.",
         says=("loss", "mean|no sum|not a sum"),
+        verdict="rounding",
         code="""
 def loss(logits, batch):
     targets = batch[-1]
@@ -61,11 +62,12 @@ def read_digits():
         ranks=3,
         should="The collation gives 10 samples for 11: what is trained on depends on how the batch is cut.",
         says=("collat|drop|sample", "cut|microbatch|fewer|10"),
+        verdict="rounding",
         code="""
 from torch.utils.data import default_collate
 
 def even(samples):
-    return default_collate(samples[: len(samples) // 2 * 2])
+    return default_collate(samples[: max(len(samples) // 2 * 2, 1)])
 
 changed_job(lambda job: {"collate": even})
 """,
@@ -135,7 +137,7 @@ changed_job(own_start)
         ranks=3,
         should="The forward of ranks 1 and 2 gives other values for the same weights and samples: the model itself "
         "differs there (a tensor that is no buffer), not the reduction.",
-        says=("rank 1", "forward|model|output|loss"),
+        says=("ranks? 1", "forward|model|output|loss"),
         code="""
 class ConvNet(ConvNet):
     def __init__(self, width, dropout):
@@ -174,7 +176,7 @@ class Block(Block):
         ranks=4,
         should="Ranks 1 to 3 draw other masks than one process does for the same microbatches: a draw that depends "
         "on the rank.",
-        says=("rank 1", "random|draw|mask|dropout|forward|model"),
+        says=("ranks? 1", "random|draw|mask|dropout|forward|model"),
         code="""
 class Llama(LlamaForCausalLM):
     def __init__(self, config):
@@ -217,6 +219,7 @@ class GPT(GPT):
         parameters=("model.layers.0.mlp.down_proj.weight",),
         should="Rank 1's own gradient of down_proj is half of what it should be, before the reduction; others agree.",
         says=("rank 1", r"half|0\.5|factor|hook|scaled"),
+        quick=True,
         code="""
 def hooked(job):
     def build():
@@ -249,6 +252,8 @@ class ConvNet(ConvNet):
         ranks=2,
         should="features.1 is in eval mode on rank 1: it normalises by running statistics there.",
         says=("rank 1", "eval|mode|features.1"),
+        verdict="refused",
+        quick=True,
         code="""
 class ConvNet(ConvNet):
     def train(self, mode=True):
@@ -279,7 +284,6 @@ def loss(logits, batch):
         parameters=("head.weight",),
         should="head.weight's gradient is twice what it should be: something reduces it a second time (the job's hook).",
         says=("factor of 2|twice|2 times|again|second",),
-        verdict="different or refused",
         code="""
 def hooked(job):
     def build():

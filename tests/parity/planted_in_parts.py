@@ -96,6 +96,7 @@ changed_job(lambda job: {"count": lambda batch: (batch[-1] != SPACE).sum()})
         parameters=("features.1.running", "features.1.num_batches"),
         should="features.1's running mean holds only this rank's microbatches: BatchNorm's statistics were not joined.",
         says=("statistic|running|BatchNorm", "rank|local|own|joined|fold"),
+        quick=True,
         code="""
 from paceline.place.batchnorm import StatisticsTape
 _fold = StatisticsTape.fold
@@ -222,6 +223,7 @@ built._update = update
         steps=(1, 2),
         should="The ranks clip by different norms: each measures only its own half of the gradients.",
         says=("clip|norm",),
+        quick=True,
         code="""
 from paceline.train import built
 _update = built._update

@@ -234,10 +234,14 @@ def _check_structure(model: nn.Module, world: World) -> None:
     everybody = world.gather_json(mine)
     rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     first, other = everybody[0], everybody[rank]
-    name = next((n for n in {**first, **other} if first.get(n) != other.get(n)), next(iter(first), ""))
+    name = next((n for n in {**first, **other} if first.get(n) != other.get(n)), None)
+    differs = (
+        f"{name} is {other.get(name, 'absent')} on rank {rank} and {first.get(name, 'absent')} on rank 0"
+        if name is not None
+        else f"rank {rank} has the same parameters as rank 0 in another order"
+    )
     raise DesyncError(
-        f"the ranks have built different models: {name} is {other.get(name, 'absent')} on rank {rank} "
-        f"and {first.get(name, 'absent')} on rank 0.",
+        f"the ranks have built different models: {differs}.",
         cause="code that builds, ties or freezes layers on some ranks only, or in another order",
         hint="the same model on every rank; Paceline gives all of them rank 0's start weights",
     )
