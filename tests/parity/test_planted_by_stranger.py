@@ -28,7 +28,8 @@ def misses(planted: Planted, ended: Ended) -> list[str]:
     """Which of verdict, step, parameter and cause are not what was written down beforehand."""
     value = json.loads(ended.out) if ended.out else None
     first = (value or {}).get("first_difference") or {}
-    told = first.get("cause") or (" ".join(value["lines"]) if value else ended.err)
+    said = value["lines"][-1:] if first else value["lines"] if value else [ended.err]
+    told = " ".join(said)
     verdict = value["verdict"] if value else "refused"
     found = [f"verdict {verdict}"] if verdict not in planted.verdict or ended.code != CODES[verdict] else []
     if first and first["step"] + 1 not in planted.steps:  # verify counts steps from 0

@@ -29,6 +29,7 @@ class Seen:
     samples: Mapping[int, Sequence[int]] = field(default_factory=dict)
     contents: Mapping[int, int] = field(default_factory=dict)
     rows: Mapping[int, int] = field(default_factory=dict)
+    ran: Sequence[int] = ()
 
 
 class Judge:
@@ -154,9 +155,14 @@ class Judge:
         if not seen.samples:
             return None
         wanted = {index: list(piece.samples) for index, piece in enumerate(self._inquiry.pieces)}
+        twice = sorted({index for index in seen.ran if seen.ran.count(index) > 1})
+        if twice:
+            never = sorted(set(wanted) - set(seen.ran))
+            return f"data order: several ranks ran the same microbatches ({twice[:4]}), and none ran {never[:4]}"
         cause = data_cause(seen.samples, wanted)
         if cause is not None:
-            return cause
+            wrong = [index for index, samples in wanted.items() if list(seen.samples.get(index, ())) != samples]
+            return cause + _owners(wrong, len(seen.gradients))
         other = [
             i
             for i, piece in enumerate(self._inquiry.pieces)
@@ -164,9 +170,7 @@ class Judge:
         ]
         if not other:
             return None
-        ranks = max(len(seen.gradients), 1)
-        who = sorted({index % ranks for index in other})
-        some = "" if len(who) == ranks else f", all on rank {', '.join(map(str, who))}"
+        some = _owners(other, len(seen.gradients))
         share = f"{len(other)} of {len(wanted)}{some}"
         there = f"data: the right samples with other contents in microbatch {other[0]} ({share})"
         rows, samples = seen.rows.get(other[0], 0), len(wanted[other[0]])
@@ -244,6 +248,12 @@ class Judge:
                 self._finding.blame(
                     step=self._at.step, parameter=name, cause=self._inquiry.buffer_cause(name, everywhere)
                 )
+
+
+def _owners(microbatches: Sequence[int], ranks: int) -> str:
+    """The ranks that run these, unless that is all of them."""
+    owners = sorted({index % max(ranks, 1) for index in microbatches})
+    return "" if not owners or len(owners) == ranks else f", on rank {', '.join(map(str, owners))}"
 
 
 def _same(parts: Tensors, right: Tensors) -> bool:

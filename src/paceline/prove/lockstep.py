@@ -89,6 +89,7 @@ class Lockstep:
                 gradients=gradients,
                 buffers=buffers,
                 losses=losses,
+                ran=[index for index, _, _, _ in rows],
                 samples={index: samples for index, samples, _, _ in rows},
                 contents={index: content for index, _, content, _ in rows},
                 rows={index: number for index, _, _, number in rows},
