@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from paceline.job import Job
 from paceline.prove.alone import alone
 from paceline.prove.reading import Reading, merged
+from paceline.prove.weighed import weighed
 from paceline.streams import key, random_blocks, seed_all, seed_torch
 
 _MASK = 0x7FFF_FFFF_FFFF_FFFF
@@ -293,14 +294,3 @@ class Reference:
             for name, value in (found if isinstance(found, Mapping) else {"loss": found}).items():
                 totals[name] = totals.get(name, 0.0) + float(value)
         return totals
-
-
-def weighed(terms: Mapping[str, tuple[Tensor, Any]], known: Mapping[str, float] | None) -> Tensor:
-    """What backward runs on: the only sum, or the quotients with the joint counts."""
-    if known is None:
-        (total, _), *rest = terms.values()
-        if rest:
-            raise ValueError("several terms without counts")
-        return total
-    parts = [value / known[name] for name, (value, _) in terms.items()]
-    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]

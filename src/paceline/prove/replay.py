@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.feed.types import StepInput
 from paceline.prove.inquiry import Inquiry, flat
-from paceline.prove.reference import weighed
+from paceline.prove.weighed import weighed
 from paceline.step.loss import to_device
 from paceline.train.built import Built
 
