@@ -106,10 +106,11 @@ def _run(words: list[str]) -> int:
     if settings and not VERBS[verb].takes_settings:
         raise UsageError(f"{verb} takes no settings, got {settings[0]}.", hint=f"paceline {verb} --help")
     code, value, text = VERBS[verb].run(options, settings)
-    if getattr(options, "json", False):
+    as_json = getattr(options, "json", False)
+    if as_json:
         print(json.dumps(_plain(value), indent=1, default=str))
-    elif text:
-        print(text, file=sys.stderr if code else sys.stdout)
+    if text and (not as_json or value is None):
+        print(text, file=sys.stderr if code or as_json else sys.stdout)
     return int(code)
 
 

@@ -2,14 +2,18 @@
 
 Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torch itself), dispatch modes and
 `Tensor._version` (bumped by every write in place), and the common bases of
-BatchNorm, of all norms with running statistics, and of dropout; and the data worker's note about itself.
+BatchNorm, of all norms with running statistics, and of dropout; the data worker's note about itself; and the default
+process group, set aside for a while.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
@@ -29,6 +33,7 @@ __all__ = [
     "lerp_all",
     "stop_data_workers",
     "version",
+    "without_group",
 ]
 
 
@@ -100,3 +105,17 @@ class SeededOps(TorchDispatchMode):
         """Pass everything on."""
         self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def without_group() -> Iterator[None]:
+    """Let `torch.distributed` look as it does in a process that never joined a group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    group = distributed_c10d._get_default_group()
+    distributed_c10d._update_default_pg(None)
+    try:
+        yield
+    finally:
+        distributed_c10d._update_default_pg(group)

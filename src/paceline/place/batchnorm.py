@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import DesyncError
 from paceline.torch_private import NormBase
 from paceline.world import World
 
@@ -60,10 +61,11 @@ class StatisticsTape:
 
     def fold(self, *, num_micro: int) -> None:
         """Leave in every normalisation what one process would have after `num_micro` microbatches."""
-        live = [layer for layer in self._layers if layer.module.training]
+        joint = self._calls()
+        live = [layer for layer, uses in zip(self._layers, joint, strict=True) if uses]
         if not live:
             return
-        calls = self._calls(live)
+        calls = [uses for uses in joint if uses]
         tapes = self._meet(live, calls, num_micro)
         for layer, tape, uses in zip(live, tapes, calls, strict=True):
             mean, variance = (part.clone() for part in layer.before)
@@ -80,11 +82,35 @@ class StatisticsTape:
         for handle in self._handles:
             handle.remove()
 
-    def _calls(self, live: Sequence[_Layer]) -> list[int]:
-        """How often each layer ran in one microbatch; the same on every rank that had one."""
-        own = [max((len(rows) // 2 for rows in layer.rows.values()), default=0) for layer in live]
-        joint = torch.tensor(own, dtype=torch.int64, device=self._world.device)
-        return [int(n) for n in self._world.all_reduce(joint, op="max")] if self._world.world_size > 1 else own
+    def _calls(self) -> list[int]:
+        """How often each layer that is being trained ran in one microbatch; the same on every rank that had one.
+
+        Raises:
+            DesyncError: a layer is in training mode on some ranks and in eval mode on others.
+        """
+        live = [layer.module.training for layer in self._layers]
+        own = [
+            max((len(rows) // 2 for rows in layer.rows.values()), default=0) if is_live else 0
+            for layer, is_live in zip(self._layers, live, strict=True)
+        ]
+        if self._world.world_size == 1 or not own:
+            return own
+        asked = [*own, *map(int, live), *(int(not is_live) for is_live in live)]
+        found = self._world.all_reduce(torch.tensor(asked, device=self._world.device), op="max").tolist()
+        num = len(own)
+        for layer, trains, rests in zip(self._layers, found[num : 2 * num], found[2 * num :], strict=True):
+            if trains and rests:
+                self._refuse_modes(layer)
+        return [int(uses) for uses in found[:num]]
+
+    def _refuse_modes(self, layer: _Layer) -> None:
+        modes = self._world.gather_json(layer.module.training)
+        resting = [str(rank) for rank, is_live in enumerate(modes) if not is_live]
+        raise DesyncError(
+            f"{layer.name} is in eval mode on rank {', '.join(resting)} and in training mode on the others.",
+            cause="code that calls eval() or train() on some ranks only",
+            hint="the same mode on every rank; to freeze its statistics, eval() on all",
+        )
 
     def _meet(self, live: Sequence[_Layer], calls: Sequence[int], num_micro: int) -> list[Tensor]:
         """Every row on every rank. Each row is one rank's alone, so that the sum adds only zeros."""

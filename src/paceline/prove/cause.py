@@ -9,46 +9,12 @@ parameter.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from paceline.prove.evidence import Evidence, Vector
+from paceline.prove.exchanged import exchanged
 from paceline.prove.guesses import Facts, guesses
-
-Vector = NDArray[np.float64]
-_LEFT_OVER = 1e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """One parameter: the gradient times C that was found, and each microbatch's contribution `[num_micro, numel]`.
-
-    `everywhere` is what each rank has; `also` are directions that a mistake may have added, by what that would mean.
-    """
-
-    name: str
-    found: Vector
-    contributions: Vector
-    floor: float
-    everywhere: Sequence[Vector] = ()
-    also: Mapping[str, Vector] = field(default_factory=dict)
-
-    @property
-    def right(self) -> Vector:
-        """What it should be."""
-        total: Vector = self.contributions.sum(axis=0)
-        return total
-
-    @property
-    def allowed(self) -> float:
-        """What an explanation may leave over."""
-        return max(_LEFT_OVER * float(np.linalg.norm(self.found - self.right)), self.floor)
-
-    @property
-    def ranks_agree(self) -> bool:
-        """Whether every rank has the same."""
-        return all(float(np.linalg.norm(other - self.found)) <= self.floor for other in self.everywhere)
 
 
 def find_cause(
@@ -127,7 +93,7 @@ def _explained(evidence: Sequence[Evidence], facts: Facts) -> str | None:
     fitting = [guess for guess in guesses(facts) if _fits(guess.weights, evidence)]
     if fitting:
         return min(fitting, key=lambda guess: guess.strangeness(facts)).cause
-    return _added(evidence) or _solved(evidence, facts)
+    return _added(evidence) or exchanged(evidence, facts) or _solved(evidence, facts)
 
 
 def _fits(weights: Vector, evidence: Sequence[Evidence]) -> bool:
@@ -168,6 +134,9 @@ def _solved(evidence: Sequence[Evidence], facts: Facts) -> str | None:
     if by_rank is not None:
         shown = ", ".join(f"{value:.4g}" for value in by_rank)
         what = "clipped" if np.all(by_rank < 1.0 + 1e-6) and np.all(by_rank > 0.0) else "scaled or divided"
+        odd = np.flatnonzero(np.abs(by_rank - 1.0) > 1e-6)
+        if len(odd) == 1:
+            what = f"on rank {odd[0]} alone it is scaled, by a hook or a loss of its own, or {what}"
         return f"each rank's share has its own factor ({shown}): {what} per rank before the reduction"
     by_micro = _solve(evidence, np.eye(num))
     if by_micro is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
 from paceline.order.cursor import Cursor
+from paceline.prove.alone import alone
 from paceline.prove.finding import DIFFERENT, Finding, judged
 from paceline.prove.lockstep import Say, feed_of
 from paceline.prove.noise import MARGIN, distance, nudge
@@ -143,7 +144,7 @@ def _by_hand(built: Built, reference: Reference) -> tuple[dict[str, float], int]
     metrics = {n: m for n, m in (built.job.metrics or {}).items() if not hasattr(m, "compute")}
     reference.model.eval()
     seed_all(key(built.settings.seed, "evaluate"))
-    with torch.no_grad():
+    with torch.no_grad(), alone():
         for start in range(0, len(data), size):
             rows = [data[i] for i in range(start, min(start + size, len(data)))]
             batch = reference.cast(collate(rows))

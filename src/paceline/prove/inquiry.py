@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from paceline.place.batchnorm import running
-from paceline.prove.cause import Evidence, explain, unexplained
+from paceline.prove.cause import explain, unexplained
 from paceline.prove.dropout import draws
+from paceline.prove.evidence import Evidence
 from paceline.prove.noise import Floors, Kept, distance, floors
 from paceline.prove.reference import At, Gradient, Reference
 from paceline.prove.states import buffer_cause
@@ -17,6 +18,14 @@ from paceline.prove.states import buffer_cause
 _MOST_PARAMETERS = 24
 _MOST_ELEMENTS = 1 << 16
 Tensors = Mapping[str, Tensor]
+_STATE = (
+    "the job: one process, from the same weights, buffers and samples, has another gradient the second time; the model "
+    "keeps state that is no buffer (a random generator of its own, a counter, a cache), so no two runs are the same"
+)
+_ORDER = (
+    "the job: microbatches see each other (a forward that writes a buffer and reads it), so their order counts, and "
+    "ranks that work at the same time can't have one process's order"
+)
 
 
 class Inquiry:
@@ -35,6 +44,11 @@ class Inquiry:
     def floors(self) -> Floors:
         """What is rounding in this step."""
         return floors(self._reference, self.gradient, at=self._at, pieces=self.pieces, start=self.start)
+
+    @cached_property
+    def known(self) -> dict[str, float] | None:
+        """The joint counts, where the job gives them before the forward."""
+        return self._reference.known_counts([piece.data for piece in self.pieces])
 
     @property
     def count(self) -> float:
@@ -64,6 +78,12 @@ class Inquiry:
             found = self._other_streams(everywhere[rank], kept, ranks)
         if found is None:
             self.unexplained = kept
+            if not self.floors.repeats:
+                self.unexplained = []
+                return _STATE
+            if not self.floors.any_order:
+                self.unexplained = []
+                return _ORDER
         return found or unexplained(evidence, **shape, is_data_right=is_data_right)
 
     def _other_streams(self, parts: Tensors, names: Sequence[str], ranks: int) -> str | None:
@@ -105,11 +125,11 @@ class Inquiry:
         weights = self.start.tensors
         for name in names:
             like = next((part[name] for part in detailed.parts if name in part), weights[name])
-            rows = torch.stack([_flat(part.get(name, torch.zeros_like(like))) for part in detailed.parts])
+            rows = torch.stack([flat(part.get(name, torch.zeros_like(like))) for part in detailed.parts])
             others = torch.zeros_like(rows[0])
             if rest is not None:
-                others = sum((_flat(part[name]) for part in rest.parts if name in part), others) - rows.sum(0)
-            have = [_flat(parts.get(name, torch.zeros_like(like))) * detailed.divisor - others for parts in everywhere]
+                others = sum((flat(part[name]) for part in rest.parts if name in part), others) - rows.sum(0)
+            have = [flat(parts.get(name, torch.zeros_like(like))) * detailed.divisor - others for parts in everywhere]
             also = {"the gradient of the step before is still in it: not set to zero": self._last.get(name)}
             also["weight decay was added to the gradient"] = weights[name]
             found.append(
@@ -119,7 +139,7 @@ class Inquiry:
                     contributions=rows.numpy(),
                     floor=max(self.floor(name) * detailed.divisor, 1e-300),
                     everywhere=[other.numpy() for other in have],
-                    also={text: _flat(value).numpy() for text, value in also.items() if value is not None},
+                    also={text: flat(value).numpy() for text, value in also.items() if value is not None},
                 )
             )
         return found
@@ -129,14 +149,14 @@ class Inquiry:
         momentum = {owner: module.momentum for owner, module in running(self._reference.model)}.get(path)
         detailed = self.again(keep=[next(iter(self.gradient.total))])
         return buffer_cause(
-            found=[_flat(buffers[name]).numpy() for buffers in everywhere],
-            before=_flat(self.start.tensors[name]).numpy(),
-            after=[_flat(buffers[name]).numpy() for buffers in detailed.buffers],
+            found=[flat(buffers[name]).numpy() for buffers in everywhere],
+            before=flat(self.start.tensors[name]).numpy(),
+            after=[flat(buffers[name]).numpy() for buffers in detailed.buffers],
             momentum=momentum if kind in ("running_mean", "running_var") else None,
         )
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def flat(tensor: Tensor) -> Tensor:
     """A linear view of it in double precision: of a large one every k-th element."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _MOST_ELEMENTS)].double().cpu()

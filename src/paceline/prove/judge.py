@@ -1,19 +1,22 @@
 """Rank 0 beside the reference: is this step's gradient, loss, data and state what one process has?"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from paceline.feed.stream import checksum
+from paceline.place.batchnorm import running
 from paceline.prove.cause import data_cause
 from paceline.prove.dropout import draws
 from paceline.prove.finding import DIFFERENT, Finding, judged
 from paceline.prove.inquiry import Inquiry, Tensors
 from paceline.prove.noise import distance
+from paceline.prove.reading import num_rows
 from paceline.prove.reference import At, Reference
-from paceline.prove.states import update_cause
+from paceline.prove.replay import MOST_NAMES, joined, replay_cause
+from paceline.prove.states import norm_cause, update_cause
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,8 @@ class Seen:
     losses: Sequence[float] = ()
     samples: Mapping[int, Sequence[int]] = field(default_factory=dict)
     contents: Mapping[int, int] = field(default_factory=dict)
+    rows: Mapping[int, int] = field(default_factory=dict)
+    ran: Sequence[int] = ()
 
 
 class Judge:
@@ -34,6 +39,7 @@ class Judge:
         self._reference = reference
         self._at = at
         self._finding = finding
+        self._where = ""
         self._inquiry = Inquiry(reference=reference, at=at, last=last or {})
 
     @property
@@ -59,9 +65,12 @@ class Judge:
         if not self.is_finite:
             self._see_nothing(seen.gradients)
             return
+        folded = {f"{name}." for name, _ in running(self._reference.model)}
+        kept = {name for name, _ in self._reference.model.named_buffers() if not name.startswith(tuple(folded))}
+        self._see_buffers(seen.buffers, kept)  # the forward may read them: before the gradients
         self._see_gradients(seen, is_data_right=data is None)
         self._see_losses(seen.losses)
-        self._see_buffers(seen.buffers)
+        self._see_buffers(seen.buffers, {name for name, _ in self._reference.model.named_buffers()} - kept)
 
     def _see_nothing(self, everywhere: Sequence[Tensors]) -> None:
         """One process has no finite gradient here (a count of 0, an overflow); then no rank may have one."""
@@ -77,6 +86,26 @@ class Judge:
             f"{self._inquiry.count:g}): train.on_nonfinite decides."
         )
 
+    @property
+    def unexplained(self) -> list[str]:
+        """The parameters to run again on each rank by itself, the worst first."""
+        return self._inquiry.unexplained[:MOST_NAMES]
+
+    @property
+    def known(self) -> dict[str, float] | None:
+        """The joint counts, where the job gives them before the forward."""
+        return self._inquiry.known
+
+    def see_own(self, own: Mapping[int, torch.Tensor], gradients: Sequence[Tensors]) -> None:
+        """Every rank has run its microbatches by itself: did the fault arise there, or in adding them up?"""
+        names, first = self.unexplained, self._finding.first_difference
+        like = dict(self._reference.model.named_parameters())
+        found = joined({name: gradients[0].get(name) for name in names}, like) * self._inquiry.gradient.divisor
+        cause, self._where = replay_cause(self._inquiry, own, names=names, found=found, ranks=len(gradients))
+        if first is not None:
+            share = f"{len(self._inquiry.unexplained)} of {len(self.right)} parameters"
+            first["cause"] = f"{cause} ({share})"
+
     def see_quiet(self, gradients: Sequence[Tensors]) -> None:
         """Both have run again without dropout: if they agree now, random numbers are the cause."""
         quiet = self._inquiry.again().total
@@ -91,8 +120,16 @@ class Judge:
         if not apart and first is not None:
             first["cause"] = (
                 "random streams: without dropout the gradients agree, so dropout draws other numbers than in one "
-                f"process ({len(self._inquiry.unexplained)} of {len(self.right)} parameters)"
+                f"process{self._where and ', on ' + self._where} "
+                f"({len(self._inquiry.unexplained)} of {len(self.right)} parameters)"
             )
+
+    def norms(self, norms: Sequence[float | None]) -> None:
+        """The norm of the same gradient, as each rank measured it to clip by."""
+        largest = float(torch.stack([value.double().norm() for value in self.right.values()]).norm())
+        cause = norm_cause(norms, largest)
+        if cause is not None and self._reference.spec.max_grad_norm is not None:
+            self._finding.blame(step=self._at.step, parameter="(gradient norm)", cause=cause)
 
     def update(self, *, before: Tensors, after: Tensors, where: str = "") -> None:
         """The weights after both optimizers took the same gradient."""
@@ -118,9 +155,14 @@ class Judge:
         if not seen.samples:
             return None
         wanted = {index: list(piece.samples) for index, piece in enumerate(self._inquiry.pieces)}
+        twice = sorted({index for index in seen.ran if seen.ran.count(index) > 1})
+        if twice:
+            never = sorted(set(wanted) - set(seen.ran))
+            return f"data order: several ranks ran the same microbatches ({twice[:4]}), and none ran {never[:4]}"
         cause = data_cause(seen.samples, wanted)
         if cause is not None:
-            return cause
+            wrong = [index for index, samples in wanted.items() if list(seen.samples.get(index, ())) != samples]
+            return cause + _owners(wrong, len(seen.gradients))
         other = [
             i
             for i, piece in enumerate(self._inquiry.pieces)
@@ -128,10 +170,14 @@ class Judge:
         ]
         if not other:
             return None
-        return (
-            f"data: the right samples with other contents in microbatch {other[0]} ({len(other)} of {len(wanted)}): "
-            "random augmentation or collation that is not keyed to the sample"
-        )
+        some = _owners(other, len(seen.gradients))
+        share = f"{len(other)} of {len(wanted)}{some}"
+        there = f"data: the right samples with other contents in microbatch {other[0]} ({share})"
+        rows, samples = seen.rows.get(other[0], 0), len(wanted[other[0]])
+        if rows and rows != num_rows(self._inquiry.pieces[other[0]].data):
+            return f"{there}: the collation gives {rows} rows for {samples} samples"
+        asks = "a dataset or collation that asks for the rank or ignores the index, or " if some else ""
+        return f"{there}: {asks}random augmentation or collation that is not keyed to the sample"
 
     def _see_gradients(self, seen: Seen, *, is_data_right: bool) -> None:
         self._finding.count("gradients", len(self.right) * len(seen.gradients))
@@ -145,6 +191,8 @@ class Judge:
         names = bad[wrong[0]]
         where = f", on rank {', '.join(map(str, wrong))}" if len(wrong) < len(bad) else ""
         cause = self._inquiry.cause(seen.gradients, names, wrong[0], is_data_right)
+        if self._finding.first_difference is not None:
+            self._inquiry.unexplained = []  # what came before the gradients explains them
         self._finding.blame(step=self._at.step, parameter=names[0], cause=cause + where)
 
     def _see_presence(self, everywhere: Sequence[Tensors]) -> None:
@@ -188,8 +236,8 @@ class Judge:
                 self._finding.blame(step=self._at.step, parameter="(loss)", cause=cause)
                 return
 
-    def _see_buffers(self, everywhere: Sequence[Tensors]) -> None:
-        wanted = {name: b.detach() for name, b in self._reference.model.named_buffers()}
+    def _see_buffers(self, everywhere: Sequence[Tensors], names: Collection[str]) -> None:
+        wanted = {name: b.detach() for name, b in self._reference.model.named_buffers() if name in names}
         for name, target in wanted.items():
             apart = [distance(buffers[name], target) for buffers in everywhere]
             floor = self._inquiry.floors.buffers.get(name, 0.0) if any(apart) else 0.0
@@ -200,6 +248,12 @@ class Judge:
                 self._finding.blame(
                     step=self._at.step, parameter=name, cause=self._inquiry.buffer_cause(name, everywhere)
                 )
+
+
+def _owners(microbatches: Sequence[int], ranks: int) -> str:
+    """The ranks that run these, unless that is all of them."""
+    owners = sorted({index % max(ranks, 1) for index in microbatches})
+    return "" if not owners or len(owners) == ranks else f", on rank {', '.join(map(str, owners))}"
 
 
 def _same(parts: Tensors, right: Tensors) -> bool:

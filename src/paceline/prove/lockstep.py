@@ -13,8 +13,11 @@ from paceline.feed.types import Cut, StepInput
 from paceline.order.cursor import Cursor
 from paceline.prove.dropout import quiet
 from paceline.prove.finding import Finding
+from paceline.prove.inquiry import flat
 from paceline.prove.judge import Judge, Seen
+from paceline.prove.reading import num_rows
 from paceline.prove.reference import At, Reference
+from paceline.prove.replay import can_replay, everybodys, own_gradients
 from paceline.train.built import Built
 
 Say = Callable[[str], None]
@@ -76,7 +79,7 @@ class Lockstep:
         model = self._built.model
         model.train()
         result = self._built.step.gradients(given)
-        read = [[m.index, list(m.indices), checksum(m.data, 0)] for m in given.micro]
+        read = [[m.index, list(m.indices), checksum(m.data, 0), num_rows(m.data)] for m in given.micro]
         rows = [row for rows in self._world.gather_json(read) for row in rows]
         losses = self._world.gather_json(result.loss)
         gradients = self._everywhere(self._gradients())
@@ -86,10 +89,26 @@ class Lockstep:
                 gradients=gradients,
                 buffers=buffers,
                 losses=losses,
-                samples={index: samples for index, samples, _ in rows},
-                contents={index: content for index, _, content in rows},
+                ran=[index for index, _, _, _ in rows],
+                samples={index: samples for index, samples, _, _ in rows},
+                contents={index: content for index, _, content, _ in rows},
+                rows={index: number for index, _, _, number in rows},
             )
             judge.see(seen)
+        self._see_own(given, judge, gradients)
+
+    def _see_own(self, given: StepInput, judge: Judge | None, gradients: Sequence[Mapping[str, Tensor]]) -> None:
+        """What nothing explains yet, on each rank by itself."""
+        names, known = self._world.share_json(None if judge is None else (judge.unexplained, judge.known)) or ((), None)
+        if not names or not can_replay(self._built):
+            return
+        self._take_over()
+        mine = own_gradients(self._built, given, names=names, known=known)
+        targets = {m.name: m.parameter for m in self._built.named}
+        size = sum(flat(targets[name]).numel() for name in names)
+        own = everybodys(self._built, mine, num_micro=given.num_micro, size=size)
+        if judge is not None:
+            judge.see_own(own, gradients)
 
     def _see_quiet(self, given: StepInput, judge: Judge | None) -> None:
         """Once more with every dropout rate at zero, on both sides."""
@@ -151,11 +170,13 @@ class Lockstep:
             value = right[member.name].clone() if right else torch.empty_like(member.parameter.detach())
             member.parameter.grad = self._world.broadcast(value.to(member.parameter.dtype))
         before = {m.name: m.parameter.detach().clone() for m in self._built.named}
-        self._built.update.commit(step=step + 1, loss=0.0)
+        norm, _ = self._built.update.commit(step=step + 1, loss=0.0)
+        norms = self._world.gather_json(None if norm is None else float(norm))
         everywhere = self._everywhere({m.name: m.parameter.detach() for m in self._built.named})
         if self._reference is None or judge is None:
             return
         self._reference.update(right)
+        judge.norms(norms)
         for rank, after in enumerate(everywhere):
             changed = {n: t for n, t in after.items() if rank == 0 or t is not everywhere[0][n]}
             where = f", on rank {rank}" if rank else ""

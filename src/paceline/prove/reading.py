@@ -22,6 +22,7 @@ from torch.utils.data import (
 from paceline.job import Job
 from paceline.order.permute import Permutation
 from paceline.order.shards import choose_shards, portions
+from paceline.prove.alone import alone
 from paceline.streams import key, preserved, seed_all
 
 
@@ -49,6 +50,7 @@ class Reading:
         self._seeded = sample_seeds == "always" or (sample_seeds == "auto" and (not self.is_indexed or self._draws()))
         self._stream = Sharded(data, seed=seed if self._seeded else None, batch=batch, shards=shards)
 
+    @alone()
     def num_samples(self, epoch: int) -> int | None:
         """Samples in this epoch, where that can be known."""
         if not self.is_indexed:
@@ -56,11 +58,13 @@ class Reading:
         plain = self._order is None or self._order == "sequential"
         return len(self._data) if plain else len(self._drawn(epoch))
 
+    @alone()
     def batch(self, *, epoch: int, position: int, size: int) -> list[int]:
         """The samples of the batch at this position; none past the end of the epoch."""
         found = self._indices(epoch, position, position + size)
         return [] if self._drop_last and len(found) < size else found
 
+    @alone()
     def read(self, *, epoch: int, part: Sequence[int]) -> Any:
         """These samples, collated."""
         collate = self._collate or default_collate
@@ -169,6 +173,14 @@ class _Part:
                 self._read += 1
             except StopIteration:
                 self.ended = True
+
+
+def num_rows(batch: Any) -> int:
+    """The length of the batch's first tensor; 0 where there is none."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 0
+    parts = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else []
+    return next((rows for rows in map(num_rows, parts) if rows), 0)
 
 
 def merged(parts: Sequence[Any], collated: Callable[[], Any]) -> Any:

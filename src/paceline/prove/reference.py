@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.job import Job
+from paceline.prove.alone import alone
 from paceline.prove.reading import Reading, merged
+from paceline.prove.weighed import weighed
 from paceline.streams import key, random_blocks, seed_all, seed_torch
 
 _MASK = 0x7FFF_FFFF_FFFF_FFFF
@@ -81,6 +83,7 @@ class Gradient:
 class Reference:
     """The one-process run."""
 
+    @alone()
     def __init__(self, *, job: Job, spec: Spec, cast: Callable[[Any], Any]) -> None:
         self.job = job
         self.spec = spec
@@ -137,6 +140,7 @@ class Reference:
     def _anew(self, epoch: int, part: tuple[int, ...]) -> Callable[[], Any]:
         return lambda: self._cast(self.reading.read(epoch=epoch, part=part))
 
+    @alone()
     def gradient(
         self,
         at: At,
@@ -154,7 +158,7 @@ class Reference:
         """
         given = self.joined(self.pieces(at) if pieces is None else pieces, epoch=at.epoch)
         self.model.train()
-        known = self._known_counts([micro.data for micro in given])
+        known = self.known_counts([micro.data for micro in given])
         total: dict[str, Tensor] = {}
         parts: list[dict[str, Tensor]] = [{} for _ in given]
         buffers: list[dict[str, Tensor]] = []
@@ -167,7 +171,7 @@ class Reference:
             terms = self._terms(given[index].data, len(given[index].samples))
             for name, (_, count) in terms.items():
                 term_counts.setdefault(name, [0.0] * len(given))[index] = float(count)
-            loss = _weighed({n: v for n, v in terms.items() if term in (None, n)}, known)
+            loss = weighed({n: v for n, v in terms.items() if term in (None, n)}, known)
             loss.backward()
             self._collect(total, parts[index], largest, keep)
             counts[index] = float(next(iter(terms.values()))[1]) if term is None else float(terms[term][1])
@@ -188,6 +192,7 @@ class Reference:
             largest={name: value / divisor for name, value in largest.items()} if divisor else {},
         )
 
+    @alone()
     def update(self, gradient: Mapping[str, Tensor]) -> None:
         """Clip and step with this gradient."""
         for name, parameter in self.model.named_parameters():
@@ -208,6 +213,7 @@ class Reference:
             return following
         return At(step=at.step + 1, epoch=at.epoch + 1, position=0)
 
+    @alone()
     def terms_of(self, data: Any, num_samples: int) -> tuple[Any, dict[str, tuple[Tensor, Any]]]:
         """Output and loss terms of a batch, as they are: for evaluation."""
         enabled = self.spec.autocast is not None
@@ -278,7 +284,8 @@ class Reference:
         is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         return "num_items_in_batch" in parameters or (is_open and hasattr(self.model, "loss_function"))
 
-    def _known_counts(self, data: Sequence[Any]) -> dict[str, float] | None:
+    def known_counts(self, data: Sequence[Any]) -> dict[str, float] | None:
+        """The joint counts, where the job gives them before the forward."""
         if self.job.count is None:
             return None
         totals: dict[str, float] = {}
@@ -287,13 +294,3 @@ class Reference:
             for name, value in (found if isinstance(found, Mapping) else {"loss": found}).items():
                 totals[name] = totals.get(name, 0.0) + float(value)
         return totals
-
-
-def _weighed(terms: Mapping[str, tuple[Tensor, Any]], known: Mapping[str, float] | None) -> Tensor:
-    if known is None:
-        (total, _), *rest = terms.values()
-        if rest:
-            raise ValueError("several terms without counts")
-        return total
-    parts = [value / known[name] for name, (value, _) in terms.items()]
-    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]

@@ -9,12 +9,17 @@ from paceline.feed.stream import checksum
 from paceline.place.batchnorm import running
 from paceline.prove.dropout import quiet
 from paceline.prove.finding import DIFFERENT, Finding, judged
-from paceline.prove.noise import Kept, distance, floors
+from paceline.prove.noise import Kept, distance, floors, is_rounding
+from paceline.prove.reading import num_rows
 from paceline.prove.reference import At, Gradient, Micro, Reference
 
 _SUM = 1e-4
 _EPS = 16
 _MOST_CUT = 4
+_DRAWS = (
+    "the job: the same batch twice has other gradients; the model or loss draws numbers of its own "
+    "(a random generator that is not seeded anew for each microbatch), or keeps state that is no buffer"
+)
 _START = At(step=0, epoch=0, position=0)
 
 
@@ -43,6 +48,18 @@ def _twice(make: Callable[[], Reference], finding: Finding) -> None:
     _compare(finding, first, gradient, again, one, start)
     if finding.verdict != DIFFERENT:
         finding.detail = "Deterministic." if finding.max_difference == 0.0 else "Deterministic to rounding."
+        finding.detail += _fewer_rows(one)
+
+
+def _fewer_rows(pieces: Sequence[Micro]) -> str:
+    """A collation that leaves samples out; one that packs them all into one row is taken for what it is."""
+    for index, piece in enumerate(pieces):
+        rows, samples = num_rows(piece.data), len(piece.samples)
+        if 1 < rows < samples:
+            return (
+                f" The collation gives {rows} rows for the {samples} samples of microbatch {index}: are some dropped?"
+            )
+    return ""
 
 
 def _compare(
@@ -52,13 +69,16 @@ def _compare(
     finding.count("gradients", len(apart))
     if not any(apart.values()):
         return
+    if not is_rounding(one, other, first):
+        name = max(apart, key=lambda key: apart[key])
+        finding.blame(step=0, parameter=name, cause=_DRAWS)
+        return
     floor = floors(first, one, at=_START, pieces=pieces, start=start).gradients
     for name in sorted(apart, key=lambda key: -apart[key] / max(floor[key], 1e-300)):
         verdict = judged(apart[name], floor[name])
         finding.note(verdict, difference=apart[name], floor=floor[name])
         if verdict == DIFFERENT:
-            cause = "the job: the same batch twice has other gradients; the model or loss draws numbers of its own"
-            finding.blame(step=0, parameter=name, cause=cause)
+            finding.blame(step=0, parameter=name, cause=_DRAWS)
 
 
 def _halves(reference: Reference, finding: Finding) -> None:

@@ -34,6 +34,17 @@ def update_cause(*, before: Vector, found: Vector, wanted: Vector, num_bad: int,
     return f"equal gradients, other weights: another optimizer state (momentum), group or rule ({share})"
 
 
+def norm_cause(norms: Sequence[float | None], wanted: float) -> str | None:
+    """Why ranks that hold the same gradient would clip it differently: `norms` as each rank measured it."""
+    apart = [rank for rank, norm in enumerate(norms) if norm is not None and abs(norm - wanted) > _SHAPE * wanted]
+    if not apart:
+        return None
+    return (
+        f"equal gradients, but rank {apart[0]} measures their norm as {norms[apart[0]]:.4g} for {wanted:.4g}: it clips "
+        f"by a part of the gradients, or by those before the reduction (on rank {', '.join(map(str, apart))})"
+    )
+
+
 def _left(residual: Vector, error: Vector) -> bool:
     return float(np.linalg.norm(residual)) <= _SHAPE * float(np.linalg.norm(error))
 
@@ -56,7 +67,10 @@ def buffer_cause(*, found: Sequence[Vector], before: Vector, after: Sequence[Vec
     if _close(mine, before, after[-1]):
         return f"buffers: {apart}not updated at all"
     if momentum is None or len(after) == 0:
-        return f"buffers: {apart}updated another number of times, or from this rank's microbatches alone"
+        return (
+            f"buffers: {apart}the forward changes it, and one process's has seen every microbatch; here it was updated "
+            "another number of times, or from one rank's microbatches alone (rank 0's value is given to all)"
+        )
     rows = _statistics(before, after, momentum)
     local = [_fold(before, rows[rank::ranks], momentum) for rank in range(ranks)]
     for rank, value in enumerate(local):

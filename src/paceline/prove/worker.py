@@ -194,7 +194,7 @@ def _lockstep(
         alone = reference(ready, dtype) if world.is_main else None
         lockstep = Lockstep(built=built, reference=alone, say=_say(world, name))
         with _comparable(ready, built, alone) as note:
-            lockstep.finding.detail = note
+            lockstep.finding.detail = " ".join([note, *(f"{text}." for text in built.notes)]).strip()
             found = lockstep.run(places)
         built.close()
         return found
