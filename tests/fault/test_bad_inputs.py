@@ -163,7 +163,7 @@ def test_refused_or_failed_soon_after_the_start(shop: Shop, name: str) -> None:
     began = time.monotonic()
     ended = shop.train("run", *words, "--train.steps", "3", ranks=2, timeout=40)
     assert ended.code == code, ended.text
-    assert time.monotonic() - began < 10 + 10 * (os.getloadavg()[0] > 3)
+    assert time.monotonic() - began < (25 if "PYTEST_XDIST_WORKER" in os.environ or os.getloadavg()[0] > 3 else 10)
     _one_screen(name, ended.err, expected)
 
 

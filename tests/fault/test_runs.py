@@ -213,11 +213,12 @@ def _last(path: Path) -> dict[str, float]:
     return merged
 
 
-@pytest.mark.parametrize("seconds", [0.6, 1.2, 1.8, 2.4])
+@pytest.mark.parametrize("seconds", [0.6, 1.8])
 def test_a_stop_while_ranks_are_being_born_saves_too(shop: Shop, seconds: float) -> None:
     process = shop.start(
-        "train", "job.py", "--ranks", "2", "--run-dir", "run", "--train.steps", "1000000", "--watch.to", "jsonl"
-    )
+        "train", "job.py", "--ranks", "2", "--run-dir", "run", "--train.steps", "1000000", "--watch.to", "jsonl",
+        "--train.on_nonfinite", "skip",
+    )  # fmt: skip
     deadline = time.monotonic() + 20
     while not (shop.path / "run" / "logs").exists() and time.monotonic() < deadline:
         time.sleep(0.01)

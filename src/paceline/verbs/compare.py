@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ExitCode, UsageError
+from paceline.errors import ExitCode, UsageError, raise_all
 from paceline.prove.compare import ROUNDING, Comparison, compare_recordings, ranks_part
 from paceline.prove.prints import has_recording, num_ranks, read_recording
 from paceline.store.runs import RunFolder
@@ -45,15 +45,7 @@ def compare(*runs: str | Path, page: str | Path | None = None) -> Compared:
 
 
 def _check(paths: list[Path]) -> None:
-    for path in paths:
-        if not path.is_dir():
-            raise UsageError(f"there is no run {path} to compare.", hint="ls runs/*/")
-        if not (_is_run(path) or has_recording(path)):
-            raise UsageError(
-                f"{path} is neither a run nor a recording.",
-                cause="it has no events.jsonl, no metrics.jsonl and no rank-0.jsonl",
-                hint="ls runs/*/",
-            )
+    raise_all([problem for path in dict.fromkeys(paths) if (problem := _unreadable(path)) is not None])
     kinds = {_is_run(path) for path in paths}
     if len(kinds) > 1 and not all(has_recording(path) for path in paths):
         lone = next(path for path in paths if not has_recording(path))
@@ -61,6 +53,18 @@ def _check(paths: list[Path]) -> None:
             f"{lone} is a run without a recording, and can't be compared with one.",
             hint="record both: pl.record(run.model, run.optimizers, run.folder / 'record')",
         )
+
+
+def _unreadable(path: Path) -> UsageError | None:
+    if not path.is_dir():
+        return UsageError(f"there is no run {path} to compare.", hint="ls runs/*/")
+    if _is_run(path) or has_recording(path):
+        return None
+    return UsageError(
+        f"{path} is neither a run nor a recording.",
+        cause="it has no events.jsonl, no metrics.jsonl and no rank-0.jsonl",
+        hint="ls runs/*/",
+    )
 
 
 def _is_run(path: Path) -> bool:
