@@ -19,7 +19,8 @@ def on_eval(run):
 
 
 @pytest.mark.soak
-def test_twenty_thousand_steps_leak_nothing(shop: Shop) -> None:
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_twenty_thousand_steps_leak_nothing(shop: Shop, workers: str) -> None:
     shop.write("job.py", WATCH + SMALL_JOB.replace("max_grad_norm=1.0,", "max_grad_norm=1.0, on_eval=on_eval,"))
     ended = shop.train(
         "run",
@@ -29,6 +30,10 @@ def test_twenty_thousand_steps_leak_nothing(shop: Shop) -> None:
         "1000",
         "--log.every",
         "1000",
+        "--train.on_nonfinite",
+        "skip",
+        "--data.workers",
+        workers,
         ranks=2,
         steps=20_000,
         timeout=1500,
