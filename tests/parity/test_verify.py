@@ -15,6 +15,7 @@ SOUND = [
     (2, ("--data.workers", "1")),
     (2, ("--train.exact", "--job.norm", "true")),
     (2, ("--train.precision", "bf16")),
+    (3, ("--train.precision", "fp16", "--job.two_terms", "true")),
 ]
 
 FACTORY = "\nfrom paceline.place import replicate as _r\n"

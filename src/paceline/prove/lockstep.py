@@ -122,8 +122,9 @@ class Lockstep:
         self._take_over()
 
     def _gradients(self) -> dict[str, Tensor]:
-        named = self._built.named
-        return {m.name: m.parameter.grad.detach().clone() for m in named if m.parameter.grad is not None}
+        named, scaler = self._built.named, self._built.update.scaler
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        return {m.name: m.parameter.grad.detach() / scale for m in named if m.parameter.grad is not None}
 
     def _take_over(self) -> None:
         """Give every rank the reference's weights and buffers."""
@@ -170,7 +171,9 @@ class Lockstep:
             value = right[member.name].clone() if right else torch.empty_like(member.parameter.detach())
             member.parameter.grad = self._world.broadcast(value.to(member.parameter.dtype))
         before = {m.name: m.parameter.detach().clone() for m in self._built.named}
+        scaler, self._built.update.scaler = self._built.update.scaler, None  # what is given to both is not scaled
         norm, _ = self._built.update.commit(step=step + 1, loss=0.0)
+        self._built.update.scaler = scaler
         norms = self._world.gather_json(None if norm is None else float(norm))
         everywhere = self._everywhere({m.name: m.parameter.detach() for m in self._built.named})
         if self._reference is None or judge is None:

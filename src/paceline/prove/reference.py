@@ -29,6 +29,7 @@ class Spec:
     """What the reference must know of the run.
 
     `together`: microbatches that normalisation sees as one. `grid`: the relative step of exact mode's integers.
+    `loss_scale`: what backward runs on is this many times the loss, so that fp16 holds small gradients.
     """
 
     seed: int
@@ -43,6 +44,7 @@ class Spec:
     device: str = "cpu"
     grid: float = 0.0
     shards: int | None = None
+    loss_scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +174,7 @@ class Reference:
             for name, (_, count) in terms.items():
                 term_counts.setdefault(name, [0.0] * len(given))[index] = float(count)
             loss = weighed({n: v for n, v in terms.items() if term in (None, n)}, known)
-            loss.backward()
+            (loss * self.spec.loss_scale).backward()
             self._collect(total, parts[index], largest, keep)
             counts[index] = float(next(iter(terms.values()))[1]) if term is None else float(terms[term][1])
             losses[index] = float(loss.detach())
@@ -237,7 +239,7 @@ class Reference:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is None:
                 continue
-            value = parameter.grad.detach()
+            value = parameter.grad.detach() / self.spec.loss_scale
             total[name] = total[name] + value if name in total else value.clone()
             if name in keep:
                 part[name] = value.clone()

@@ -26,6 +26,7 @@ from paceline.train.built import Built, build, lr_factor
 from paceline.train.session import Ready, join_world, prepare
 from paceline.world import World
 
+_LOSS_SCALE = 1024.0
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _GRID = 2.0**-24
 _START = At(step=0, epoch=0, position=0)
@@ -99,6 +100,7 @@ def reference(ready: Ready, dtype: torch.dtype | None) -> Reference:
         device=plan.device,
         grid=_GRID if settings.train.exact else 0.0,
         shards=settings.data.shards,
+        loss_scale=_LOSS_SCALE if dtype is not torch.float64 and settings.train.precision == "fp16" else 1.0,
     )
     return Reference(job=_in(ready.job, dtype), spec=spec, cast=cast_to(dtype))
 
@@ -230,7 +232,11 @@ def _built(ready: Ready, world: World, dtype: torch.dtype | None) -> Built:
     if dtype is not None:
         job = replace(job, collate=_casting(job, cast_to(dtype)))
         settings = replace(settings, train=replace(settings.train, precision="fp32"))
-    return build(job=job, settings=settings, plan=ready.plan, world=world)
+    built = build(job=job, settings=settings, plan=ready.plan, world=world)
+    if built.update.scaler is not None:  # one scale for all steps, and low: an overflow would leave nothing to compare
+        scaler = torch.amp.GradScaler(ready.plan.device, init_scale=_LOSS_SCALE, growth_interval=1 << 30)
+        built.update.scaler = scaler
+    return built
 
 
 def _casting(job: Job, cast: Callable[[Any], Any]) -> Callable[[list[Any]], Any]:
