@@ -77,11 +77,11 @@ def main() -> None:
         sys.exit(failure_screen(outcome))
     times = json.loads((folder / "answer.json").read_text())
     ratios = [a / b for a, b in zip(times["exact"], times["default"], strict=True)]
-    low, high = bootstrap(ratios)
+    low, high = bootstrap(ratios, block=4)
     print(f"{options.ranks} ranks, {options.rounds} rounds of {STEPS_A_ROUND} steps, torch {torch.__version__}")
     for name, values in times.items():
         print(f"{name:<10} {statistics.median(values) * 1e3:8.2f} ms")
-    print(f"exact / default: {statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]")
+    print(f"exact / default: {statistics.fmean(ratios):.3f} [{low:.3f}, {high:.3f}]")
 
 
 if __name__ == "__main__":

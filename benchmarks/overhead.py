@@ -254,9 +254,9 @@ def compared(times: dict[str, list[float]], *, base: str, kept: float = 0.95) ->
     return lines
 
 
-def bootstrap(values: list[float]) -> tuple[float, float]:
-    """A 95 % interval of the mean; neighbours are drawn together, since machines drift."""
-    blocks = [values[i : i + BLOCK] for i in range(0, len(values), BLOCK)]
+def bootstrap(values: list[float], *, block: int = BLOCK) -> tuple[float, float]:
+    """A 95 % interval of the mean; `block` neighbours are drawn together, since machines drift."""
+    blocks = [values[i : i + block] for i in range(0, len(values), block)]
     draw = random.Random(1)
     means = sorted(statistics.fmean(v for b in draw.choices(blocks, k=len(blocks)) for v in b) for _ in range(1000))
     return means[25], means[974]
