@@ -4,8 +4,8 @@ Nothing of the feed, the step or the placement is used here; only the order of s
 streams, which are definitions.
 """
 
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 
 from paceline.job import Job
 from paceline.prove.alone import alone
+from paceline.prove.forward import forward, own_loss
 from paceline.prove.reading import Reading, merged
 from paceline.prove.weighed import weighed
+from paceline.prove.whole import part_of
 from paceline.streams import key, random_blocks, seed_all, seed_torch
 
 _MASK = 0x7FFF_FFFF_FFFF_FFFF
 _BLOCK_STEP = 0x9E37_79B9_7F4A_7C15
-_IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,17 +168,20 @@ class Reference:
         counts, losses = [0.0] * len(given), [0.0] * len(given)
         term_counts: dict[str, list[float]] = {}
         largest: dict[str, float] = {}
-        for index in range(len(given))[:: -1 if backwards else 1]:
-            self._draw_from(at.step, stream(index))
+        whole = self.job.loss_over == "batch"
+        among = len(given) if whole else 1  # each pass then gives the loss of the whole batch
+        order = range(len(given))[:: -1 if backwards else 1]
+        for index, terms in self._passes(given, order, lambda index: self._draw_from(at.step, stream(index))):
             self.model.zero_grad(set_to_none=True)
-            terms = self._terms(given[index].data, len(given[index].samples))
             for name, (_, count) in terms.items():
-                term_counts.setdefault(name, [0.0] * len(given))[index] = float(count)
+                term_counts.setdefault(name, [0.0] * len(given))[index] = float(count) / among
+            if whole:
+                known = {name: float(count) for name, (_, count) in terms.items()}
             loss = weighed({n: v for n, v in terms.items() if term in (None, n)}, known)
             (loss * self.spec.loss_scale).backward()
             self._collect(total, parts[index], largest, keep)
-            counts[index] = float(next(iter(terms.values()))[1]) if term is None else float(terms[term][1])
-            losses[index] = float(loss.detach())
+            counts[index] = float((terms[term] if term else next(iter(terms.values())))[1]) / among
+            losses[index] = float(loss.detach()) / among
             if keep:
                 buffers.append({name: b.detach().clone() for name, b in self.model.named_buffers()})
         self.model.zero_grad(set_to_none=True)
@@ -218,20 +222,44 @@ class Reference:
     @alone()
     def terms_of(self, data: Any, num_samples: int) -> tuple[Any, dict[str, tuple[Tensor, Any]]]:
         """Output and loss terms of a batch, as they are: for evaluation."""
-        enabled = self.spec.autocast is not None
-        with torch.autocast(self.spec.device, dtype=self.spec.autocast or torch.bfloat16, enabled=enabled):
-            output = self._forward(data)
-            found = self.job.loss(output, data) if self.job.loss else self._own(output, data, num_samples)
+        output = self._output(data)
+        return output, self._terms(output, data, num_samples)
+
+    def _passes(
+        self, given: Sequence[Micro], order: Sequence[int], draw: Callable[[int], None]
+    ) -> Iterator[tuple[int, dict[str, tuple[Tensor, Any]]]]:
+        """The terms of each microbatch; where the loss is over the batch, of all of it with one microbatch live."""
+        if self.job.loss_over == "batch":
+            data, total = [micro.data for micro in given], sum(len(micro.samples) for micro in given)
+            outputs: list[Any] = [None] * len(given)
+            for index in order:
+                draw(index)
+                outputs[index] = self._output(data[index])
+            for index in order:
+                yield index, self._terms(part_of(outputs, live=index), part_of(data, live=index), total)
+            return
+        for index in order:
+            draw(index)
+            yield index, self.terms_of(given[index].data, len(given[index].samples))[1]
+
+    def _output(self, data: Any) -> Any:
+        with self._precision():
+            return forward(self.job, self.model, data)
+
+    def _terms(self, output: Any, data: Any, num_samples: int) -> dict[str, tuple[Tensor, Any]]:
+        with self._precision():
+            found = self.job.loss(output, data) if self.job.loss else own_loss(self.model, output, data, num_samples)
         if isinstance(found, Mapping):
-            return output, dict(found)
-        return output, {"loss": found if isinstance(found, tuple) else (found * num_samples, num_samples)}
+            return dict(found)
+        return {"loss": found if isinstance(found, tuple) else (found * num_samples, num_samples)}
+
+    def _precision(self) -> AbstractContextManager[None]:
+        enabled = self.spec.autocast is not None
+        return torch.autocast(self.spec.device, dtype=self.spec.autocast or torch.bfloat16, enabled=enabled)
 
     def cast(self, data: Any) -> Any:
         """A batch in the precision of this run."""
         return self._cast(data)
-
-    def _terms(self, data: Any, num_samples: int) -> dict[str, tuple[Tensor, Any]]:
-        return self.terms_of(data, num_samples)[1]
 
     def _collect(
         self, total: dict[str, Tensor], part: dict[str, Tensor], largest: dict[str, float], keep: Collection[str]
@@ -256,35 +284,6 @@ class Reference:
                 seed_torch((self._stream ^ (_BLOCK_STEP * (block + 1))) & _MASK)
 
         return hook
-
-    def _forward(self, data: Any) -> Any:
-        if self.job.forward is not None:
-            return self.job.forward(self.model, data)
-        if isinstance(data, Tensor):
-            return self.model(data)
-        if isinstance(data, Mapping):
-            names = inspect.signature(self.model.forward).parameters
-            given = {k: v for k, v in data.items() if k in names}
-            if self.job.loss is not None:
-                given.pop("labels", None)
-            elif self._gives_sum():
-                given["num_items_in_batch"] = 1
-            return self.model(**given)
-        return self.model(*data[:-1])
-
-    def _own(self, output: Any, data: Any, num_samples: int) -> Any:
-        loss = output["loss"] if isinstance(output, Mapping) else output.loss
-        if self._gives_sum() and isinstance(data, Mapping) and "labels" in data:
-            shifted = getattr(self.model, "loss_type", None) == "ForCausalLM"
-            labels = data["labels"][..., 1:] if shifted else data["labels"]
-            return loss, int((labels != _IGNORED).sum())
-        return loss * num_samples, num_samples
-
-    def _gives_sum(self) -> bool:
-        """Whether the model's own loss is a sum when it is told to divide by one."""
-        parameters = inspect.signature(self.model.forward).parameters
-        is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        return "num_items_in_batch" in parameters or (is_open and hasattr(self.model, "loss_function"))
 
     def known_counts(self, data: Sequence[Any]) -> dict[str, float] | None:
         """The joint counts, where the job gives them before the forward."""

@@ -90,6 +90,9 @@ def _halves(reference: Reference, finding: Finding) -> None:
         return
     if reference.spec.autocast is not None:  # half precision would hide what is looked for
         reference = reference.with_spec(autocast=None)
+    if reference.job.loss_over == "batch":
+        finding.detail += " The loss is over the whole batch: parts need not add up to it."
+        return
     if running(reference.model):
         finding.detail += " Halves were not compared: samples of a microbatch share BatchNorm statistics."
         return

@@ -35,6 +35,11 @@ class LossContract:
         """Whether the counts are known before the forward, so that the loss is divided before backward."""
         return self._job.count is not None
 
+    @property
+    def over_batch(self) -> bool:
+        """Whether the loss wants the outputs of the whole global batch at once."""
+        return self._job.loss_over == "batch"
+
     def counts(self, batch: Any) -> dict[str, Number]:
         """The counts of one microbatch, before its forward."""
         assert self._job.count is not None

@@ -21,6 +21,7 @@ from paceline.step.loss import LossContract, Terms, to_device
 from paceline.step.result import StepResult
 from paceline.step.turns import ALONE, Turns
 from paceline.step.update import Update
+from paceline.step.whole import gather, quotients
 from paceline.streams import Streams
 from paceline.world import World
 
@@ -83,7 +84,7 @@ class SpmdStep:
         for _ in range(MOST_ATTEMPTS):
             self.parts.tape.begin()
             self.parts.reducer.begin()
-            joint, divide = self._passes(given, stop)
+            joint, divide = (self._whole if self.parts.contract.over_batch else self._passes)(given, stop)
             waiting = time.perf_counter()
             if self.parts.reducer.finish(divisor=joint.divisor() if divide else None):
                 break
@@ -123,6 +124,26 @@ class SpmdStep:
             self._backward(self._loss(terms, counts), last=last and not missing)
         joint = self._stand_in(given, data, missing, joint, stop)
         return joint, counts is None
+
+    def _whole(self, given: Given, stop: bool) -> tuple[Joint, bool]:
+        """One pass, with the loss of the whole batch on every replica that has a part of it."""
+        parts = self.parts
+        mine, terms = None, None
+        for micro in given.micro:
+            batch = to_device(micro.data, parts.world.device)
+            mine = self._output(micro.index, batch), batch
+        own = sum(micro.num_samples for micro in given.micro)
+        whole = gather(mine, world=parts.world, num_samples=own)
+        if whole is not None:
+            with self.autocast():
+                terms = parts.contract.terms(*whole, num_samples=given.num_samples)
+        joint = self._joint(given, terms, stop)
+        if terms is not None and given.micro[0].index == 0:  # all have the same: it is told once
+            joint.put(0, terms)
+        self._send(joint)
+        if terms is not None:
+            self._backward(quotients(terms), last=True)
+        return joint, False
 
     def _missing(self, given: Given) -> int:
         """Rounds in which the layers meet and this replica has no sample."""
@@ -180,7 +201,7 @@ class SpmdStep:
         if self._names is None:
             everybody = self.parts.world.gather_json(None if terms is None else list(terms))
             first = next(names for names in everybody if names is not None)
-            if len(first) > 1 and not self.parts.contract.counts_first:
+            if len(first) > 1 and not (self.parts.contract.counts_first or self.parts.contract.over_batch):
                 raise JobError(
                     f"the loss has {len(first)} terms ({', '.join(first)}), each with its own count.",
                     cause="their counts over all ranks must be known before the first backward",
@@ -201,6 +222,12 @@ class SpmdStep:
             everybody = self.parts.world.gather_json(list(local))
             self._names = tuple(next(names for names in everybody if names))
         return joint_counts(local, world=self.parts.world, names=self._names)
+
+    def _output(self, index: int, batch: Any) -> Any:
+        parts = self.parts
+        parts.tape.at(index)
+        with parts.turns.forward(lambda: parts.streams.enter(step=self.step, microbatch=index)), self.autocast():
+            return parts.contract.forward(parts.model, batch)
 
     def _forward(self, index: int, batch: Any, num_samples: int) -> Terms:
         parts = self.parts

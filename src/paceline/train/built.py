@@ -151,6 +151,13 @@ def _worlds(plan: Plan, settings: Settings, world: World) -> list[World]:
     return thread_worlds(replicas=here, world=world, timeout_seconds=settings.train.timeout_seconds)
 
 
+def eval_batch_size(built: Built) -> int:
+    """Samples in one forward of an evaluation; a loss over the batch is evaluated on as many as it is trained on."""
+    plan = built.plan
+    derived = plan.global_batch_size if built.job.loss_over == "batch" else plan.micro_batch_size
+    return built.settings.eval.batch_size or derived
+
+
 def early_stopping(job: Job) -> EarlyStopping | None:
     """The rule, where the job has one; a number alone is patience in evaluations of `best`."""
     rule = job.early_stopping
@@ -184,11 +191,29 @@ def _check_asked(job: Job, settings: Settings, plan: Plan) -> None:
             )
         )
     if job.loss_over == "batch":
-        problems.append(JobError('loss_over="batch" is not in this version yet.', hint="a loss over samples"))
+        problems += _check_whole(job, settings, plan)
     if job.ema is not None and not 0.0 < job.ema < 1.0:
         problems.append(JobError(f"ema={job.ema} is no decay between 0 and 1.", hint="ema=0.999"))
     best_rule(job)
     raise_all(problems)
+
+
+def _check_whole(job: Job, settings: Settings, plan: Plan) -> list[PacelineError]:
+    found: list[PacelineError] = []
+    if job.loss is None:
+        found.append(JobError('loss_over="batch" needs loss=: the model\'s own sees its microbatch only.'))
+    if plan.num_micro > plan.replicas:
+        found.append(
+            UsageError(
+                f'loss_over="batch" refuses accumulation: {plan.num_micro} microbatches for {plan.replicas} replicas.',
+                cause="the loss needs the outputs of the whole batch at once",
+                hint="leave --train.micro_batch_size out, or more --ranks",
+            )
+        )
+    for is_on, name in ((settings.train.exact, "--train.exact"), (settings.train.buffers == "sync_bn", "sync_bn")):
+        if is_on:
+            found.append(UsageError(f'loss_over="batch" with {name} is not proved.', hint="leave one of them out"))
+    return found
 
 
 def _check_exact(plan: Plan, precision: str) -> list[PacelineError]:

@@ -15,7 +15,7 @@ from paceline.place.replicate import untouched
 from paceline.pulse import Pulse
 from paceline.step.result import StepResult
 from paceline.survive.signals import StopFlag
-from paceline.train.built import Built, best_rule, early_stopping
+from paceline.train.built import Built, best_rule, early_stopping, eval_batch_size
 from paceline.train.evaluate import Evaluator
 from paceline.train.length import Clock, Length, Progress, derived_interval, peak_gib
 from paceline.train.replicas import check_replicas
@@ -112,7 +112,7 @@ class Loop:
         if ema is not None:
             ema.swap()
         try:
-            size = self.built.settings.eval.batch_size or self.built.plan.micro_batch_size
+            size = eval_batch_size(self.built)
             workers = self.built.settings.data.workers
             found = self._evaluator.run(
                 data, batch_size=size, workers=workers, name=f"{split}_data", beat=self._beat, stop=stop
