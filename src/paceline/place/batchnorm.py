@@ -77,6 +77,11 @@ class StatisticsTape:
             self._write(layer, (mean, variance), layer.count + num_micro * uses)
             layer.rows.clear()
 
+    def undo(self) -> None:
+        """Leave what was there before the step: it was not taken."""
+        for layer in self._layers:
+            self._write(layer, layer.before, layer.count)
+
     def close(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:

@@ -78,7 +78,8 @@ class BufferPolicy:
                 self._world.all_reduce(tensor)
                 tensor.div_(self._world.world_size)
             else:
-                self._world.broadcast(tensor)
+                whole = tensor.clone(memory_format=torch.contiguous_format)
+                tensor.copy_(self._world.broadcast(whole))
 
     def _now(self) -> list[int]:
         return [version(tensor) for _, tensor in self._watched]

@@ -216,9 +216,10 @@ def equal_start(model: nn.Module, *, world: World) -> list[str]:
     _check_structure(model, world)
     differed = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        mine = tensor.detach().clone()
-        world.broadcast(tensor.data)
-        if not torch.equal(mine, tensor.detach()):
+        mine = tensor.detach().clone(memory_format=torch.contiguous_format)  # an expanded one has no memory of its own
+        theirs = world.broadcast(mine.clone())
+        if not torch.equal(mine, theirs):
+            tensor.data.copy_(theirs)
             differed.append(name)
     return differed
 

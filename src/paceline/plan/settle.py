@@ -175,11 +175,15 @@ def _notes(
 ) -> tuple[str, ...]:
     one = "replica" if layout.kind is Kind.THREADS else "rank"
     per_rank = -(-num_micro // replicas)
+    idle = max(0, replicas - num_micro)
+    fair = -(-facts.global_batch_size // replicas)
+    unused = f"warning: {idle} of {replicas} replicas get no samples; --train.micro_batch_size {fair} would use all"
     return (
         f"layout: {layout.kind}, {replicas} replica{'s' if replicas > 1 else ''}"
         + (" in one process" if layout.kind is Kind.THREADS else ""),
         f"backend: {why}",
         f"batch: {facts.global_batch_size} samples a step in {num_micro} microbatches of {micro}"
         f" ({per_rank} a replica)",
+        *([unused] if idle else []),
         f"threads: {threads} a {one} ({'pinned' if facts.one_thread else f'{cluster.cores} usable cores'})",
     )

@@ -42,6 +42,8 @@ def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say)
         _alone(other, steps, backwards=True)
         _judge(finding, built, reference, other, start)
         finding.detail = f"Loss {losses[-1]:.6g} beside {right_losses[-1]:.6g} after {steps} steps."
+        if evaluated is None and built.job.eval_data is not None:
+            finding.detail += " The evaluation was not compared: eval_data is a stream or a DataLoader."
         if evaluated is not None:
             _judge_evaluation(finding, built, reference, evaluated, steps)
     found: Finding = Finding(**built.world.share_json(vars(finding)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.errors import DesyncError
+from paceline.errors import DesyncError, JobError
 from paceline.step.loss import Terms
 from paceline.world import World
 
@@ -77,6 +77,12 @@ class Joint:
         for place, name in enumerate(self._names):
             slots = values[_NUM_FLAGS + 2 * place :: width], values[_NUM_FLAGS + 2 * place + 1 :: width]
             sums[name], counts[name] = _total(slots[0]), _total(slots[1])
+        negative = [name for name, count in counts.items() if count < 0]
+        if negative:
+            raise JobError(
+                f"the count of {', '.join(negative)} is {counts[negative[0]]:g} over the global batch: below zero.",
+                hint="return (loss_sum, how many targets it sums over)",
+            )
         terms = {name: _quotient(sums[name], counts[name]) for name in self._names}
         return Agreed(
             loss=math.fsum(terms.values()) if all(map(math.isfinite, terms.values())) else math.nan,

@@ -70,6 +70,8 @@ class SpmdStep:
         known = (result.loss, result.agreed.counts) if on_host else (None, None)
         began = time.perf_counter()
         norm, taken = self.parts.update.commit(step=self.step + 1, loss=known[0], counts=known[1])
+        if not taken:
+            self.parts.tape.undo()
         self.step += 1
         result.norm = None if norm is None else Later(norm)
         result.skipped = not taken

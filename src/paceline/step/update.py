@@ -18,18 +18,18 @@ class Ema:
 
     def __init__(self, *, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self._live = [p for p in model.parameters() if p.is_floating_point()]
-        self.averages = [p.detach().clone() for p in self._live]
+        self.live = [p for p in model.parameters() if p.is_floating_point()]
+        self.averages = [p.detach().clone() for p in self.live]
         self.names = [name for name, p in model.named_parameters() if p.is_floating_point()]
 
     def update(self) -> None:
         """Move a little towards the weights."""
-        lerp_all(self.averages, [p.detach() for p in self._live], 1.0 - self.decay)
+        lerp_all(self.averages, [p.detach() for p in self.live], 1.0 - self.decay)
 
     def swap(self) -> None:
         """Exchange average and weights; a second call undoes the first."""
         with torch.no_grad():
-            for average, live in zip(self.averages, self._live, strict=True):
+            for average, live in zip(self.averages, self.live, strict=True):
                 kept = live.detach().clone()
                 live.copy_(average)
                 average.copy_(kept)
@@ -58,6 +58,7 @@ class Update:
         self._max_grad_norm = max_grad_norm
         self._check = check_finite
         self._skip = skip_nonfinite
+        self.lr = self.optimizers[0].param_groups[0]["lr"]  # of the last step; the schedule has moved on since
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss that backward runs on: under fp16, times the loss scale."""
@@ -83,6 +84,7 @@ class Update:
             return norm, False
         if self._max_grad_norm is not None and norm is not None:
             nn.utils.clip_grads_with_norm_([m.parameter for m in self._named], self._max_grad_norm, norm)
+        self.lr = self.optimizers[0].param_groups[0]["lr"]
         self._take()
         self._after(taken=True)
         return norm, True

@@ -24,15 +24,17 @@ class Length:
 
     def total_steps(self, *, batch: int, drop_last: bool) -> int | None:
         """The number of steps, where it is known before."""
-        if self.steps is not None:
-            return self.steps
-        if self.samples is not None and self.epoch_samples is None:
-            return math.ceil(self.samples / batch)
-        if self.epoch_samples is None or (self.epochs is None and self.samples is None):
-            return None
+        limits = [] if self.steps is None else [self.steps]
+        if self.epoch_samples is None:
+            limits += [] if self.samples is None else [math.ceil(self.samples / batch)]
+            return min(limits, default=None)
         per_epoch = self.epoch_samples // batch if drop_last else math.ceil(self.epoch_samples / batch)
-        epochs = self.epochs if self.epochs is not None else (self.samples or 0) / self.epoch_samples
-        return max(1, math.ceil(per_epoch * epochs))
+        if self.epochs is not None:
+            limits.append(max(1, math.ceil(per_epoch * self.epochs)))
+        if self.samples is not None:
+            whole, rest = divmod(self.samples, self.epoch_samples)
+            limits.append(max(1, whole * per_epoch + min(per_epoch, math.ceil(rest / batch))))
+        return min(limits, default=None)
 
     def reached(self, cursor: Cursor, *, tokens: float, total: int | None) -> bool:
         """Whether the run is over at this cursor."""
@@ -42,7 +44,7 @@ class Length:
             return True
         if self.samples is not None and self.epoch_samples is None and cursor.samples >= self.samples:
             return True
-        return total is None and self.epochs is not None and cursor.epoch >= self.epochs
+        return self.epoch_samples is None and self.epochs is not None and cursor.epoch >= self.epochs
 
 
 @dataclass
@@ -52,12 +54,14 @@ class Progress:
     tokens: float = 0.0
     best: float | None = None
     waited: int = 0
+    rule_best: float | None = None
     unjudged: bool = False
     saves_seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"tokens": self.tokens, "best": self.best, "waited": self.waited, "unjudged": self.unjudged}
+        names = ("tokens", "best", "waited", "rule_best", "unjudged")
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
@@ -66,6 +70,7 @@ class Progress:
             tokens=value.get("tokens", 0.0),
             best=value.get("best"),
             waited=value.get("waited", 0),
+            rule_best=value.get("rule_best"),
             unjudged=value.get("unjudged", False),
         )
 

@@ -1,5 +1,6 @@
 """The one loop: step, log, perhaps evaluate, perhaps save, perhaps stop. It can't tell which step runs."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -192,7 +193,8 @@ class Loop:
             self.stream.emit(Note(text=f"best={metric!r} is no metric of this job ({known})", level="warning"))
             return False
         sign = 1.0 if mode == "max" else -1.0
-        improved = self.progress.best is None or sign * value > sign * self.progress.best
+        best = self.progress.best
+        improved = not math.isnan(value) and (best is None or sign * value > sign * best)
         self._patience(event)
         if improved:
             self.progress.best = value
@@ -202,8 +204,9 @@ class Loop:
         rule = self._rule
         if rule is None or rule.metric not in event.metrics:
             return
-        if self._better(rule, event.metrics[rule.metric]):
-            self.progress.waited = 0
+        value = event.metrics[rule.metric]
+        if self._better(rule, value):
+            self.progress.waited, self.progress.rule_best = 0, value
             return
         self.progress.waited += 1
         if self.progress.waited >= rule.patience:
@@ -212,10 +215,10 @@ class Loop:
             self.stream.emit(Note(text=text))
 
     def _better(self, rule: EarlyStopping, value: float) -> bool:
-        if self.progress.best is None:
-            return True
-        gain = value - self.progress.best if rule.mode == "max" else self.progress.best - value
-        return gain > rule.min_delta
+        best = self.progress.rule_best
+        if best is None or math.isnan(value):
+            return not math.isnan(value)
+        return (value - best if rule.mode == "max" else best - value) > rule.min_delta
 
     def _count(self, result: StepResult) -> None:
         clock = self._clock
@@ -238,7 +241,7 @@ class Loop:
                 loss=result.loss,
                 terms=result.terms,
                 grad_norm=result.grad_norm,
-                lr=self.built.update.optimizers[0].param_groups[0]["lr"],
+                lr=self.built.update.lr,
                 step_seconds=seconds,
                 data_seconds=clock.data / max(clock.steps, 1),
                 compute_seconds=clock.compute / max(clock.steps, 1),

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from paceline.errors import CheckpointError, ResumeError
 from paceline.events import CheckpointRefused, CheckpointSaved, Event
 from paceline.feed.feed import Feed
@@ -163,8 +166,7 @@ def consolidate(built: Built, folder: Path) -> Path:
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    tied = set(getattr(built.model, "_tied_weights_keys", None) or ())
-    state = {name: value for name, value in built.model.state_dict().items() if name not in tied}
+    state = without_aliases(built.model)
     write_tensors(aside / "model.safetensors", [to_bytes(name, value) for name, value in state.items()])
     config: Any = getattr(built.model, "config", None)
     if hasattr(config, "to_dict"):
@@ -173,6 +175,17 @@ def consolidate(built: Built, folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     aside.rename(folder)
     return folder
+
+
+def without_aliases(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights by name; of a model that ties weights, without the names that it says it makes again itself.
+
+    The attribute is on models of transformers that happen not to be tied too, so the storage decides.
+    """
+    state = dict(model.state_dict())
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    kept = {value.data_ptr() for name, value in state.items() if name not in tied}
+    return {name: value for name, value in state.items() if name not in tied or value.data_ptr() not in kept}
 
 
 def best_path(folder: Path) -> Path | None:

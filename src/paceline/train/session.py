@@ -88,7 +88,7 @@ def _settled(task: Task, job: Job, settings: Settings, *, micro_batch_size: int 
 def as_first_cut(ready: Ready, *, folder: Path, world: World) -> Ready:
     """A run keeps the microbatches of its first start on any number of ranks, unless others are asked for."""
     path = folder / "plan.json"
-    saved = world.share_json(read_json(path) if world.is_main and path.exists() else None)
+    saved = world.share_json(_first_plan(path) if world.is_main else None)
     train, now = ready.settings.train, ready.plan
     if train.micro_batch_size or train.gradient_accumulation_steps or saved is None:
         return ready
@@ -97,6 +97,16 @@ def as_first_cut(ready: Ready, *, folder: Path, world: World) -> Ready:
     plan = _settled(ready.task, ready.job, ready.settings, micro_batch_size=saved["micro_batch_size"])
     note = f"batch: microbatches of {plan.micro_batch_size}, as this run was started"
     return replace(ready, plan=replace(plan, notes=(*plan.notes, note)))
+
+
+def _first_plan(path: Path) -> dict[str, Any] | None:
+    """None where there is none that can be read: the checkpoint says what matters, this is a convenience."""
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return None
+    known = isinstance(found, dict) and {"global_batch_size", "micro_batch_size"} <= set(found)
+    return found if known else None
 
 
 def join_world(ready: Ready) -> World:

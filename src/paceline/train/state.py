@@ -88,6 +88,14 @@ def load_model(loaded: Loaded, model: nn.Module) -> None:
 def load_update(loaded: Loaded, *, model: nn.Module, update: Update) -> None:
     """Give optimizers, schedules, scaler and average their state back."""
     state = loaded.state
+    for kind, now in (("optimizers", update.optimizers), ("schedules", update.schedules)):
+        if len(state[kind]) != len(now):
+            raise CheckpointError(
+                f"the checkpoint holds {len(state[kind])} {kind}, the job makes {len(now)}.",
+                where=str(loaded.path),
+                cause="optimizer= or lr_schedule= of the job was changed, added or taken out since",
+                hint="the job as it was, or start anew with another --run-dir",
+            )
     for index, (optimizer, plain) in enumerate(zip(update.optimizers, state["optimizers"], strict=True)):
         _load_optimizer(optimizer, plain, loaded.files.get(OPTIMIZER, {}), _names(model), prefix=f"{index}/")
     for schedule, plain in zip(update.schedules, state["schedules"], strict=True):
@@ -100,12 +108,11 @@ def load_update(loaded: Loaded, *, model: nn.Module, update: Update) -> None:
 
 
 def load_ema(loaded: Loaded, ema: Ema) -> None:
-    """Give the average its values back."""
+    """Give the average its values back; one that the checkpoint does not have begins at the weights, loaded before."""
     stored = loaded.files.get(EMA, {})
     with torch.no_grad():
-        for name, average in zip(ema.names, ema.averages, strict=True):
-            if name in stored:
-                average.copy_(from_bytes(stored[name]))
+        for name, average, live in zip(ema.names, ema.averages, ema.live, strict=True):
+            average.copy_(from_bytes(stored[name]) if name in stored else live)
 
 
 def grid_state(grid: Grid | None, names: Sequence[str]) -> dict[str, int | None]:

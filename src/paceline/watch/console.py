@@ -1,5 +1,6 @@
 """The terminal of whoever started the run: one rank's lines, and a progress bar from its pulse."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TextIO
@@ -20,13 +21,20 @@ class Tail:
         self._place = 0
         self._rest = b""
         self._silent = False
-        self._out = out or sys.stdout
+        self._out: TextIO = out or sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115  a closed output
         self._console = Console(file=self._out)
         self._bar = self._make_bar() if self._console.is_terminal else None
         self._task = self._bar.add_task("", total=None, loss="") if self._bar else None
 
     def __call__(self) -> None:
-        """Print what is new."""
+        """Print what is new. Where nobody reads any more (`| head -1`, a closed terminal) the run goes on in silence."""
+        try:
+            self._print_new()
+        except (BrokenPipeError, ValueError):
+            self._out = Path(os.devnull).open("w")  # noqa: SIM115  for the rest of this process
+            self._bar = None
+
+    def _print_new(self) -> None:
         for line in self._new_lines():
             if self._bar is not None:
                 self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -99,10 +99,10 @@ def make_sinks(names: Sequence[str], *, run: RunFolder) -> tuple[list[Sink], lis
     for name in names:
         try:
             sinks.append(_make(name, run))
-        except (ImportError, UsageError) as error:
+        except (ImportError, UsageError):
             if name not in _OPTIONAL:
                 raise
-            notes.append(f"{name} is not installed and left out ({error.__class__.__name__}): pip install {name}")
+            notes.append(f"{name} is not installed and left out: pip install {name}")
         except Exception as error:
             notes.append(f"{name} could not start and is left out: {type(error).__name__}: {error}")
     return sinks, notes
