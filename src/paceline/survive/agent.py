@@ -89,7 +89,9 @@ class Agent:
         kind, rank, number = words[0], int(words[1]), int(words[2])
         if kind == "born":
             self._attempt.pids[rank] = number
-            if self._stops:
+            if self._attempt.killed_by_us:
+                self._send(signal.SIGKILL, only=number)
+            elif self._stops:
                 self._send(signal.SIGTERM, only=number)  # to this one: for the others it would be the second
             return
         self._attempt.pids.pop(rank, None)

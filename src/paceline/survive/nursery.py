@@ -32,7 +32,6 @@ def main(argv: list[str]) -> int:
         if pid == 0:
             _become(rank, request, folder, port=port, fd=fd)
         pids[pid] = rank
-        _say(f"born {rank} {pid}")
     listener.close()
     while pids:
         pid, status = os.wait()
@@ -43,8 +42,12 @@ def main(argv: list[str]) -> int:
 
 
 def _become(rank: int, request: dict[str, Any], folder: Path, *, port: int, fd: int) -> None:
-    """The rest of a worker's life."""
+    """The rest of a worker's life.
+
+    It says itself that it is born: Python forgets signals that reach a child before it is back from the fork.
+    """
     die_with_parent()
+    _say(f"born {rank} {os.getpid()}")
     _redirect(folder / f"rank-{rank}.log")
     if rank != 0:
         os.close(fd)
