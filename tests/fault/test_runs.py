@@ -58,10 +58,10 @@ def test_a_resume_on_another_number_of_ranks_reads_the_same_samples(shop: Shop) 
 def test_the_command_that_goes_on_keeps_every_setting_and_the_microbatches(shop: Shop) -> None:
     """Started on two ranks without a word about microbatches; then the printed line, on three."""
     fault = ("--faults", "kill rank=1 step=9")
-    ended = shop.train("cut", *WORDS, "--train.epochs", "1.5", *fault, steps=12)
+    ended = shop.train("cut", *WORDS, "--train.epochs", "3", *fault, steps=12)
     (line,) = [line for line in ended.err.splitlines() if line.startswith("Go on: ")]
     words = shlex.split(line.removeprefix("Go on: paceline "))
-    for name, value in (("--train.steps", "12"), ("--train.epochs", "1.5"), ("--job.dropout", "0.2")):
+    for name, value in (("--train.steps", "12"), ("--train.epochs", "3"), ("--job.dropout", "0.2")):
         assert words[words.index(name) + 1] == value
     assert "--faults" not in words
     words[words.index("--ranks") + 1] = "3"

@@ -126,7 +126,10 @@ def _count(name: str, value: Any) -> Number:
         return value.detach() if value.dim() == 0 else value.detach().reshape(())
     if isinstance(value, int | float):
         return float(value)
-    raise JobError(f"the count of loss term {name!r} is a {type(value).__name__}, expected a number.")
+    raise JobError(
+        f"the count of loss term {name!r} is a {type(value).__name__}, expected a number.",
+        hint="return (loss_sum, how many targets it sums over)",
+    )
 
 
 def _takes(model: nn.Module, name: str) -> bool:

@@ -295,6 +295,7 @@ def _data_facts(job: Job, settings: Settings) -> dict[str, Any]:
                 value = checksum(source.data[index], value)
             except Exception as error:
                 raise JobError(
-                    f"reading sample {index} of train_data failed: {type(error).__name__}: {error}"
+                    f"reading sample {index} of train_data failed: {type(error).__name__}: {error}",
+                    hint=f"train_data[{index}] in a plain Python process shows the whole of it",
                 ) from error
     return {"num_samples": total, "data": f"{value:08x}"}
