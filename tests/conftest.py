@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,8 +155,9 @@ def shop(tmp_path: Path) -> Shop:
 def nothing_left_behind() -> Iterator[None]:
     """A process that a test left behind is a failure; left alone it may also hold this one for ever."""
     yield
-    left = psutil.Process().children(recursive=True)
-    told = [f"{process.pid} {' '.join(process.cmdline())}" for process in left]
-    for process in left:
-        process.kill()
+    told = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # a zombie is one of those: it has ended, only nobody has asked
+            told.append(f"{process.pid} {' '.join(process.cmdline())}")
+            process.kill()
     assert not told, "left behind by a test"
