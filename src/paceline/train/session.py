@@ -105,8 +105,7 @@ def _first_plan(path: Path) -> dict[str, Any] | None:
         found = read_json(path)
     except (OSError, ValueError):
         return None
-    known = isinstance(found, dict) and {"global_batch_size", "micro_batch_size"} <= set(found)
-    return found if known else None
+    return found if isinstance(found, dict) and {"global_batch_size", "micro_batch_size"} <= set(found) else None
 
 
 def join_world(ready: Ready) -> World:
