@@ -1,14 +1,18 @@
 """The command: reads words, calls a verb, prints, answers with an exit code. No logic, and no torch."""
 
+import io
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.spec.words import did_you_mean
+from paceline.talk import flush, replace_closed, say
 
 _HELP = """\
 usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.module:name
@@ -33,18 +37,19 @@ _ALIASES = {
     "--strategy": "--layout",
 }
 _PLAIN_SETTINGS = ("seed",)
+_NO_BOX = dict.fromkeys(map(ord, "╭╮╰╯│+"), " ")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and answer with its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_HELP)
+        say(_HELP)
         return int(ExitCode.DONE if words else ExitCode.REFUSED)
     if words[0] == "--version":
         from paceline import __version__
 
-        print(f"paceline {__version__}")
+        say(f"paceline {__version__}")
         return 0
     as_json = "--json" in words
     try:
@@ -57,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> None:
     """The console script. Inside a world that others made, leave without running destructors: peers may be gone."""
+    replace_closed()
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     if any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")):
         os._exit(code)
     sys.exit(code)
@@ -108,9 +113,9 @@ def _run(words: list[str]) -> int:
     code, value, text = VERBS[verb].run(options, settings)
     as_json = getattr(options, "json", False)
     if as_json:
-        print(json.dumps(_plain(value), indent=1, default=str))
+        say(json.dumps(_plain(value), indent=1, default=str))
     if text and (not as_json or value is None):
-        print(text, file=sys.stderr if code or as_json else sys.stdout)
+        say(text, sys.stderr if code or as_json else sys.stdout)
     return int(code)
 
 
@@ -126,12 +131,23 @@ def _options(verb: str, cls: type, words: list[str]) -> Any:
                 cause=did_you_mean(flag, [f"--{name.replace('_', '-')}" for name in known]),
                 hint=f"paceline {verb} --help",
             )
+    said = io.StringIO()
     try:
-        return tyro.cli(cls, args=words, prog=f"paceline {verb}", config=(tyro.conf.OmitArgPrefixes,))
+        with redirect_stdout(said), redirect_stderr(said):
+            return tyro.cli(cls, args=words, prog=f"paceline {verb}", config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as error:
         if error.code in (0, None):
+            say(said.getvalue(), end="")
             raise
-        raise UsageError(f"these words can't be read: {' '.join(words)}.", hint=f"paceline {verb} --help") from None
+        what = f"these words can't be read: {' '.join(words)}" if words else f"{verb} needs a word more"
+        raise UsageError(f"{what}.", cause=_in_a_line(said.getvalue()), hint=f"paceline {verb} --help") from None
+
+
+def _in_a_line(box: str) -> str:
+    """What the reader of words says in a box of several parts: its middle one, without the frame."""
+    parts = re.split(r"[─-]{5,}", box.translate(_NO_BOX))
+    told = [" ".join(part.split()) for part in parts]
+    return next((part for part in told[1:] if part), "").removesuffix(".")
 
 
 def _known_flags(cls: type) -> list[str]:
@@ -140,9 +156,9 @@ def _known_flags(cls: type) -> list[str]:
 
 def _refuse(error: PacelineError, *, as_json: bool) -> int:
     if as_json:
-        print(json.dumps(error.as_json(), indent=1))
+        say(json.dumps(error.as_json(), indent=1))
     else:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
     return int(error.exit_code)
 
 

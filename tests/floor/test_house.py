@@ -10,12 +10,25 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "paceline"
 ORDER = [
-    ("errors",), ("plugins", "events", "pulse", "faults"), ("spec",), ("schedule",), ("plan",), ("order",), ("store",),
+    ("errors",), ("plugins", "events", "pulse", "talk", "faults"), ("spec",), ("schedule",), ("plan",), ("order",), ("store",),
     ("launch",), ("survive",), ("watch",), ("start",), ("torch_private", "job", "world", "streams"), ("feed",),
     ("measure",), ("place",), ("step",), ("train",), ("prove",), ("hf",), ("verbs",), ("cli",), ("__main__", "__init__"),
 ]  # fmt: skip
 RANK = {name: place for place, names in enumerate(ORDER) for name in names}
-FREE_OF_TORCH = ["errors", "plugins", "events", "pulse", "faults", "spec", "plan", "order", "store", "launch", "start"]
+FREE_OF_TORCH = [
+    "errors",
+    "plugins",
+    "events",
+    "pulse",
+    "talk",
+    "faults",
+    "spec",
+    "plan",
+    "order",
+    "store",
+    "launch",
+    "start",
+]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "examples" not in path.parts)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline import talk
 from paceline.job import Job
 from paceline.measure.environment import job_facts
 from paceline.order.cursor import Cursor
@@ -153,7 +154,7 @@ def _say(world: World, what: str) -> Callable[[str], None]:
 
     def say(text: str) -> None:
         if world.is_main:
-            print(f"verify: {what}: {text}", flush=True)
+            talk.say(f"verify: {what}: {text}")
 
     return say
 

@@ -19,6 +19,7 @@ from paceline.errors import ExitCode, PacelineError, user_line
 from paceline.plugins import resolve
 from paceline.survive.failure import current_rank, print_traceback, write_failure
 from paceline.survive.signals import stop_flag
+from paceline.talk import flush, say
 
 _PR_SET_PDEATHSIG = 1
 
@@ -81,8 +82,7 @@ def _or_none(trace: TracebackType | None) -> TracebackType | None:
 
 def _leave(code: int) -> NoReturn:
     """Without running other ranks' way down: a destructor may wait for a peer that is gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     os._exit(code)
 
 
@@ -100,12 +100,12 @@ def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int) -> int:
     try:
         return int(resolve(entry)(payload))
     except PacelineError as error:
-        print(f"rank {current_rank()}: {error}", file=sys.stderr, flush=True)
+        say(f"rank {current_rank()}: {error}", sys.stderr)
         os._exit(int(error.exit_code))
     except BaseException as error:
         traceback.print_exception(error)
         line = user_line(error)
         where = f"{line}, " if line else ""
         text = f"FAILED. rank {current_rank()}, {where}{type(error).__name__}: {error}"
-        print(text, file=sys.stderr, flush=True)
+        say(text, sys.stderr)
         os._exit(int(ExitCode.FAILED))

@@ -28,6 +28,7 @@ from paceline.store.checkpoints import all_steps
 from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, new_run
 from paceline.survive.signals import stop_flag
+from paceline.talk import say
 from paceline.train.session import Ready, Session, join_world, prepare
 from paceline.watch.console import Tail
 
@@ -202,7 +203,7 @@ class Run:
         outcome = start(request, on_start=follow)
         tails[-1].close()
         if outcome.failure is not None:
-            print(failure_screen(outcome), file=sys.stderr)
+            say(failure_screen(outcome), sys.stderr)
         return outcome.exit_code
 
 

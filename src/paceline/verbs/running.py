@@ -1,7 +1,6 @@
 """What the verbs that start processes share: task, run folder, start or join, and how it ended."""
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from paceline.start import Outcome, Request, failure_screen, start
 from paceline.store.checkpoints import all_steps
 from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, find_run, new_run, newest_run
+from paceline.talk import say
 from paceline.verbs.again import command_again
 from paceline.watch.console import Tail
 from paceline.watch.sinks import check_names
@@ -127,7 +127,7 @@ def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False)
     tails: list[Tail] = []
     count = parse_layout(task.layout).processes(ranks=task.ranks)
     if not common.quiet:
-        print(f"starting {count} process{'es' if count > 1 else ''}; logs in {task.run}/logs", flush=True)
+        say(f"starting {count} process{'es' if count > 1 else ''}; logs in {task.run}/logs")
 
     def follow(folder: Path) -> Callable[[], None]:
         tails.append(Tail(folder))
@@ -179,7 +179,6 @@ def _joined(task: Task, entry: str, joined: Joined, one_thread: bool) -> Answer:
     cluster = Cluster(ranks=task.ranks, cores=usable_cores(), ranks_per_node=per_node)
     threads = settle_threads(cluster=cluster, one=settings.train.exact or one_thread, asked=settings.train.threads)
     code = child(entry, payload, threads=threads)
-    sys.stdout.flush()
     return Answer(exit_code=int(code), run=Path(task.run))
 
 

@@ -1,6 +1,5 @@
 """The terminal of whoever started the run: one rank's lines, and a progress bar from its pulse."""
 
-import os
 import sys
 from pathlib import Path
 from typing import TextIO
@@ -10,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from paceline.pulse import read_pulse
 from paceline.survive.failure import END_OF_TALK
+from paceline.talk import silence
 
 
 class Tail:
@@ -21,7 +21,7 @@ class Tail:
         self._place = 0
         self._rest = b""
         self._silent = False
-        self._out: TextIO = out or sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115  a closed output
+        self._out = out or sys.stdout
         self._console = Console(file=self._out)
         self._bar = self._make_bar() if self._console.is_terminal else None
         self._task = self._bar.add_task("", total=None, loss="") if self._bar else None
@@ -30,9 +30,8 @@ class Tail:
         """Print what is new. Where nobody reads any more (`| head -1`, a closed terminal) the run goes on in silence."""
         try:
             self._print_new()
-        except (BrokenPipeError, ValueError):
-            self._out = Path(os.devnull).open("w")  # noqa: SIM115  for the rest of this process
-            self._bar = None
+        except BrokenPipeError:
+            silence(self._out)
 
     def _print_new(self) -> None:
         for line in self._new_lines():

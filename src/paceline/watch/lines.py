@@ -1,7 +1,7 @@
 """The console: the field's log line for each logged step, and one line for everything else."""
 
-import sys
 from collections.abc import Callable
+from functools import partial
 
 from paceline.events import (
     CheckpointRefused,
@@ -13,6 +13,7 @@ from paceline.events import (
     RunStarted,
     StepDone,
 )
+from paceline.talk import say
 
 
 def line_of(event: Event) -> str:
@@ -54,14 +55,13 @@ class ConsoleSink:
     """Prints one line per event."""
 
     def __init__(self, write: Callable[[str], object] | None = None) -> None:
-        self._write = write or sys.stdout.write
+        self._write = write or partial(say, end="")
 
     def handle(self, event: Event) -> None:
         """Print it."""
         line = line_of(event)
         if line:
             self._write(f"{line}\n")
-            sys.stdout.flush()
 
     def close(self) -> None:
         """Nothing is held."""
