@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from paceline.torch_private import in_backward
+
 
 def key(*parts: int | str) -> int:
     """A 63-bit key, a pure function of `parts`, stable over processes, machines and versions."""
@@ -56,6 +58,34 @@ def preserved() -> Iterator[None]:
             torch.cuda.set_rng_state(gpu)
 
 
+class Calls:
+    """Which call of a block this is within one microbatch: a block used twice draws twice.
+
+    A forward that backward runs again (activation checkpointing) is the call it was: it begins with the generator as
+    it was then, which tells the call before it by the last seed. Checkpoints that don't put the generator back
+    (`preserve_rng_state=False`) are right for blocks that are called once.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, dict[int, int]] = {}
+
+    def clear(self) -> None:
+        """Another microbatch begins."""
+        self._entries.clear()
+
+    def number(self, block: int, *, asleep: bool = False) -> int:
+        """From 0 on."""
+        entry = torch.cuda.initial_seed() if asleep else torch.default_generator.initial_seed()
+        known = self._entries.setdefault(block, {})
+        return known.get(entry, 0) if in_backward() else known.setdefault(entry, len(known))
+
+
+def block_key(microbatch: int, *, block: int, call: int) -> int:
+    """The seed of one call of one random block."""
+    mixed = (microbatch ^ (0x9E37_79B9_7F4A_7C15 * (block + 1))) + 0xD1B5_4A32_D192_ED03 * call
+    return mixed & 0x7FFF_FFFF_FFFF_FFFF
+
+
 class Streams:
     """The streams of one run: one per (seed, step, microbatch), and within it one per random block.
 
@@ -68,11 +98,13 @@ class Streams:
     def __init__(self, *, seed: int) -> None:
         self._seed = seed
         self._microbatch = 0
+        self._calls = Calls()
         self.asleep = False
 
     def enter(self, *, step: int, microbatch: int) -> None:
         """Start the stream of one microbatch; `microbatch` is its place in the whole global batch."""
         self._microbatch = key(self._seed, step, microbatch)
+        self._calls.clear()
         if self.asleep:
             _seed_gpu(self._microbatch)
         else:
@@ -91,11 +123,10 @@ class Streams:
         return undo
 
     def _starter(self, block: int) -> Callable[[nn.Module, object], None]:
-        step = 0x9E37_79B9_7F4A_7C15 * (block + 1)
-
         def start(module: nn.Module, _: object) -> None:
             if module.training:
-                (_seed_gpu if self.asleep else seed_torch)((self._microbatch ^ step) & 0x7FFF_FFFF_FFFF_FFFF)
+                call = self._calls.number(block, asleep=self.asleep)
+                (_seed_gpu if self.asleep else seed_torch)(block_key(self._microbatch, block=block, call=call))
 
         return start
 

@@ -2,8 +2,8 @@
 
 Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torch itself), dispatch modes and
 `Tensor._version` (bumped by every write in place), and the common bases of
-BatchNorm, of all norms with running statistics, and of dropout; the data worker's note about itself; and the default
-process group, set aside for a while.
+BatchNorm, of all norms with running statistics, and of dropout; the data worker's note about itself; the default
+process group, set aside for a while; and the number of the backward that a thread is in.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,6 +29,7 @@ __all__ = [
     "copy_all",
     "divide_all",
     "hide_worker",
+    "in_backward",
     "introduce_worker",
     "lerp_all",
     "stop_data_workers",
@@ -59,6 +60,11 @@ def lerp_all(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float
     """Move each target towards its source by `weight`, in few kernels."""
     if targets:
         torch._foreach_lerp_(list(targets), list(sources), weight)
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside autograd's backward, as a forward that is run again there is."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def version(tensor: Tensor) -> int:

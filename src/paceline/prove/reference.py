@@ -19,10 +19,7 @@ from paceline.prove.forward import forward, own_loss
 from paceline.prove.reading import Reading, merged
 from paceline.prove.weighed import weighed
 from paceline.prove.whole import part_of
-from paceline.streams import key, random_blocks, seed_all, seed_torch
-
-_MASK = 0x7FFF_FFFF_FFFF_FFFF
-_BLOCK_STEP = 0x9E37_79B9_7F4A_7C15
+from paceline.streams import Calls, block_key, key, random_blocks, seed_all, seed_torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +91,7 @@ class Reference:
         seed_all(key(spec.seed, "build"))
         self.model: nn.Module = job.model().to(spec.device)
         self._stream = 0
+        self._calls = Calls()
         for number, block in enumerate(random_blocks(self.model)):
             block.register_forward_pre_hook(self._seeder(number))
         self.optimizers, self.schedules = self._optimizers()
@@ -276,12 +274,13 @@ class Reference:
 
     def _draw_from(self, step: int, microbatch: int) -> None:
         self._stream = key(self.spec.seed, step, microbatch)
+        self._calls.clear()
         seed_all(self._stream)
 
     def _seeder(self, block: int) -> Callable[[nn.Module, object], None]:
         def hook(module: nn.Module, _: object) -> None:
             if module.training:
-                seed_torch((self._stream ^ (_BLOCK_STEP * (block + 1))) & _MASK)
+                seed_torch(block_key(self._stream, block=block, call=self._calls.number(block)))
 
         return hook
 
