@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import DesyncError
+from paceline.errors import DesyncError, JobError
 from paceline.torch_private import NormBase
 from paceline.world import World
 
@@ -22,12 +22,18 @@ class _Layer:
     module: NormBase
     momentum: float | None
     before: tuple[Tensor, Tensor]
-    count: int
+    count: Tensor | None
     rows: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @property
     def width(self) -> int:
         return self.before[0].numel() * 2
+
+
+@dataclass(frozen=True)
+class _Calls:
+    layer: _Layer
+    by_microbatch: list[int]
 
 
 class StatisticsTape:
@@ -36,6 +42,7 @@ class StatisticsTape:
     def __init__(self, *, model: nn.Module, world: World, enabled: bool = True) -> None:
         self._world = world
         self._now = 0
+        self._checked = False
         self._layers = [_layer(name, module) for name, module in running(model)] if enabled else []
         self._handles = [
             handle
@@ -50,9 +57,9 @@ class StatisticsTape:
         """Start a step, or start it again: the statistics are those before it."""
         for layer in self._layers:
             if layer.rows:
-                self._write(layer, layer.before, layer.count)
-            layer.before = _statistics(layer.module)
-            layer.count = int(_tracked(layer.module))
+                self._write(layer, layer.before, 0)
+            layer.before, layer.count = _statistics(layer.module), _tracked(layer.module)
+            layer.momentum = layer.module.momentum
             layer.rows.clear()
 
     def at(self, microbatch: int) -> None:
@@ -60,53 +67,66 @@ class StatisticsTape:
         self._now = microbatch
 
     def fold(self, *, num_micro: int) -> None:
-        """Leave in every normalisation what one process would have after `num_micro` microbatches."""
-        joint = self._calls()
-        live = [layer for layer, uses in zip(self._layers, joint, strict=True) if uses]
-        if not live:
+        """Leave in every normalisation what one process would have after `num_micro` microbatches.
+
+        Raises:
+            DesyncError: a layer is in training mode on some ranks and in eval mode on others.
+            JobError: statistics were written by something else than the layer's own forward.
+        """
+        if not self._checked:
+            self._refuse_strangers()
+        uses = [calls for calls in self._calls(num_micro) if sum(calls.by_microbatch)]
+        if not uses:
             return
-        calls = [uses for uses in joint if uses]
-        tapes = self._meet(live, calls, num_micro)
-        for layer, tape, uses in zip(live, tapes, calls, strict=True):
+        for calls, tape in zip(uses, self._meet(uses), strict=True):
+            layer, half = calls.layer, calls.layer.width // 2
             mean, variance = (part.clone() for part in layer.before)
-            for number, row in enumerate(tape.view(num_micro * uses, layer.width), 1):
-                weight = layer.momentum if layer.momentum is not None else 1.0 / (layer.count + number)
-                half = layer.width // 2
+            seen = 0 if layer.momentum is not None or layer.count is None else int(layer.count)
+            for number, row in enumerate(tape.view(-1, layer.width), 1):
+                weight = layer.momentum if layer.momentum is not None else 1.0 / (seen + number)
                 mean.mul_(1.0 - weight).add_(row[:half].to(mean.dtype), alpha=weight)
                 variance.mul_(1.0 - weight).add_(row[half:].to(mean.dtype), alpha=weight)
-            self._write(layer, (mean, variance), layer.count + num_micro * uses)
+            self._write(layer, (mean, variance), sum(calls.by_microbatch))
             layer.rows.clear()
 
     def undo(self) -> None:
         """Leave what was there before the step: it was not taken."""
         for layer in self._layers:
-            self._write(layer, layer.before, layer.count)
+            self._write(layer, layer.before, 0)
 
     def close(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
-    def _calls(self) -> list[int]:
-        """How often each layer that is being trained ran in one microbatch; the same on every rank that had one.
-
-        Raises:
-            DesyncError: a layer is in training mode on some ranks and in eval mode on others.
-        """
-        live = [layer.module.training for layer in self._layers]
-        own = [
-            max((len(rows) // 2 for rows in layer.rows.values()), default=0) if is_live else 0
-            for layer, is_live in zip(self._layers, live, strict=True)
-        ]
-        if self._world.world_size == 1 or not own:
-            return own
-        asked = [*own, *map(int, live), *(int(not is_live) for is_live in live)]
-        found = self._world.all_reduce(torch.tensor(asked, device=self._world.device), op="max").tolist()
-        num = len(own)
-        for layer, trains, rests in zip(self._layers, found[num : 2 * num], found[2 * num :], strict=True):
-            if trains and rests:
+    def _calls(self, num_micro: int) -> list[_Calls]:
+        """How often each layer that is being trained ran in each microbatch, on whichever rank that was."""
+        asked = torch.zeros(len(self._layers), num_micro + 2, dtype=torch.int64)
+        for layer, counts in zip(self._layers, asked, strict=True):
+            counts[num_micro + int(layer.module.training)] = 1
+            for index, parts in layer.rows.items():
+                if layer.module.training and index < num_micro:
+                    counts[index] = len(parts) // 2
+        if self._world.world_size > 1 and self._layers:
+            asked = self._world.all_reduce(asked.to(self._world.device), op="max").cpu()
+        for layer, (*_, rests, trains) in zip(self._layers, asked.tolist(), strict=True):
+            if rests and trains:
                 self._refuse_modes(layer)
-        return [int(uses) for uses in found[:num]]
+        return [_Calls(layer, counts[:-2]) for layer, counts in zip(self._layers, asked.tolist(), strict=True)]
+
+    def _refuse_strangers(self) -> None:
+        """By value: `F.batch_norm` writes without a trace. In the first step only, for what it costs."""
+        self._checked = True
+        for layer in self._layers:
+            *_, mean, variance = [part for parts in layer.rows.values() for part in parts] or layer.before
+            now = _statistics(layer.module)
+            foreign = not (torch.equal(now[0], mean) and torch.equal(now[1], variance))
+            if foreign and (layer.rows or self._world.world_size > 1):
+                raise JobError(
+                    f"the running statistics of {layer.name} were written by something else than its own forward.",
+                    cause="F.batch_norm(x, layer.running_mean, ...), or code that assigns to them in a forward",
+                    hint="call the layer itself, or --train.buffers broadcast",
+                )
 
     def _refuse_modes(self, layer: _Layer) -> None:
         modes = self._world.gather_json(layer.module.training)
@@ -117,16 +137,17 @@ class StatisticsTape:
             hint="the same mode on every rank; to freeze its statistics, eval() on all",
         )
 
-    def _meet(self, live: Sequence[_Layer], calls: Sequence[int], num_micro: int) -> list[Tensor]:
+    def _meet(self, uses: Sequence[_Calls]) -> list[Tensor]:
         """Every row on every rank. Each row is one rank's alone, so that the sum adds only zeros."""
-        widths = [num_micro * uses * layer.width for layer, uses in zip(live, calls, strict=True)]
-        dtype = torch.promote_types(live[0].before[0].dtype, torch.float32)
-        flat = torch.zeros(sum(widths), dtype=dtype, device=live[0].before[0].device)
-        tapes = list(flat.split(widths))
-        for layer, uses, tape in zip(live, calls, tapes, strict=True):
-            rows = tape.view(num_micro, uses * layer.width)
-            for index, parts in layer.rows.items():
-                rows[index, : sum(part.numel() for part in parts)] = torch.cat(parts)
+        first = uses[0].layer.before[0]
+        widths = [[count * calls.layer.width for count in calls.by_microbatch] for calls in uses]
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        flat = torch.zeros(sum(map(sum, widths)), dtype=dtype, device=first.device)
+        tapes = list(flat.split([sum(each) for each in widths]))
+        for calls, each, tape in zip(uses, widths, tapes, strict=True):
+            for index, row in enumerate(tape.split(each)):
+                if index in calls.layer.rows:
+                    row.copy_(torch.cat(calls.layer.rows[index]))
         self._world.all_reduce(flat)
         return tapes
 
@@ -146,13 +167,13 @@ class StatisticsTape:
         return hook
 
     @staticmethod
-    def _write(layer: _Layer, statistics: tuple[Tensor, Tensor], count: int) -> None:
+    def _write(layer: _Layer, statistics: tuple[Tensor, Tensor], calls: int) -> None:
         with torch.no_grad():
             assert layer.module.running_mean is not None and layer.module.running_var is not None
             layer.module.running_mean.copy_(statistics[0])
             layer.module.running_var.copy_(statistics[1])
-            if layer.module.num_batches_tracked is not None:
-                layer.module.num_batches_tracked.fill_(count)
+            if layer.module.num_batches_tracked is not None and layer.count is not None:
+                layer.module.num_batches_tracked.copy_(layer.count + calls)
 
 
 def running(model: nn.Module) -> list[tuple[str, NormBase]]:
@@ -165,7 +186,7 @@ def running(model: nn.Module) -> list[tuple[str, NormBase]]:
 
 
 def _layer(name: str, module: NormBase) -> _Layer:
-    return _Layer(name, module, module.momentum, _statistics(module), int(_tracked(module)))
+    return _Layer(name, module, module.momentum, _statistics(module), _tracked(module))
 
 
 def _statistics(module: NormBase) -> tuple[Tensor, Tensor]:
@@ -173,5 +194,5 @@ def _statistics(module: NormBase) -> tuple[Tensor, Tensor]:
     return module.running_mean.detach().clone(), module.running_var.detach().clone()
 
 
-def _tracked(module: NormBase) -> Tensor | int:
-    return module.num_batches_tracked if module.num_batches_tracked is not None else 0
+def _tracked(module: NormBase) -> Tensor | None:
+    return None if module.num_batches_tracked is None else module.num_batches_tracked.detach().clone()

@@ -33,12 +33,14 @@ class BufferPolicy:
             if not any(name.startswith(prefix) for prefix in folded)
         ]
         self._versions = self._now()
+        self._first: list[Tensor] | None = [tensor.detach().clone() for _, tensor in self._watched]
+        self._traceless: list[str] = []
         self.notes: list[str] = []
         self._told = False
 
     def changed(self) -> bool:
         """Whether this rank's forward wrote to a watched buffer since the last step."""
-        return self._now() != self._versions
+        return bool(self._written())
 
     def settle(self, *, changed: bool) -> None:
         """Make them equal again, once any rank's have changed.
@@ -47,13 +49,10 @@ class BufferPolicy:
             UsageError: exact mode, where no rule gives one process's values.
         """
         if changed:
-            names = [
-                n for (n, _), old, new in zip(self._watched, self._versions, self._now(), strict=True) if old != new
-            ]
-            self._tell(names)
+            self._tell(self._written())
             for _, tensor in self._watched:
                 self._spread(tensor)
-        self._versions = self._now()
+        self._versions, self._first = self._now(), None
 
     def new_notes(self) -> list[str]:
         """What is to be told and was not yet."""
@@ -81,5 +80,20 @@ class BufferPolicy:
                 whole = tensor.clone(memory_format=torch.contiguous_format)
                 tensor.copy_(self._world.broadcast(whole))
 
+    def _written(self) -> list[str]:
+        """Names. `F.batch_norm` writes without a trace: what the first step changed so is taken as changed in each."""
+        now = self._now()
+        if self._first is not None:
+            pairs = zip(self._watched, self._first, self._versions, now, strict=True)
+            self._traceless = [
+                name for (name, new), old, *versions in pairs if versions[0] == versions[1] and not _same(old, new)
+            ]
+        traced = [name for (name, _), old, new in zip(self._watched, self._versions, now, strict=True) if old != new]
+        return [*traced, *self._traceless]
+
     def _now(self) -> list[int]:
         return [version(tensor) for _, tensor in self._watched]
+
+
+def _same(old: Tensor, new: Tensor) -> bool:
+    return bool(((old == new) | ((old != old) & (new != new))).all())
