@@ -2,7 +2,7 @@
 
 Each microbatch's gradient is rounded to a grid 2^k, one k per parameter, and added as int64. Adding
 1.5 * 2^(52+k) to a float64 leaves the rounded value in its low bits, so that plain torch operations do it; the
-constant's own bits are taken off once at the end, modulo 2^64. The grid follows the last step's largest
+constant's own bits are taken off again. The grid follows the last step's largest
 gradient over *all* microbatches, which does not depend on who computed them.
 """
 
@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.place.units import Named
+from paceline.place.replicate import second_gradient
+from paceline.place.units import Named, cut_units
 from paceline.world import World
 
 VALUE_BITS = 51
@@ -21,7 +22,6 @@ HEADROOM_BITS = 8
 LEAST_BITS = 24
 MOST_MICROBATCHES = 1 << 12
 _CHUNK = 1 << 16
-_WRAP = 1 << 64
 
 
 class Grid:
@@ -47,43 +47,70 @@ class Grid:
             self.exponents[index] = max(top + HEADROOM_BITS - VALUE_BITS, -1000)
 
 
+class _Unit:
+    """Sums that travel together."""
+
+    def __init__(self, members: Sequence[Named], *, device: torch.device) -> None:
+        self.members = list(members)
+        sizes = [member.parameter.numel() for member in members]
+        self.sums = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self.parts = list(self.sums.split(sizes))
+        self.ready = 0
+        self.wait: Callable[[], object] | None = None
+
+
 class ExactReducer:
-    """The integer sum over microbatches and ranks. `finish` says whether the grid held the gradients."""
+    """The integer sum over microbatches and ranks, sent while the last backward still runs.
+
+    `finish` says whether the grid held the gradients; if not, what was sent is of no use and the step runs again.
+    """
 
     def __init__(self, *, named: Sequence[Named], world: World, grid: Grid) -> None:
         self._world = world
         self._named = list(named)
         self._grid = grid
-        sizes = [member.parameter.numel() for member in named]
-        self._sums = torch.zeros(sum(sizes), dtype=torch.int64, device=world.device)
-        parts = list(self._sums.split(sizes)) if sizes else []
-        self._parts = parts
+        self._units = [_Unit(members, device=world.device) for members in cut_units(named)]
         self._scratch = torch.empty(_CHUNK, dtype=torch.float64, device=world.device)
         self._seen: list[tuple[int, Tensor, Tensor]] = []
-        self._added = [0] * len(sizes)
-        self._handles = [member.parameter.register_post_accumulate_grad_hook(self._hook(member)) for member in named]
+        self._touched = [False] * len(named)
+        self._armed = False
+        self._next = 0
+        self._handles = [
+            member.parameter.register_post_accumulate_grad_hook(self._hook(unit, member, part))
+            for unit in self._units
+            for member, part in zip(unit.members, unit.parts, strict=True)
+        ]
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
         self._seen = []
-        self._added = [0] * len(self._named)
+        self._touched = [False] * len(self._named)
+        self._armed = False
+        self._next = 0
+        for unit in self._units:
+            unit.ready, unit.wait = 0, None
         for member in self._named:
             member.parameter.grad = None
 
     def before_backward(self, *, last: bool) -> None:
-        """Nothing to prepare: each microbatch is added by itself."""
+        """After the last microbatch's gradient a sum is complete on this rank."""
+        self._armed = last
 
     def after_backward(self) -> None:
         """Nothing to collect: the hooks have."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
         """Add over ranks; leave gradients in `.grad`, or set a better grid and answer False."""
+        while self._next < len(self._units):
+            self._launch_next()
         largest = self._joint_largest()
         fits = all(self._grid.fits(member.index, largest[member.index][0]) for member in self._named)
-        if fits:
-            self._take_off_constants()
-            self._world.all_reduce(self._sums)
-            self._write_gradients(largest, divisor)
+        for unit in self._units:
+            assert unit.wait is not None
+            unit.wait()
+            for member, part in zip(unit.members, unit.parts, strict=True):
+                if fits:
+                    member.parameter.grad = self._gradient(member, part, largest[member.index], divisor)
         for member in self._named:
             self._grid.follow(member.index, largest[member.index][0])
         return fits
@@ -93,32 +120,44 @@ class ExactReducer:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, member: Named) -> Callable[[Tensor], None]:
+    def _hook(self, unit: _Unit, member: Named, part: Tensor) -> Callable[[Tensor], None]:
         def add(parameter: Tensor) -> None:
             gradient = parameter.grad
             assert gradient is not None
             parameter.grad = None
+            if unit.wait is not None:
+                raise second_gradient(member.name)
             self._seen.append((member.index, *torch.aminmax(gradient)))
             exponent = self._grid.exponents[member.index]
             if exponent is not None:
-                first = self._added[member.index] == 0
-                self._added[member.index] += 1
-                self._add(self._parts[member.index], gradient.reshape(-1), magic(exponent), first=first)
+                self._add(part, gradient.reshape(-1), magic(exponent), first=not self._touched[member.index])
+                self._touched[member.index] = True
+            unit.ready += self._armed
+            while self._next < len(self._units) and self._units[self._next].ready == len(self._units[self._next].parts):
+                self._launch_next()
 
         return add
 
     def _add(self, sums: Tensor, gradient: Tensor, constant: float, *, first: bool) -> None:
         """In pieces that stay in the cache; the step's first gradient is written over the last step's sum."""
+        offset = bits(constant)
         for start in range(0, gradient.numel(), _CHUNK):
-            piece = gradient[start : start + _CHUNK]
-            scratch = self._scratch[: piece.numel()]
-            scratch.copy_(piece)
-            scratch.add_(constant)
-            target = sums[start : start + _CHUNK]
+            piece, target = gradient[start : start + _CHUNK], sums[start : start + _CHUNK]
+            rounded = target.view(torch.float64) if first else self._scratch[: piece.numel()]
+            rounded.copy_(piece)
+            rounded.add_(constant)
             if first:
-                target.copy_(scratch.view(torch.int64))
+                target.sub_(offset)
             else:
-                target.add_(scratch.view(torch.int64))
+                target.add_(rounded.view(torch.int64).sub_(offset))
+
+    def _launch_next(self) -> None:
+        unit = self._units[self._next]
+        for member, part in zip(unit.members, unit.parts, strict=True):
+            if not self._touched[member.index]:
+                part.zero_()
+        unit.wait = self._world.start_all_reduce(unit.sums)
+        self._next += 1
 
     def _joint_largest(self) -> list[list[float]]:
         """For each parameter the largest magnitude over all microbatches, and 1 once a gradient came.
@@ -136,26 +175,23 @@ class ExactReducer:
         joint: list[list[float]] = self._world.all_reduce(rows.to(self._world.device), op="max").tolist()
         return joint
 
-    def _take_off_constants(self) -> None:
-        for member, part in zip(self._named, self._parts, strict=True):
-            exponent, added = self._grid.exponents[member.index], self._added[member.index]
-            if exponent is not None and added:
-                part.sub_(wrapped(added * bits(magic(exponent))))
-            else:
-                part.zero_()
-
-    def _write_gradients(self, largest: list[list[float]], divisor: float | Tensor | None) -> None:
-        for member, part in zip(self._named, self._parts, strict=True):
-            size, touched = largest[member.index]
-            if not touched:
-                member.parameter.grad = None
-                continue
-            value = part.double().mul_(2.0 ** (self._grid.exponents[member.index] or 0))
-            if not math.isfinite(size):
-                value.fill_(math.nan)
+    def _gradient(
+        self, member: Named, part: Tensor, seen: Sequence[float], divisor: float | Tensor | None
+    ) -> Tensor | None:
+        """The sum, divided, in the parameter's own type; in pieces that stay in the cache."""
+        size, touched = seen
+        if not touched:
+            return None
+        gradient = torch.empty_like(member.parameter, memory_format=torch.contiguous_format)
+        flat = gradient.view(-1)
+        unit = 2.0 ** (self._grid.exponents[member.index] or 0)
+        for start in range(0, flat.numel(), _CHUNK):
+            value = self._scratch[: flat[start : start + _CHUNK].numel()]
+            value.copy_(part[start : start + _CHUNK]).mul_(unit)
             if divisor is not None:
                 value.div_(divisor)
-            member.parameter.grad = value.to(member.parameter.dtype).view(member.parameter.shape)
+            flat[start : start + _CHUNK].copy_(value)
+        return gradient if math.isfinite(size) else gradient.fill_(math.nan)
 
 
 def magic(exponent: int) -> float:
@@ -166,9 +202,3 @@ def magic(exponent: int) -> float:
 def bits(value: float) -> int:
     """The bits of a float64 as an integer."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def wrapped(value: int) -> int:
-    """An integer modulo 2^64, as a signed 64-bit one."""
-    value %= _WRAP
-    return value - _WRAP if value >= _WRAP // 2 else value

@@ -169,11 +169,7 @@ class BucketReducer:
             if not self._armed:
                 return
             if unit.wait is not None:
-                raise RunError(
-                    f"{member.name} got a second gradient after its sum was already sent.",
-                    cause="the graph was run backward twice, or by reentrant checkpointing",
-                    hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
-                )
+                raise second_gradient(member.name)
             unit.ready += 1
             while self._next < len(self._units) and self._is_full(self._units[self._next]):
                 self._launch_next()
@@ -193,6 +189,15 @@ class BucketReducer:
                 unit.flags[absent] = 0.0
         unit.launch(self._world)
         self._next += 1
+
+
+def second_gradient(name: str) -> RunError:
+    """What to say where a parameter's gradient comes after its sum has left."""
+    return RunError(
+        f"{name} got a second gradient after its sum was already sent.",
+        cause="the graph was run backward twice, or by reentrant checkpointing",
+        hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+    )
 
 
 def untouched(named: Sequence[Named]) -> str:
