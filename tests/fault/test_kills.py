@@ -40,7 +40,7 @@ class Net(nn.Module):
 def forward(model, batch):
     if model.training:
         time.sleep(float(os.environ.get("SLOW", 0)))
-        with open(f"read-{os.environ['ATTEMPT']}-{os.environ.get('RANK', 0)}.txt", "a") as file:
+        with open(f"read-{os.environ['RUN']}{os.environ['PACELINE_ATTEMPT_FOLDER'].rsplit('-')[-1]}-{os.environ.get('RANK', 0)}.txt", "a") as file:
             file.write(json.dumps(batch[2].tolist()) + "\\n")
     return model(batch[0])
 
@@ -67,10 +67,10 @@ class Story:
     name: str = "cut"
     told: list[str] = field(default_factory=list)
 
-    def attempt(self, *, number: int, ranks: int, workers: int, hurt: bool) -> int:
+    def attempt(self, *, ranks: int, workers: int, hurt: bool) -> int:
         """Start the run, hurt it at some moment, and see that nothing is left of it."""
         mark = f"MARK{uuid.uuid4().hex}"
-        environ = {"MARK": mark, "SLOW": "0.03", "ATTEMPT": f"{self.name}{number}"}
+        environ = {"MARK": mark, "SLOW": "0.03", "RUN": self.name}
         process = self.shop.start(*_words(self.name, ranks=ranks, workers=workers), environ=environ)
         if hurt:
             time.sleep(self.rng.uniform(0.5, 4.0))
@@ -147,7 +147,7 @@ def _dealt(lines: list[list[int]], *, first: int, rank: int, ranks: int) -> Mapp
 
 def undisturbed(shop: Shop, *, ranks: int, workers: int) -> dict[int, list[int]]:
     """The run that nobody touches."""
-    ended = shop.run(*_words("whole", ranks=ranks, workers=workers), environ={"ATTEMPT": "whole1"})
+    ended = shop.run(*_words("whole", ranks=ranks, workers=workers), environ={"RUN": "whole"})
     assert ended.code == 0, ended.text
     found = samples_by_step(shop, "whole")
     assert sorted(found) == list(range(1, STEPS + 1)) and all(sum(map(len, found.values())) for _ in found)
@@ -158,7 +158,7 @@ def through(shop: Shop, rng: random.Random, *, ranks: list[int], workers: int, m
     """Start again and again until it is done; after `most` hurts it is let be."""
     story = Story(shop, rng)
     for number in range(1, most + 3):
-        if story.attempt(number=number, ranks=rng.choice(ranks), workers=workers, hurt=number <= most) == 0:
+        if story.attempt(ranks=rng.choice(ranks), workers=workers, hurt=number <= most) == 0:
             return story
     raise AssertionError(f"never done: {story.told}")
 

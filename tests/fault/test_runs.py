@@ -102,6 +102,11 @@ def test_two_signals_stop_now(shop: Shop) -> None:
     assert wait_until_gone(mark) == []
 
 
+def test_what_starts_ranks_for_a_launcher_that_is_gone_leaves_before_it_reads_a_word(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "paceline.survive.nursery", str(tmp_path / "none.json"), "1"]
+    assert subprocess.run(command, check=False).returncode == 128 + signal.SIGKILL
+
+
 @pytest.mark.parametrize("victim", ["launcher", "nursery"])
 def test_nothing_outlives_a_killed_launcher(shop: Shop, victim: str) -> None:
     mark = f"MARK{uuid.uuid4().hex}"

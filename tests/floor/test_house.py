@@ -104,7 +104,7 @@ def test_rooms_that_need_no_device_import_no_torch() -> None:
         "    module = importlib.import_module('paceline.' + name)\n"
         "    for info in pkgutil.iter_modules(getattr(module, '__path__', [])):\n"
         "        importlib.import_module(f'paceline.{name}.{info.name}')\n"
-        "import paceline.survive.agent, paceline.survive.decide, paceline.survive.failure, paceline.watch.report\n"
+        "import paceline.survive.agent, paceline.survive.decide, paceline.survive.nursery, paceline.survive.failure, paceline.watch.report\n"
         "import paceline.watch.sinks, paceline.watch.console, paceline.cli\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -140,7 +140,7 @@ def test_private_torch_is_touched_in_one_place() -> None:
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
                     assert not any(a.name.startswith("_") for a in node.names), f"{path.name}:{node.lineno}"
         for module in imports(path):
-            if path.name in ("torch_private.py", "nursery.py"):  # the nursery only loads torch._dynamo early
+            if path.name in ("torch_private.py", "child.py"):  # which only loads torch._dynamo early
                 continue
             if module.startswith("torch."):
                 parts = module.split(".")

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.feed.types import StepInput
 from paceline.prove.inquiry import Inquiry, flat
 from paceline.prove.weighed import weighed
-from paceline.step.loss import to_device
+from paceline.step.nested import to_device
 from paceline.train.built import Built
 
 MOST_NAMES = 8

@@ -22,6 +22,7 @@ from paceline.prove.lockstep import Lockstep
 from paceline.prove.reference import At, Reference, Spec
 from paceline.prove.single import run_single
 from paceline.spec.task import Task
+from paceline.step.nested import mapped
 from paceline.store.disk import write_json
 from paceline.train.built import Built, build, lr_factor
 from paceline.train.session import Ready, join_world, prepare
@@ -72,17 +73,10 @@ def examine(ready: Ready, world: World, *, steps: int) -> dict[str, Any]:
 def cast_to(dtype: torch.dtype | None) -> Callable[[Any], Any]:
     """A function that gives every floating tensor of a batch this type."""
 
-    def cast(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(dtype) if value.is_floating_point() else value
-        if isinstance(value, Mapping):
-            return {name: cast(item) for name, item in value.items()}
-        if isinstance(value, tuple | list):
-            parts = [cast(item) for item in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        return value
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return cast if dtype is not None else _as_it_is
+    return _as_it_is if dtype is None else lambda batch: mapped(batch, cast)
 
 
 def reference(ready: Ready, dtype: torch.dtype | None) -> Reference:

@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError
@@ -140,18 +139,3 @@ def _takes(model: nn.Module, name: str) -> bool:
 
 def _accepted_names(model: nn.Module) -> frozenset[str]:
     return frozenset(inspect.signature(model.forward).parameters)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The same batch with every tensor on `device`."""
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return type(batch)({key: to_device(value, device) for key, value in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch

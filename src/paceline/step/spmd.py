@@ -17,7 +17,8 @@ from paceline.place.sync_bn import Rounds
 from paceline.step.given import Given
 from paceline.step.joint import BUFFERS, FINGERPRINT, STOP, Joint, joint_counts
 from paceline.step.later import Later
-from paceline.step.loss import LossContract, Terms, to_device
+from paceline.step.loss import LossContract, Terms
+from paceline.step.nested import to_device
 from paceline.step.result import StepResult
 from paceline.step.turns import ALONE, Turns
 from paceline.step.update import Update

@@ -5,8 +5,6 @@ are gathered as values, each replica puts its own, which autograd knows, in thei
 usual sum of gradients over replicas does the rest, and nothing is sent back.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from paceline.errors import JobError
 from paceline.step.loss import Terms
+from paceline.step.nested import leaves, rebuilt
 from paceline.world import World
 
 Told = list[tuple[list[int], str]]
@@ -51,35 +50,6 @@ def shared(tensor: Tensor, *, among: int) -> Tensor:
 def quotients(terms: Terms) -> Tensor:
     """What backward runs on: counts of the whole batch are known, so each term is divided here."""
     return torch.stack([total / count for total, count in terms.values()]).sum()
-
-
-def leaves(value: Any) -> Iterator[Tensor]:
-    """Every tensor in a batch or an output, in a fixed order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from leaves(part)
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from leaves(part)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for item in fields(value):
-            yield from leaves(getattr(value, item.name))
-
-
-def rebuilt(value: Any, tensors: Iterator[Any]) -> Any:
-    """The same structure with other tensors."""
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if isinstance(value, Mapping):
-        return type(value)({name: rebuilt(part, tensors) for name, part in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, tuple | list):
-        parts = [rebuilt(part, tensors) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{item.name: rebuilt(getattr(value, item.name), tensors) for item in fields(value)})
-    return value
 
 
 def _joined(own: Tensor | None, rows: list[int], rest: list[int], dtype: torch.dtype, world: World) -> Tensor | None:

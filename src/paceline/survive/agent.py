@@ -166,4 +166,4 @@ def _tail(path: Path, *, lines: int = 8) -> str:
 
 def nursery_command(request: Path) -> list[str]:
     """How the nursery is started."""
-    return [sys.executable, "-m", "paceline.survive.nursery", str(request)]
+    return [sys.executable, "-m", "paceline.survive.nursery", str(request), str(os.getpid())]

@@ -1,10 +1,7 @@
 """A worker process, from its first line to its exit code."""
 
-import ctypes
-import json
 import os
 import runpy
-import signal
 import sys
 import threading
 import traceback
@@ -14,6 +11,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
+import torch._dynamo  # the first optimizer pulls it in: a second for each worker, were it not here before the fork
 
 from paceline.errors import ExitCode, PacelineError, user_line
 from paceline.plugins import resolve
@@ -21,30 +19,26 @@ from paceline.survive.failure import current_rank, print_traceback, write_failur
 from paceline.survive.signals import stop_flag
 from paceline.talk import flush, say
 
-_PR_SET_PDEATHSIG = 1
+
+def live(request: Mapping[str, Any], *, failures: Path) -> NoReturn:
+    """Run the entry with its payload, or the user's script, and leave with its exit code.
+
+    An exception is written down first.
+    """
+    argv: list[str] = request.get("script") or []
+
+    def body() -> int:
+        return _script(argv) if argv else int(resolve(request["entry"])(request["payload"]))
+
+    _leave(_guarded(body, threads=int(request["threads"]), failures=failures))
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def run_entry(entry: str, payload: Mapping[str, Any], *, threads: int, failures: Path) -> NoReturn:
-    """Run `entry(payload)` and leave with its exit code; an exception is written down first."""
-    _leave(_guarded(lambda: int(resolve(entry)(payload)), threads=threads, failures=failures))
-
-
-def run_script(argv: list[str], *, threads: int, failures: Path) -> NoReturn:
-    """Run the user's own script as `__main__` and leave as it leaves."""
-
-    def script() -> int:
-        sys.argv = list(argv)
-        sys.path.insert(0, str(Path(argv[0]).resolve().parent))
-        runpy.run_path(argv[0], run_name="__main__")
-        return int(ExitCode.DONE)
-
-    _leave(_guarded(script, threads=threads, failures=failures))
+def _script(argv: list[str]) -> int:
+    """As `__main__`."""
+    sys.argv = list(argv)
+    sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+    runpy.run_path(argv[0], run_name="__main__")
+    return int(ExitCode.DONE)
 
 
 def _guarded(body: Callable[[], int], *, threads: int, failures: Path) -> int:
@@ -84,12 +78,6 @@ def _leave(code: int) -> NoReturn:
     """Without running other ranks' way down: a destructor may wait for a peer that is gone."""
     flush()
     os._exit(code)
-
-
-def read_request(path: Path) -> dict[str, Any]:
-    """The file that crosses."""
-    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return value
 
 
 def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int) -> int:

@@ -1,36 +1,38 @@
 """Where workers are born: one fresh, single-threaded process that has torch imported and forks them.
 
-`python -m paceline.survive.nursery REQUEST.json` is started by the agent in a session of its own. It imports
+`python -m paceline.survive.nursery REQUEST.json PARENT` is started by the agent in a session of its own. It imports
 no user code. It writes `born RANK PID` and `gone RANK STATUS` lines to its standard output, which the agent
 reads, and ends when all its workers have.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch._dynamo  # noqa: F401  the first optimizer pulls it in: a second for each worker
-
 from paceline.launch.meet import listen
-from paceline.survive.child import die_with_parent, read_request, run_entry, run_script
-from paceline.survive.signals import stop_flag
+from paceline.plugins import resolve
+from paceline.survive.signals import die_with, stop_flag
 
 
 def main(argv: list[str]) -> int:
     """Fork the workers of one attempt and report how each ends."""
-    die_with_parent()
+    die_with(int(argv[1]))  # before torch is imported: on a busy machine that takes long
     stop_flag.install()  # workers inherit it: a stop that comes while one is born is not lost, and kills nobody
-    request = read_request(Path(argv[0]))
+    live = resolve("paceline.survive.child:live")  # brings torch
+    request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     folder = Path(request["folder"])
     listener = listen()
     port, fd = listener.getsockname()[1], listener.fileno()
     pids = {}
+    nursery = os.getpid()
     for rank in range(request["ranks"]):
         pid = os.fork()
         if pid == 0:
+            die_with(nursery)
             _become(rank, request, folder, port=port, fd=fd)
+            live(request, failures=folder)
         pids[pid] = rank
     listener.close()
     while pids:
@@ -42,11 +44,10 @@ def main(argv: list[str]) -> int:
 
 
 def _become(rank: int, request: dict[str, Any], folder: Path, *, port: int, fd: int) -> None:
-    """The rest of a worker's life.
+    """What makes it this rank.
 
     It says itself that it is born: Python forgets signals that reach a child before it is back from the fork.
     """
-    die_with_parent()
     _say(f"born {rank} {os.getpid()}")
     _redirect(folder / f"rank-{rank}.log")
     if rank != 0:
@@ -65,9 +66,6 @@ def _become(rank: int, request: dict[str, Any], folder: Path, *, port: int, fd: 
     threads = int(request["threads"])
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(threads)
-    if request.get("script"):
-        run_script(request["script"], threads=threads, failures=folder)
-    run_entry(request["entry"], request["payload"], threads=threads, failures=folder)
 
 
 def _redirect(log: Path) -> None:

@@ -1,10 +1,22 @@
 """Signals in a worker: the first asks for a clean stop, a second ends it at once."""
 
+import ctypes
 import os
 import signal
+import sys
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies; leave at once if it has died already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
 
 
 class StopFlag:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from paceline.errors import DataError, JobError
 from paceline.feed.feed import eval_feed
 from paceline.job import Job
-from paceline.step.loss import LossContract, to_device
+from paceline.step.loss import LossContract
+from paceline.step.nested import to_device
 from paceline.streams import key, seed_all
 from paceline.train.foreign import ForeignMetrics
 from paceline.world import World
