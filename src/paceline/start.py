@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.store.disk import write_json
+from paceline.store.hold import Hold, hold
 from paceline.store.runs import RunFolder
 from paceline.survive.agent import Agent, nursery_command
 from paceline.survive.failure import FIRST_FAILURE, Failure
+from paceline.talk import say
 
 _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 EXACT_KERNELS = "MKL_CBWR"
@@ -21,7 +23,8 @@ EXACT_KERNELS = "MKL_CBWR"
 class Request:
     """What to start: an entry (`"pkg.module:function"`) with a payload, or the user's own script.
 
-    With `saves` one signal lets it finish its step and save; without, one signal ends it.
+    With `saves` one signal lets it finish its step and save, and it has its run folder for itself; without, one
+    signal ends it.
     """
 
     ranks: int
@@ -46,7 +49,20 @@ class Outcome:
 
 
 def start(request: Request, *, on_start: Callable[[Path], Callable[[], None]] | None = None) -> Outcome:
-    """Run one attempt to its end. `on_start(attempt_folder)` gives what is called every 50 ms meanwhile."""
+    """Run one attempt to its end. `on_start(attempt_folder)` gives what is called every 50 ms meanwhile.
+
+    Raises:
+        UsageError: it saves, and another run writes into the same folder.
+    """
+    held = hold(request.run.path, wait=say) if request.saves else None
+    try:
+        return _run(request, on_start, held)
+    finally:
+        if held is not None:
+            held.close()
+
+
+def _run(request: Request, on_start: Callable[[Path], Callable[[], None]] | None, held: Hold | None) -> Outcome:
     began = time.monotonic()
     attempt = request.run.next_attempt()
     folder = request.run.attempt_folder(attempt)
@@ -70,6 +86,7 @@ def start(request: Request, *, on_start: Callable[[Path], Callable[[], None]] | 
         folder=folder,
         ranks=request.ranks,
         saves=request.saves,
+        inherited=() if held is None else (held.handle,),
     )
     code, failure = agent.run(tick)
     tick()

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from paceline.survive.signals import STOP_SIGNALS
 _POLL_SECONDS = 0.05
 _NAMING_SECONDS = 0.1
 _CLEAN = (0, 75)
+INHERITED = "PACELINE_INHERITED"
 
 
 @dataclass
@@ -37,12 +38,20 @@ class Agent:
     """Runs one attempt to its end. Nothing it starts outlives it."""
 
     def __init__(
-        self, *, command: list[str], environ: dict[str, str], folder: Path, ranks: int, saves: bool = True
+        self,
+        *,
+        command: list[str],
+        environ: dict[str, str],
+        folder: Path,
+        ranks: int,
+        saves: bool = True,
+        inherited: Sequence[int] = (),
     ) -> None:
         self._command = command
         self._environ = environ
         self._attempt = Attempt(folder=folder, ranks=ranks)
         self._saves = saves
+        self._inherited = tuple(inherited)
         self._stops = 0
         self._failed_at: float | None = None
 
@@ -52,11 +61,12 @@ class Agent:
         read, write = os.pipe()
         process = subprocess.Popen(
             self._command,
-            env=self._environ,
+            env={**self._environ, INHERITED: ",".join(map(str, self._inherited))},
             stdin=subprocess.DEVNULL,
             stdout=write,
             stderr=self._nursery_log(),
             start_new_session=True,
+            pass_fds=self._inherited,
         )
         os.close(write)
         try:

@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.launch.meet import listen
 from paceline.plugins import resolve
+from paceline.survive.agent import INHERITED
 from paceline.survive.signals import die_with, stop_flag
 
 
@@ -20,6 +21,8 @@ def main(argv: list[str]) -> int:
     """Fork the workers of one attempt and report how each ends."""
     die_with(int(argv[1]))  # before torch is imported: on a busy machine that takes long
     stop_flag.install()  # workers inherit it: a stop that comes while one is born is not lost, and kills nobody
+    for handle in filter(None, os.environ.pop(INHERITED, "").split(",")):
+        os.set_inheritable(int(handle), False)  # workers keep it, being forked; programs that they start do not
     live = resolve("paceline.survive.child:live")  # brings torch
     request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     folder = Path(request["folder"])

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.errors import ExitCode
+from paceline.errors import ExitCode, UsageError
 from paceline.events import EvalDone
 from paceline.feed.types import StepInput
 from paceline.job import Job
@@ -26,11 +26,13 @@ from paceline.step.generate import generate
 from paceline.step.result import StepResult
 from paceline.store.checkpoints import all_steps
 from paceline.store.disk import read_json
+from paceline.store.hold import Hold, hold
 from paceline.store.runs import RunFolder, new_run
 from paceline.survive.signals import stop_flag
 from paceline.talk import say
 from paceline.train.session import Ready, Session, join_world, prepare
 from paceline.watch.console import Tail
+from paceline.world import World
 
 
 class Run:
@@ -48,6 +50,7 @@ class Run:
         device: str = "auto",
         run_dir: str | Path | None = None,
         resume: str | Path | bool = False,
+        allow: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.job = job
@@ -65,6 +68,7 @@ class Run:
             device=kind,
             run=str(run_dir or ""),
             resume=str(resume) if isinstance(resume, str | Path) else ("newest" if resume else None),
+            allow=tuple(allow),
             settings=dict(settings or {}),
             origins=dict.fromkeys(settings or {}, "Run(settings=)"),
         )
@@ -81,16 +85,29 @@ class Run:
         return run
 
     _ready: Ready | None = None
+    _hold: Hold | None = None
 
     def __enter__(self) -> Self:
         self._join_or_start()
         ready = self._ready or prepare(self._task, job=self.job)
-        self._session = Session(ready, world=join_world(ready), target=self)
+        world = join_world(ready)
+        self._hold = held_folder(ready.task, world=world)
+        try:
+            self._session = Session(ready, world=world, target=self)
+        except BaseException:
+            self._let_go()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        try:
+            self._leave(error)
+        finally:
+            self._let_go()
+
+    def _leave(self, error: BaseException | None) -> None:
         session = self._live
         if error is None:
             self.exit_code = session.finish()
@@ -150,6 +167,10 @@ class Run:
             raise RuntimeError("use a Run inside `with pl.Run(job) as run:`")
         return self._session
 
+    def _let_go(self) -> None:
+        if self._hold is not None:
+            self._hold.close()
+
     def _join_or_start(self) -> None:
         """In a worker, or one process: go on. In a plain process with several ranks: start them and leave.
 
@@ -205,6 +226,24 @@ class Run:
         if outcome.failure is not None:
             say(failure_screen(outcome), sys.stderr)
         return outcome.exit_code
+
+
+def held_folder(task: Task, *, world: World) -> Hold | None:
+    """Rank 0 takes the run folder; where our own launcher started it, that one has it already.
+
+    Raises:
+        UsageError: another run writes there; on every rank alike.
+    """
+    found, problem = None, None
+    if world.is_main and "PACELINE_ATTEMPT_FOLDER" not in os.environ:
+        try:
+            found = hold(Path(task.run), wait=say)
+        except UsageError as error:
+            problem = error.as_json()
+    problem = world.share_json(problem)
+    if problem is not None:
+        raise UsageError(problem["what"], cause=problem["cause"], hint=problem["hint"])
+    return found
 
 
 def with_folder(task: Task, *, make: bool = True) -> Task:

@@ -126,10 +126,10 @@ def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False)
     exact = settings.train.exact or one_thread
     tails: list[Tail] = []
     count = parse_layout(task.layout).processes(ranks=task.ranks)
-    if not common.quiet:
-        say(f"starting {count} process{'es' if count > 1 else ''}; logs in {task.run}/logs")
 
     def follow(folder: Path) -> Callable[[], None]:
+        if not common.quiet:
+            say(f"starting {count} process{'es' if count > 1 else ''}; logs in {task.run}/logs")
         tails.append(Tail(folder))
         return tails[-1] if not common.quiet else _nothing
 

@@ -1,0 +1,138 @@
+"""One run at a time in a run folder: a lock that the kernel lets go of when its last holder ends, however it ends.
+
+The launcher takes it and its workers inherit it. So a launcher that was killed does not let go while a worker of
+its own is still going down, and nobody who comes after it writes beside one.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+
+LOCK = ".lock"
+_WAIT_SECONDS = 30.0
+_POLL_SECONDS = 0.05
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+@dataclass
+class Hold:
+    """A held run folder; workers get `handle` and keep it open."""
+
+    handle: int
+
+    def close(self) -> None:
+        """Let go, once every worker that inherited it has ended."""
+        handle, self.handle = self.handle, -1
+        if handle >= 0:
+            with suppress(OSError):
+                os.ftruncate(handle, 0)
+            os.close(handle)
+
+
+def hold(folder: Path, *, wait: Callable[[str], None]) -> Hold:
+    """Take the run folder for this run. Where what held it is gone and its workers are ending, wait for them.
+
+    `wait` is told once why. On a disk that knows no locks only a holder on this machine is found.
+
+    Raises:
+        UsageError: another run writes there.
+    """
+    handle = _opened(folder)
+    deadline, told = time.monotonic() + _WAIT_SECONDS, False
+    try:
+        while not _taken(handle):
+            holder = _read(handle)
+            if _lives(holder) or time.monotonic() > deadline:
+                raise _refusal(folder, holder)
+            if not told:
+                wait(f"waiting for what is left of an earlier run in {folder} to end")
+            told = True
+            time.sleep(_POLL_SECONDS)
+        _write(handle)
+    except BaseException:
+        os.close(handle)
+        raise
+    return Hold(handle)
+
+
+def _opened(folder: Path) -> int:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UsageError(
+            f"{folder / LOCK} can't be written: {error.strerror}.", hint="--run-dir on a disk you may write"
+        ) from None
+
+
+def _taken(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return not _lives(_read(handle))
+    return True
+
+
+def _refusal(folder: Path, holder: dict[str, Any]) -> UsageError:
+    pid, host = holder.get("pid", "?"), holder.get("host", "?")
+    cause, hint = "the same command, started twice", f"another --run-dir, or end that one first: kill {pid} on {host}"
+    if not _lives(holder):
+        cause, hint = "workers of a run whose launcher is gone still live", f"fuser -v {folder / LOCK}"
+    return UsageError(
+        f"{folder} is another run's: process {pid} on {host} writes there since {holder.get('since', '?')}.",
+        cause=cause,
+        hint=hint,
+    )
+
+
+def _write(handle: int) -> None:
+    """Who holds it, for those who come after."""
+    pid = os.getpid()
+    holder = {
+        "pid": pid,
+        "host": socket.gethostname(),
+        "born": _born(pid),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, json.dumps(holder).encode(), 0)
+
+
+def _read(handle: int) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        found = json.loads(os.pread(handle, 4096, 0))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _lives(holder: dict[str, Any]) -> bool:
+    """Whether the one that took it is there still; of another machine nobody here can know."""
+    if not holder:
+        return False
+    if holder.get("host") != socket.gethostname():
+        return True
+    born = _born(int(holder["pid"]))
+    return born is not None and born == holder.get("born")
+
+
+def _born(pid: int) -> str | None:
+    """When the process was started, so that a number that was given again is not mistaken; None of one that ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]

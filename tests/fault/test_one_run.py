@@ -1,0 +1,130 @@
+"""One run at a time in a run folder, whoever started it and however it ended."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.store import hold as module
+from paceline.store.hold import LOCK, hold
+from tests.conftest import Shop
+from tests.fault.test_runs import wait_for
+
+LONG = (
+    "--train.steps", "100000", "--checkpoint.every", "100000", "--eval.every", "100000",
+    "--train.on_nonfinite", "skip", "--watch.to", "console,jsonl",
+)  # fmt: skip
+OWN_LOOP = """
+import paceline as pl
+from job import make_job
+try:
+    with pl.Run(make_job(), ranks=1, run_dir="run") as run:
+        raise SystemExit("it began")
+except pl.PacelineError as error:
+    raise SystemExit(f"refused: {error}")
+"""
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(shop: Shop) -> None:
+    shop.write("own.py", OWN_LOOP)
+    first = shop.start("train", "job.py", "--ranks", "2", "--run-dir", "run", *LONG)
+    try:
+        log = shop.path / "run" / "logs" / "attempt-1" / "rank-0.log"
+        wait_for(log, "step 20 ")
+        told = f"run is another run's: process {first.pid} on "
+        ended = shop.train("run")
+        assert ended.code == 2 and told in ended.err and "--run-dir" in ended.err, ended.text
+        assert "starting" not in ended.out and not (shop.path / "run" / "logs" / "attempt-2").exists()
+
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29513"]
+        for command in (
+            [*torchrun, "-m", "paceline", "train", "job.py", "--run-dir", "run"],
+            [sys.executable, "own.py"],
+        ):
+            done = subprocess.run(
+                command, cwd=shop.path, env=shop.environ(), capture_output=True, text=True, timeout=90, check=False
+            )
+            assert done.returncode and told in done.stderr, done.stdout + done.stderr
+
+        assert shop.run("report", "run").code == 0  # who only reads needs no lock
+        before = log.read_text().count("step ")
+        time.sleep(0.5)
+        assert log.read_text().count("step ") > before
+    finally:
+        first.send_signal(signal.SIGTERM)
+        first.communicate(timeout=30)
+    assert first.returncode == 75
+
+
+def test_a_killed_launcher_leaves_no_lock(shop: Shop) -> None:
+    first = shop.start("train", "job.py", "--ranks", "2", "--run-dir", "run", *LONG, "--data.workers", "1")
+    try:
+        wait_for(shop.path / "run" / "logs" / "attempt-1" / "rank-0.log", "step 20 ")
+    finally:
+        first.kill()
+        first.communicate(timeout=30)
+    assert (shop.path / "run" / LOCK).read_text()  # it could not say good-bye
+    ended = shop.train("run", steps=3)
+    assert ended.code == 0, ended.text
+    assert not (shop.path / "run" / LOCK).read_text()
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from paceline.store.hold import hold
+held = hold(Path(sys.argv[1]), wait=print)
+if os.fork() == 0:
+    print("child", flush=True)
+    time.sleep(1.5)
+    Path(sys.argv[1], "written").touch()
+    os._exit(0)
+time.sleep(60)
+"""
+
+
+def test_who_comes_after_a_killed_launcher_waits_for_its_workers(tmp_path: Path) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None and launcher.stdout.readline() == "child\n"
+    with pytest.raises(UsageError, match=f"process {launcher.pid} on "):
+        hold(tmp_path, wait=print)
+    launcher.kill()
+    launcher.wait()
+    told: list[str] = []
+    held = hold(tmp_path, wait=told.append)
+    assert (tmp_path / "written").exists() and len(told) == 1
+    held.close()
+    launcher.stdout.close()
+
+
+def test_a_worker_that_does_not_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_WAIT_SECONDS", 0.2)
+    held = hold(tmp_path, wait=print)
+    holder = json.loads((tmp_path / LOCK).read_text())
+    (tmp_path / LOCK).write_text(json.dumps({**holder, "born": "0"}))  # the number was given to another process since
+    with pytest.raises(UsageError, match="another run's") as refused:
+        hold(tmp_path, wait=print)
+    assert "launcher is gone" in refused.value.cause and "fuser" in refused.value.hint
+    held.close()
+
+
+def test_a_disk_without_locks_still_tells_a_second_run_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(module.fcntl, "flock", flock)
+    held = hold(tmp_path, wait=print)
+    with pytest.raises(UsageError, match=f"process {os.getpid()} on "):
+        hold(tmp_path, wait=print)
+    held.close()
+    hold(tmp_path, wait=print).close()
