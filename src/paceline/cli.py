@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import ExitCode, PacelineError, UsageError
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     as_json = "--json" in words
     try:
+        _check_here()
         return _run(words)
     except PacelineError as error:
         return _refuse(error, as_json=as_json)
@@ -96,6 +98,19 @@ def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if not equals and rest and not rest[0].startswith("--"):
             settings.append(rest.pop(0))
     return own, settings
+
+
+def _check_here() -> None:
+    """Paths, imports and new processes all begin at the working directory."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UsageError(
+            f"the working directory of this command can't be used: {error.strerror}.",
+            where=os.environ.get("PWD", ""),
+            cause="it was deleted, or made anew, since the shell went there",
+            hint='cd "$PWD" where it exists again, else cd to another folder',
+        ) from None
 
 
 def _run(words: list[str]) -> int:
