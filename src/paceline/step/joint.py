@@ -1,7 +1,7 @@
 """What all ranks agree on in a step: one small vector, reduced once, while backward runs."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from paceline.world import World
 STOP, BUFFERS, MISMATCH, FINGERPRINT = range(4)
 _NUM_FLAGS = 4
 _FINGERPRINT_RANGE = 1 << 24
+_COUNTS = 1e-5  # counts that are sums of fp32 weights, in another order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,24 @@ class Agreed:
     loss: float
     terms: dict[str, float]
     counts: dict[str, float]
+    divided_by: dict[str, float]
     stop: bool
     buffers_changed: bool
+
+    def check_counts(self) -> None:
+        """A wrong count is a wrong gradient: it is what the sum of the loss was divided by.
+
+        Raises:
+            JobError: `count=` and the loss count different things.
+        """
+        for name, given in self.divided_by.items():
+            found = self.counts.get(name, 0.0)
+            if not math.isclose(given, found, rel_tol=_COUNTS, abs_tol=_COUNTS):
+                raise JobError(
+                    f"count= gives {given:g} for the term {name} over the global batch, the loss returns {found:g}.",
+                    cause="they count different things: samples and tokens, or all targets and those not masked",
+                    hint="count=lambda batch: the same number as the loss returns beside its sum",
+                )
 
 
 class Joint:
@@ -42,6 +59,11 @@ class Joint:
         self._vector: Tensor | None = None
         self._wait: Callable[[], object] | None = None
         self._agreed: Agreed | None = None
+        self._expected: Mapping[str, Tensor] = {}
+
+    def expect(self, counts: Mapping[str, Tensor]) -> None:
+        """Give the global counts that are divided by, where they were known before; the terms should bring the same."""
+        self._expected = counts
 
     def flag(self, number: int, value: float = 1.0) -> None:
         """Raise a flag, or give the batch's fingerprint."""
@@ -88,6 +110,7 @@ class Joint:
             loss=math.fsum(terms.values()) if all(map(math.isfinite, terms.values())) else math.nan,
             terms=terms,
             counts=counts,
+            divided_by={name: float(count) for name, count in self._expected.items()},
             stop=values[STOP] > 0,
             buffers_changed=values[BUFFERS] > 0,
         )

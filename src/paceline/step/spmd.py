@@ -126,6 +126,7 @@ class SpmdStep:
                 self._send(joint)
             self._backward(self._loss(terms, counts), last=last and not missing)
         joint = self._stand_in(given, data, missing, joint, stop)
+        joint.expect(counts or {})
         return joint, counts is None
 
     def _whole(self, given: Given, stop: bool) -> tuple[Joint, bool]:

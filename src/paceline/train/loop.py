@@ -90,6 +90,7 @@ class Loop:
         number = self.cursor.step + 1
         self._faults.fire("step", step=number)
         result = self.built.step.run(given, stop=self._stop.requested)
+        result.agreed.check_counts()
         self.cursor = given.batch.after
         self._last = result
         for note in given.notes:
