@@ -1,6 +1,7 @@
 """A corpus of bad inputs: each ends soon, with one screen in our own words, the right exit code, no two alike."""
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -112,6 +113,16 @@ LATE: dict[str, tuple[str, tuple[str, ...], int, str]] = {
         (), 2, "not trainable ones of this model"),
     "the model is no module": ("BASE(model=lambda: 3)", (), 2, "gave a int, expected a torch.nn.Module"),
     "the model raises": ("BASE(model=lambda: 1 / 0)", (), 1, "ZeroDivisionError"),
+    "a lazy module": ("BASE(model=lambda: torch.nn.LazyLinear(4))", (), 2, "get their shape in the first forward only: weight, bias"),
+    "complex, sparse, not to be saved, and by a closure": (
+        "BASE(model=Odd, optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]), "
+        "lr_schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)", (), 2, "5. lr_schedule= gave ReduceLROnPlateau"),
+    "extra state that only pickle could write": ("BASE(model=Pickled)", (), 2, "_extra_state holds a value of type PosixPath"),
+    "an optimizer that wants a closure": (
+        "BASE(optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]))", (), 2, "LBFGS, whose step() needs a closure"),
+    "a schedule that wants a metric": (
+        "BASE(lr_schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)", (), 2, "ReduceLROnPlateau, whose step() needs metrics"),
+    "count and loss disagree": ("BASE(count=lambda b: len(b[-1]) + 1)", (), 2, "count= gives 14 for the term loss"),
     "loss of wrong shape": ("BASE(loss=lambda o, b: (o, 1))", (), 2, "has shape"),
     "loss is a list": ("BASE(loss=lambda o, b: [1])", (), 2, "gave a list"),
     "loss is detached": ("BASE(loss=lambda o, b: (o.sum().detach(), 1))", (), 2, "does not depend on"),
@@ -146,6 +157,16 @@ _plain = make_job
 class Bad:
     def __len__(self): return 40
     def __getitem__(self, i): raise OSError("disk on fire")
+class Odd(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+        self.words = torch.nn.Embedding(3, 2, sparse=True)
+        self.register_buffer("fine", torch.zeros(2, dtype=torch.complex128))
+class Pickled(torch.nn.Linear):
+    def __init__(self): super().__init__(6, 4)
+    def get_extra_state(self): return {"at": [__import__("pathlib").Path(".")]}
+    def set_extra_state(self, state): pass
 def BASE(**changes):
     global job
     del globals()["make_job"]
@@ -167,6 +188,16 @@ def test_refused_or_failed_soon_after_the_start(shop: Shop, name: str) -> None:
     _one_screen(name, ended.err, expected)
 
 
+def test_a_deleted_working_directory_is_named(shop: Shop) -> None:
+    gone = shop.path / "gone"
+    gone.mkdir()
+    command = ["sh", "-c", f'cd {gone} && rmdir {gone} && exec "$0" "$@"', *shop.command("train", "job.py")]
+    done = subprocess.run(command, env=shop.environ(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    _one_screen("deleted working directory", done.stderr, "the working directory of this command can't be used")
+    assert str(gone) in done.stderr
+
+
 def test_another_models_checkpoint_and_another_batch_are_refused_with_the_difference(shop: Shop) -> None:
     assert shop.train("run", steps=4).code == 0
     for words, expected in (
@@ -174,6 +205,7 @@ def test_another_models_checkpoint_and_another_batch_are_refused_with_the_differ
         (("--seed", "4"), "seed: was 0, is 4"),
         (("--job.samples", "60"), "data"),
         (("--train.precision", "bf16"), "precision"),
+        (("--job.lr", "0.02"), "optimizer: lr was 0.01, is 0.02"),
     ):
         ended = shop.train("run", *words, steps=8)
         assert ended.code == 2 and "--allow" in ended.err

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.place.batchnorm import running
+from paceline.place.views import write
 from paceline.torch_private import version
 from paceline.world import World
 
@@ -37,6 +38,10 @@ class BufferPolicy:
         self._traceless: list[str] = []
         self.notes: list[str] = []
         self._told = False
+
+    def begin(self) -> None:
+        """What was written to them until now, a forward did not write."""
+        self._versions = self._now()
 
     def changed(self) -> bool:
         """Whether this rank's forward wrote to a watched buffer since the last step."""
@@ -73,12 +78,12 @@ class BufferPolicy:
         if self._world.world_size == 1:
             return
         with torch.no_grad():
+            whole = tensor.clone(memory_format=torch.contiguous_format)
             if self._policy == "mean" and tensor.is_floating_point():
-                self._world.all_reduce(tensor)
-                tensor.div_(self._world.world_size)
+                self._world.all_reduce(whole).div_(self._world.world_size)
             else:
-                whole = tensor.clone(memory_format=torch.contiguous_format)
-                tensor.copy_(self._world.broadcast(whole))
+                self._world.broadcast(whole)
+            write(tensor, whole)
 
     def _written(self) -> list[str]:
         """Names. `F.batch_norm` writes without a trace: what the first step changed so is taken as changed in each."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from paceline.errors import DesyncError, RunError
 from paceline.place.units import Named, cut_units
+from paceline.place.views import write
 from paceline.torch_private import copy_all, divide_all
 from paceline.world import World
 
@@ -224,7 +225,7 @@ def equal_start(model: nn.Module, *, world: World) -> list[str]:
         mine = tensor.detach().clone(memory_format=torch.contiguous_format)  # an expanded one has no memory of its own
         theirs = world.broadcast(mine.clone())
         if not torch.equal(mine, theirs):
-            tensor.data.copy_(theirs)
+            write(tensor.data, theirs)
             differed.append(name)
     return differed
 

@@ -14,6 +14,7 @@ from paceline.errors import JobError, LayoutError
 from paceline.place.exact import Grid
 from paceline.place.meeting import ThreadWorld
 from paceline.place.units import Named
+from paceline.place.views import write
 from paceline.torch_private import add_all, divide_all
 
 
@@ -46,7 +47,7 @@ class Mirror:
             if other.training != first.training:
                 other.training = first.training
             for right, left in zip(first.buffers(recurse=False), other.buffers(recurse=False), strict=True):
-                left.data.copy_(right.data, non_blocking=left.is_cuda)
+                write(left.data, right.data, non_blocking=left.is_cuda)
         first_grid, *grids = self._grids
         for grid in grids:
             if grid is not None and first_grid is not None:
@@ -60,7 +61,7 @@ class Mirror:
 
         def undo() -> None:
             for buffer, value in buffers:
-                buffer.data.copy_(value)
+                write(buffer.data, value)
             if grid is not None and exponents is not None:
                 grid.exponents = exponents
 

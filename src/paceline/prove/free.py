@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
 from paceline.order.cursor import Cursor
+from paceline.place.views import write
 from paceline.prove.alone import alone
 from paceline.prove.finding import DIFFERENT, Finding, judged
 from paceline.prove.lockstep import Say, feed_of
 from paceline.prove.noise import MARGIN, distance, nudge
 from paceline.prove.reference import At, Reference
 from paceline.streams import key, seed_all
+from paceline.train.apart import tensors_of
 from paceline.train.built import Built
 from paceline.train.evaluate import Evaluated, Evaluator
 
@@ -121,8 +123,9 @@ def _some(data: Any, built: Built) -> Any:
 def _judge_evaluation(finding: Finding, built: Built, reference: Reference, evaluated: Evaluated, steps: int) -> None:
     """One process evaluates the layout's own weights: each sample once, sums over sums of counts."""
     with torch.no_grad():
-        for name, tensor in reference.model.state_dict().items():
-            tensor.copy_(built.model.state_dict()[name])
+        theirs = tensors_of(built.model)
+        for name, tensor in tensors_of(reference.model).items():
+            write(tensor, theirs[name])
     right, samples = _by_hand(built, reference)
     if samples != evaluated.samples:
         cause = f"evaluation saw {evaluated.samples} samples for {samples}"

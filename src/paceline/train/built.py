@@ -1,7 +1,7 @@
 """From a task to something that can train: job, settings, plan, world, model, optimizer, step."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ from paceline.step.threads import ThreadsStep
 from paceline.step.turns import ALONE, SharedTurns
 from paceline.step.update import Ema, Update
 from paceline.streams import Streams, key, seed_all
+from paceline.train.apart import Unlisted
+from paceline.train.fit import refuse_unfit, unfit_optimizers, unfit_schedules
+from paceline.train.options import Options, given_options
 from paceline.train.state import make_optimizers
 from paceline.world import World
 
@@ -44,6 +47,8 @@ class Built:
     step: SpmdStep
     grid: Grid | None
     notes: tuple[str, ...]
+    given: Options
+    unlisted: Unlisted
 
     @property
     def update(self) -> Update:
@@ -85,11 +90,12 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     _check_asked(job, settings, plan)
     own = _worlds(plan, settings, world)
     models = [build_model(job, seed=settings.seed).to(each.device) for each in own]
+    refuse_unfit(job, models[0])
     named = [trainable(model) for model in models]
     grids = [Grid(num_parameters=len(named[0])) if settings.train.exact else None for _ in own]
     notes = _equal_start(models[0], world)
     mirror = Mirror(models=models, grids=grids) if len(own) > 1 else None
-    update = _update(job, settings, models[0], named[0], plan, world)
+    update, given = _update(job, settings, models[0], named[0], plan, world)
     turns = None if mirror is None else SharedTurns(gpu=shared_gpu([each.device for each in own]))
     reducers = [_reducer(members, named[0], each, grid) for members, each, grid in zip(named, own, grids, strict=True)]
     parts = [
@@ -107,6 +113,8 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
         step=_step(parts, mirror, turns),
         grid=grids[0],
         notes=tuple(notes),
+        given=given,
+        unlisted=Unlisted(models[0]),
     )
 
 
@@ -248,14 +256,19 @@ def _reducer(named: Sequence[Named], home: Sequence[Named], world: World, grid: 
     return LocalReducer(named=named) if world.world_size == 1 else BucketReducer(named=named, world=world)
 
 
-def _update(job: Job, settings: Settings, model: nn.Module, named: Sequence[Named], plan: Plan, world: World) -> Update:
+def _update(
+    job: Job, settings: Settings, model: nn.Module, named: Sequence[Named], plan: Plan, world: World
+) -> tuple[Update, Options]:
+    """The optimizer's side, and the options as the job gives them: a schedule writes to them at once."""
     optimizers = make_optimizers(job, model)
     factor = lr_factor(settings.train.lr_scaling, plan.global_batch_size / job.global_batch_size)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = group["lr"] * factor if factor != 1.0 else group["lr"]
+    given = given_options(optimizers)
     schedules = [job.lr_schedule(optimizer) for optimizer in optimizers] if job.lr_schedule else []
+    raise_all([*unfit_optimizers(optimizers), *unfit_schedules(schedules)])
     fp16 = settings.train.precision == "fp16"
-    return Update(
+    update = Update(
         named=named,
         optimizers=optimizers,
         schedules=schedules,
@@ -265,6 +278,7 @@ def _update(job: Job, settings: Settings, model: nn.Module, named: Sequence[Name
         skip_nonfinite=settings.train.on_nonfinite == "skip",
         ema=Ema(model=model, decay=job.ema) if job.ema is not None else None,
     )
+    return update, given
 
 
 def lr_factor(rule: str, ratio: float) -> float:
@@ -279,8 +293,3 @@ def _compiled(model: nn.Module, settings: Settings) -> nn.Module:
     if settings.train.compile:
         model.compile()
     return model
-
-
-def shown(values: Mapping[str, float]) -> str:
-    """A few numbers for a log line."""
-    return ", ".join(f"{name} {value:.4f}" for name, value in values.items())

@@ -61,3 +61,11 @@ def without_anew(value: Any) -> Any:
 
 def _is_anew(item: Any) -> bool:
     return isinstance(item, Mapping) and item.get(_TAG) == "made anew"
+
+
+def made_anew(value: Any) -> str:
+    """The first kind of value in it that JSON can't hold, or nothing."""
+    if _is_anew(value):
+        return str(value["value"])
+    inner = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else []
+    return next((kind for item in inner if (kind := made_anew(item))), "")

@@ -24,8 +24,10 @@ from paceline.store.checkpoints import (
 )
 from paceline.store.disk import sync_folder, write_json
 from paceline.store.tensors import write_tensors
+from paceline.train.apart import tensors_of
 from paceline.train.built import Built
 from paceline.train.convert import structure, to_bytes
+from paceline.train.options import optimizer_difference
 from paceline.train.state import files_of, grid_state, load_ema, load_grid, load_model, load_update
 from paceline.world import World
 
@@ -33,11 +35,11 @@ from paceline.world import World
 def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, Any]:
     """What must be the same for a run to be gone on with."""
     optimizers = [
-        {"kind": type(o).__name__, "groups": [len(g["params"]) for g in o.param_groups]}
-        for o in built.update.optimizers
+        {"kind": type(o).__name__, "groups": [len(g["params"]) for g in o.param_groups], "options": options}
+        for o, options in zip(built.update.optimizers, built.given, strict=True)
     ]
     return {
-        "model": structure(built.model.state_dict()),
+        "model": structure(tensors_of(built.model)),
         "data": {"num_samples": num_samples, "fingerprint": data},
         "seed": built.settings.seed,
         "global_batch_size": built.plan.global_batch_size,
@@ -54,9 +56,10 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow: S
     Raises:
         ResumeError: with every difference.
     """
-    changed = [name for name in now if saved.get(name) != now[name] and name not in allow]
+    differing = {name: _difference(name, saved.get(name), now[name]) for name in now if name not in allow}
+    changed = [name for name, text in differing.items() if text]
     if changed:
-        lines = [f"{name}: was {_short(saved.get(name))}, is {_short(now[name])}" for name in changed]
+        lines = [f"{name}: {differing[name]}" for name in changed]
         raise ResumeError(
             f"this is not the run that was saved: {'; '.join(lines)}.",
             cause="another setting, another job file, or other data",
@@ -96,7 +99,7 @@ class Saver:
 
     def _write(self, cursor: Cursor, place: Mapping[str, Any], extra: Mapping[str, Any], best: bool) -> CheckpointSaved:
         began = time.perf_counter()
-        files, state = files_of(model=self._built.model, update=self._built.update)
+        files, state = files_of(model=self._built.model, update=self._built.update, unlisted=self._built.unlisted)
         state |= {
             "cursor": cursor.as_json(),
             "feed": dict(place),
@@ -144,19 +147,26 @@ def find_checkpoint(folder: Path, *, asked: Path | None, world: World) -> tuple[
     return load(Path(chosen)), events
 
 
-def restore(loaded: Loaded, *, built: Built, feed_state: bool = True) -> Cursor:
-    """Give model, optimizers, schedules and grid their state; returns the cursor."""
-    load_model(loaded, built.model)
-    load_update(loaded, model=built.model, update=built.update)
+def restore(loaded: Loaded, *, built: Built, identity: Mapping[str, Any], allow: Sequence[str]) -> Cursor:
+    """Give model, optimizers, schedules and grid their state; returns the cursor.
+
+    Raises:
+        CheckpointError: it is another model's.
+        ResumeError: something else has changed that was not allowed to.
+    """
+    load_model(loaded, built.model, unlisted=built.unlisted)
+    check_identity(loaded.state["identity"], identity, allow=allow)
+    load_update(loaded, model=built.model, update=built.update, given=built.given)
     load_grid(built.grid, loaded.state.get("grid", {}), [member.name for member in built.named])
     cursor = Cursor.from_json(loaded.state["cursor"])
     built.step.step = cursor.step
+    built.step.parts.buffers.begin()
     return cursor
 
 
 def restore_weights(loaded: Loaded, *, built: Built) -> None:
     """Give only the weights, and the average if there is one, for evaluation."""
-    load_model(loaded, built.model)
+    load_model(loaded, built.model, unlisted=built.unlisted)
     if built.update.ema is not None:
         load_ema(loaded, built.update.ema)
 
@@ -182,7 +192,7 @@ def without_aliases(model: nn.Module) -> dict[str, torch.Tensor]:
 
     The attribute is on models of transformers that happen not to be tied too, so the storage decides.
     """
-    state = dict(model.state_dict())
+    state = {name: value.detach() for name, value in tensors_of(model).items()}
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     kept = {value.data_ptr() for name, value in state.items() if name not in tied}
     return {name: value for name, value in state.items() if name not in tied or value.data_ptr() not in kept}
@@ -191,6 +201,12 @@ def without_aliases(model: nn.Module) -> dict[str, torch.Tensor]:
 def best_path(folder: Path) -> Path | None:
     """The best checkpoint, if one was marked."""
     return marked(folder, "best")
+
+
+def _difference(name: str, saved: Any, now: Any) -> str:
+    if name == "optimizer":
+        return optimizer_difference(saved, now)
+    return "" if saved == now else f"was {_short(saved)}, is {_short(now)}"
 
 
 def _short(value: Any) -> str:

@@ -35,11 +35,12 @@ from paceline.store.disk import read_json, write_json, write_text
 from paceline.store.runs import RunFolder
 from paceline.streams import preserved
 from paceline.survive.signals import stop_flag
+from paceline.train.apart import tensors_of
 from paceline.train.built import build, job_layer
 from paceline.train.convert import weights_digest
 from paceline.train.length import Length, Progress
 from paceline.train.loop import Loop
-from paceline.train.saving import Saver, check_identity, consolidate, find_checkpoint, identity, restore
+from paceline.train.saving import Saver, consolidate, find_checkpoint, identity, restore
 from paceline.watch.sinks import make_sinks
 from paceline.world import Place, World
 
@@ -131,10 +132,10 @@ class Session:
         self.ready = ready
         self.built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
         loaded, events = self._found()
-        cursor = Cursor() if loaded is None else restore(loaded, built=self.built)
         self.identity = identity(self.built, **_data_facts(ready.job, ready.settings))
+        cursor = Cursor()
         if loaded is not None:
-            check_identity(loaded.state["identity"], self.identity, allow=ready.task.allow)
+            cursor = restore(loaded, built=self.built, identity=self.identity, allow=ready.task.allow)
         self._feed = self._make_feed(cursor)
         self.stream = self._make_stream()
         self.loop = self._make_loop(cursor, loaded, target)
@@ -145,7 +146,7 @@ class Session:
         code = int(self.loop.finish())
         if code == 0 and self.ready.settings.checkpoint.consolidated != "none" and self.world.is_main:
             folder = consolidate(self.built, self.run.path / "consolidated")
-            digest = weights_digest(dict(self.built.model.state_dict()))
+            digest = weights_digest(tensors_of(self.built.model))
             write_json(self.run.path / "weights.json", {"digest": digest, "step": self.loop.cursor.step})
             self.stream.emit(Note(text=f"weights {digest[:16]} in {folder}"))
         status = "done" if code == 0 else "stopped"
@@ -163,9 +164,8 @@ class Session:
     def _found(self) -> tuple[Loaded | None, list[Event]]:
         if self._resume is None:
             return None, []
-        asked = Path(self._resume)
-        is_step = asked.name.startswith("step-")
-        return find_checkpoint(self.run.checkpoints, asked=asked if is_step else None, world=self.world)
+        step = Path(self._resume) if Path(self._resume).name.startswith("step-") else None
+        return find_checkpoint(self.run.checkpoints, asked=step, world=self.world)
 
     def _make_feed(self, cursor: Cursor) -> Any:
         plan, settings, job = self.ready.plan, self.ready.settings, self.ready.job

@@ -10,13 +10,17 @@ from torch.optim import Optimizer
 from paceline.errors import CheckpointError, JobError
 from paceline.job import Job
 from paceline.place.exact import Grid
+from paceline.place.views import write
 from paceline.step.update import Ema, Update
 from paceline.store.checkpoints import Loaded
 from paceline.store.tensors import TensorBytes
+from paceline.train.apart import Unlisted, extra_state, load_extra_state, tensors_of
 from paceline.train.convert import first_names, from_bytes, once, structure, to_bytes
+from paceline.train.options import KERNELS, Options, kept_now, replay
 from paceline.train.plain import from_plain, to_plain, without_anew
 
 MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
+BUFFERS = "buffers.safetensors"
 
 
 def make_optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
@@ -40,11 +44,16 @@ def make_optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
     return optimizers
 
 
-def files_of(*, model: nn.Module, update: Update) -> tuple[dict[str, list[TensorBytes]], dict[str, Any]]:
+def files_of(
+    *, model: nn.Module, update: Update, unlisted: Unlisted
+) -> tuple[dict[str, list[TensorBytes]], dict[str, Any]]:
     """The tensors of a checkpoint by file, and the JSON that goes with them."""
-    weights, aliases = once(_state_dict(model))
+    weights, aliases = once(tensors_of(model))
     tensors, optimizers = _optimizer_state(update.optimizers, _names(model))
     files = {MODEL: weights, OPTIMIZER: tensors}
+    buffers = unlisted.changed()
+    if buffers:
+        files[BUFFERS] = buffers
     if update.ema is not None:
         pairs = zip(update.ema.names, update.ema.averages, strict=True)
         files[EMA] = [to_bytes(name, tensor) for name, tensor in pairs]
@@ -55,18 +64,19 @@ def files_of(*, model: nn.Module, update: Update) -> tuple[dict[str, list[Tensor
         "optimizers": optimizers,
         "schedules": [without_anew(s) for s in schedules],
         "scaler": scaler,
+        "extra_state": extra_state(model),
     }
 
 
-def load_model(loaded: Loaded, model: nn.Module) -> None:
-    """Copy a checkpoint's weights into the model, in place, so that ties and aliases stay.
+def load_model(loaded: Loaded, model: nn.Module, *, unlisted: Unlisted) -> None:
+    """Copy a checkpoint's weights and buffers into the model, in place, so that ties and aliases stay.
 
     Raises:
         CheckpointError: it is another model's.
     """
     stored = loaded.files.get(MODEL, {})
     aliases: Mapping[str, str] = loaded.state.get("aliases", {})
-    targets = _state_dict(model)
+    targets = tensors_of(model)
     tensors = {
         name: from_bytes(stored[aliases.get(name, name)]) for name in targets if aliases.get(name, name) in stored
     }
@@ -82,11 +92,16 @@ def load_model(loaded: Loaded, model: nn.Module) -> None:
         )
     with torch.no_grad():
         for name, target in targets.items():
-            target.copy_(tensors[name])
+            write(target, tensors[name])
+    unlisted.restore(loaded.files.get(BUFFERS, {}))
+    load_extra_state(model, loaded.state.get("extra_state", {}))
 
 
-def load_update(loaded: Loaded, *, model: nn.Module, update: Update) -> None:
-    """Give optimizers, schedules, scaler and average their state back."""
+def load_update(loaded: Loaded, *, model: nn.Module, update: Update, given: Options) -> None:
+    """Give optimizers, schedules, scaler and average their state back.
+
+    `given` are the options that the job gives now; where the checkpoint's run began with others, these hold.
+    """
     state = loaded.state
     for kind, now in (("optimizers", update.optimizers), ("schedules", update.schedules)):
         if len(state[kind]) != len(now):
@@ -96,11 +111,15 @@ def load_update(loaded: Loaded, *, model: nn.Module, update: Update) -> None:
                 cause="optimizer= or lr_schedule= of the job was changed, added or taken out since",
                 hint="the job as it was, or start anew with another --run-dir",
             )
+    began = [saved.get("options") for saved in state.get("identity", {}).get("optimizer", [])]
     for index, (optimizer, plain) in enumerate(zip(update.optimizers, state["optimizers"], strict=True)):
-        _load_optimizer(optimizer, plain, loaded.files.get(OPTIMIZER, {}), _names(model), prefix=f"{index}/")
-    for schedule, plain in zip(update.schedules, state["schedules"], strict=True):
-        current = schedule.state_dict()
-        schedule.load_state_dict({**current, **from_plain(plain)})
+        then = began[index] if index < len(began) else None
+        changed = then is not None and then != given[index]
+        for schedule in update.schedules[index : index + 1]:
+            _load_schedule(schedule, state["schedules"][index], steps=loaded.step if changed else None)
+        if plain["kind"] == type(optimizer).__name__:
+            _load_options(optimizer, plain["groups"], then=then if changed else None, now=given[index])
+            _load_optimizer(optimizer, plain, loaded.files.get(OPTIMIZER, {}), _names(model), prefix=f"{index}/")
     if update.scaler is not None and state.get("scaler"):
         update.scaler.load_state_dict(from_plain(state["scaler"]))
     if update.ema is not None:
@@ -124,10 +143,6 @@ def load_grid(grid: Grid | None, state: Mapping[str, int | None], names: Sequenc
     """Take the grid back."""
     if grid is not None:
         grid.exponents = [state.get(name) for name in names]
-
-
-def _state_dict(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
 def _names(model: nn.Module) -> dict[int, str]:
@@ -181,6 +196,30 @@ def _optimizer_state(
     return tensors, plains
 
 
+def _load_schedule(schedule: Any, plain: Any, *, steps: int | None) -> None:
+    """Its state, or, where it moves options that were changed, its way from the beginning."""
+    if steps is not None:
+        replay(schedule, steps=steps)
+        return
+    schedule.load_state_dict({**schedule.state_dict(), **from_plain(plain)})
+
+
+def _load_options(
+    optimizer: Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    then: Sequence[Mapping[str, Any]] | None,
+    now: Sequence[Mapping[str, Any]],
+) -> None:
+    """The saved options of each group, without those that the job has changed since."""
+    if len(groups) != len(optimizer.param_groups):
+        return  # accepted by the user: other groups are the job's own
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        kept = kept_now(group, then=then[index], now=now[index]) if then is not None else set()
+        found = without_none(from_plain(saved["options"]), group)
+        group.update({key: value for key, value in found.items() if key not in {*kept, *KERNELS}})
+
+
 def _load_optimizer(
     optimizer: Optimizer,
     plain: Mapping[str, Any],
@@ -189,12 +228,6 @@ def _load_optimizer(
     *,
     prefix: str,
 ) -> None:
-    if len(plain["groups"]) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"the optimizer has {len(optimizer.param_groups)} groups, the checkpoint {len(plain['groups'])}."
-        )
-    for group, saved in zip(optimizer.param_groups, plain["groups"], strict=True):
-        group.update(without_none(from_plain(saved["options"]), group))
     by_name: dict[str, dict[str, Any]] = {n: from_plain(s) for n, s in plain["scalars"].items()}
     for key, value in stored.items():
         if key.startswith(prefix):
