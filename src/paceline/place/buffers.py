@@ -33,15 +33,17 @@ class BufferPolicy:
             for name, tensor in model.named_buffers()
             if not any(name.startswith(prefix) for prefix in folded)
         ]
-        self._versions = self._now()
-        self._first: list[Tensor] | None = [tensor.detach().clone() for _, tensor in self._watched]
+        self._versions: list[int] = []
+        self._first: list[Tensor] | None = None
         self._traceless: list[str] = []
         self.notes: list[str] = []
         self._told = False
+        self.begin()
 
     def begin(self) -> None:
-        """What was written to them until now, a forward did not write."""
+        """What was written to them until now, no forward has written."""
         self._versions = self._now()
+        self._first = [tensor.detach().clone() for _, tensor in self._watched]
 
     def changed(self) -> bool:
         """Whether this rank's forward wrote to a watched buffer since the last step."""
