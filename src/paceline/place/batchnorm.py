@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import DesyncError, JobError
+from paceline.place.views import same
 from paceline.torch_private import NormBase
 from paceline.world import World
 
@@ -120,7 +121,7 @@ class StatisticsTape:
         for layer in self._layers:
             *_, mean, variance = [part for parts in layer.rows.values() for part in parts] or layer.before
             now = _statistics(layer.module)
-            foreign = not (torch.equal(now[0], mean) and torch.equal(now[1], variance))
+            foreign = not (same(now[0], mean) and same(now[1], variance))
             if foreign and (layer.rows or self._world.world_size > 1):
                 raise JobError(
                     f"the running statistics of {layer.name} were written by something else than its own forward.",

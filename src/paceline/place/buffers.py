@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.place.batchnorm import running
-from paceline.place.views import write
+from paceline.place.views import same, write
 from paceline.torch_private import version
 from paceline.world import World
 
@@ -93,14 +93,10 @@ class BufferPolicy:
         if self._first is not None:
             pairs = zip(self._watched, self._first, self._versions, now, strict=True)
             self._traceless = [
-                name for (name, new), old, *versions in pairs if versions[0] == versions[1] and not _same(old, new)
+                name for (name, new), old, *versions in pairs if versions[0] == versions[1] and not same(old, new)
             ]
         traced = [name for (name, _), old, new in zip(self._watched, self._versions, now, strict=True) if old != new]
         return [*traced, *self._traceless]
 
     def _now(self) -> list[int]:
         return [version(tensor) for _, tensor in self._watched]
-
-
-def _same(old: Tensor, new: Tensor) -> bool:
-    return bool(((old == new) | ((old != old) & (new != new))).all())
