@@ -114,7 +114,7 @@ def failure_screen(outcome: Outcome, *, go_on: str = "") -> str:
     if failure.screen and failure.rank < 0:
         return f"FAILED: {failure.message}\n{failure.screen}"
     log = outcome.attempt_folder / f"rank-{failure.rank}.log"
-    at = f" at step {failure.step + 1}" if failure.step else ""
+    at = f" at step {failure.step}" if failure.step else ""
     place = f"{failure.where}, " if failure.where else ""
     what = f"killed by {failure.message}" if failure.kind == "signal" else f"{failure.kind}: {failure.message}"
     lines = [f"FAILED{at}. First error: rank {failure.rank}, {place}{what}"]

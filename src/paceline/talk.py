@@ -2,6 +2,10 @@
 
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
 
@@ -32,3 +36,27 @@ def replace_closed() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115  for as long as the process lives
+
+
+@contextmanager
+def aside(name: str) -> Iterator[Path | None]:
+    """What native code says on the standard error meanwhile waits in a file; it follows once all went well.
+
+    If it ends in an error the file stays, for whoever wants all of it. A worker of ours has a log for it.
+    """
+    if "PACELINE_ATTEMPT_FOLDER" in os.environ:
+        yield None
+        return
+    sys.stderr.flush()
+    handle, path = tempfile.mkstemp(prefix=name, suffix=".log")
+    kept = os.dup(2)
+    os.dup2(handle, 2)
+    os.close(handle)
+    try:
+        yield Path(path)
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+    os.write(2, Path(path).read_bytes())
+    Path(path).unlink()

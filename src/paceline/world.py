@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import MachineError
+from paceline.talk import aside
 
 Op = Literal["sum", "max", "min"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -70,22 +71,23 @@ class World:
         if place.world_size == 1:
             return World.alone(device=device)
         timeout = timedelta(seconds=timeout_seconds)
-        try:
-            store, init = _store(place, timeout)
-            dist.init_process_group(
-                backend,
-                init_method=init,
-                store=store,
-                rank=place.rank,
-                world_size=place.world_size,
-                timeout=timeout,
-            )
-        except (dist.DistError, RuntimeError, ValueError) as error:
-            raise MachineError(
-                f"rank {place.rank} of {place.world_size} did not meet the others: {error}",
-                where=f"{place.address}:{place.port}, backend {backend}",
-                hint="paceline train JOB --ranks 1 to see whether one process works",
-            ) from error
+        with aside(f"paceline-rank-{place.rank}-") as said:
+            try:
+                store, init = _store(place, timeout)
+                dist.init_process_group(
+                    backend,
+                    init_method=init,
+                    store=store,
+                    rank=place.rank,
+                    world_size=place.world_size,
+                    timeout=timeout,
+                )
+            except (dist.DistError, RuntimeError, ValueError) as error:
+                raise MachineError(
+                    f"rank {place.rank} of {place.world_size} did not meet the others: {error}",
+                    where=f"{place.address}:{place.port}, backend {backend}" + (f"; full text: {said}" if said else ""),
+                    hint="paceline train JOB --ranks 1 to see whether one process works",
+                ) from error
         return World(
             rank=place.rank,
             world_size=place.world_size,

@@ -107,7 +107,7 @@ class Bed:
                 rank.model.named_parameters(), self.reference.model.parameters(), strict=True
             ):
                 if not torch.equal(mine, theirs):
-                    self.finding.blame(step=0, parameter=name, cause=f"unequal start weights on rank {number}")
+                    self.finding.blame(step=1, parameter=name, cause=f"unequal start weights on rank {number}")
 
     def _take_over(self) -> None:
         source = {**dict(self.reference.model.named_parameters()), **dict(self.reference.model.named_buffers())}

@@ -37,7 +37,7 @@ def misses(planted: Planted, ended: Ended) -> list[str]:
     told = " ".join(said)
     verdict = value["verdict"] if value else "refused"
     found = [f"verdict {verdict}"] if verdict not in planted.verdict or ended.code != CODES[verdict] else []
-    if first and first["step"] + 1 not in planted.steps:  # verify counts steps from 0
+    if first and first["step"] not in planted.steps:
         found.append(f"step {first['step']}")
     if first and planted.parameters and not first["parameter"].startswith(planted.parameters):
         found.append(f"parameter {first['parameter']}")

@@ -121,7 +121,7 @@ def test_planted_faults_are_named(fault: str) -> None:
     first = finding.first_difference
     assert re.search(cause, first["cause"]), first
     assert re.match(parameter, first["parameter"]), first
-    assert first["step"] == (1 if fault == "not set to zero" else 0)
+    assert first["step"] == (2 if fault == "not set to zero" else 1)
 
 
 @pytest.mark.soak

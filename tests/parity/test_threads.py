@@ -395,7 +395,7 @@ _t.ThreadReducer._add = add
     shop.write("job.py", (shop.path / "job.py").read_text() + fault)
     ended = shop.run("verify", "job.py", "--layout", "threads", "--ranks", "2", "--json")
     assert ended.code == 4, ended.text
-    assert ended.json()["first_difference"]["step"] == 0
+    assert ended.json()["first_difference"]["step"] == 1
 
 
 def test_an_exception_in_a_thread_names_the_replica_and_the_line(shop: Shop) -> None:

@@ -136,8 +136,8 @@ def test_failures_name_the_first_rank_its_exception_and_the_users_line(tmp_path:
     exec(compile((tmp_path / "data.py").read_text(), str(tmp_path / "data.py"), "exec"), scope)
     with pytest.raises(IndexError) as caught:
         scope["get"](4)
-    write_failure(folder, rank=2, error=caught.value, step=40)
-    write_failure(folder, rank=0, error=RuntimeError("connection <closed> by peer"), step=40)
+    write_failure(folder, rank=2, error=caught.value, step=41)
+    write_failure(folder, rank=0, error=RuntimeError("connection <closed> by peer"), step=41)
     text = page(run)
     assert "Attempt 1 at step 41: rank 2" in text
     assert "IndexError: list index out of range" in text
@@ -151,7 +151,7 @@ def test_a_killed_rank_is_named_before_the_peers_who_could_still_write(tmp_path:
     folder = run.attempt_folder(1)
     folder.mkdir(parents=True)
     write_failure(folder, rank=0, error=RuntimeError("connection closed by peer"))
-    killed = {"rank": 1, "kind": "signal", "message": "SIGKILL", "step": 119}
+    killed = {"rank": 1, "kind": "signal", "message": "SIGKILL", "step": 120}
     (folder / "first-failure.json").write_text(json.dumps(killed))
     text = page(run)
     assert "Attempt 1 at step 120: rank 1</strong>, killed by SIGKILL" in text

@@ -113,7 +113,8 @@ def make_job(
     def sample(run):
         prompt = torch.tensor([list(b"def main(")])
         ids = run.generate(prompt, num_tokens=120, temperature=0.7, context=context)
-        return {"sample": bytes(ids[0].tolist()).decode(errors="replace")}
+        text = bytes(ids[0].tolist()).decode(errors="replace")
+        return {"sample": "".join(c if (c.isprintable() and c != "\ufffd") or c == "\n" else "·" for c in text)}
 
     return pl.Job(
         model=lambda: GPT(width, depth, 4, context, dropout),

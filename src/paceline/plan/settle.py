@@ -6,6 +6,7 @@ from typing import Any
 from paceline.errors import LayoutError, PacelineError, UsageError, raise_all
 from paceline.spec.layout import Kind, Layout
 from paceline.spec.update import Update
+from paceline.spec.words import many
 
 _DEVICES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "mpi": ("cpu", "cuda"), "ucc": ("cpu", "cuda")}
 
@@ -123,7 +124,7 @@ def _ranks(layout: Layout, cluster: Cluster, problems: list[PacelineError]) -> t
     if layout.replicas is not None and layout.replicas != cluster.ranks:
         problems.append(
             LayoutError(
-                f"{layout} needs {layout.replicas} ranks, you have {cluster.ranks}.",
+                f"{layout} needs {many(layout.replicas, 'rank')}, you have {cluster.ranks}.",
                 hint=f"--ranks {layout.replicas}, or --layout {axis}={cluster.ranks}",
             )
         )
@@ -179,11 +180,11 @@ def _notes(
     fair = -(-facts.global_batch_size // replicas)
     unused = f"warning: {idle} of {replicas} replicas get no samples; --train.micro_batch_size {fair} would use all"
     return (
-        f"layout: {layout.kind}, {replicas} replica{'s' if replicas > 1 else ''}"
+        f"layout: {layout.kind}, {many(replicas, 'replica')}"
         + (" in one process" if layout.kind is Kind.THREADS else ""),
         f"backend: {why}",
-        f"batch: {facts.global_batch_size} samples a step in {num_micro} microbatches of {micro}"
+        f"batch: {many(facts.global_batch_size, 'sample')} a step in {many(num_micro, 'microbatch')} of {micro}"
         f" ({per_rank} a replica)",
         *([unused] if idle else []),
-        f"threads: {threads} a {one} ({'pinned' if facts.one_thread else f'{cluster.cores} usable cores'})",
+        f"threads: {threads} a {one} ({'pinned' if facts.one_thread else many(cluster.cores, 'usable core')})",
     )

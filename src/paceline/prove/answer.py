@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.prove.finding import DIFFERENT, VERDICTS, Finding
+from paceline.spec.words import many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ def table(value: dict[str, Any]) -> list[str]:
     rows = [("", "rung", "verdict", "apart", "floor", "compared")]
     for rung in value["rungs"]:
         mark = "✗" if rung["verdict"] == DIFFERENT else "✓"
-        counts = ", ".join(f"{number} {kind}" for kind, number in rung["compared"].items())
+        counts = ", ".join(many(number, kind.removesuffix("s")) for kind, number in rung["compared"].items())
         apart, floor = (_shown(rung[key]) for key in ("max_difference", "noise_floor"))
         rows.append((mark, rung["name"], rung["verdict"], apart, floor, counts))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -70,7 +71,7 @@ def _sentence(value: dict[str, Any]) -> str:
     if first is not None:
         return f"DIFFERENT at step {first['step']}, first in {first['parameter']}: {first['cause']}"
     meaning = "bit for bit" if value["verdict"] == "bitwise" else "up to rounding, below the floor of every tensor"
-    ranks = f"{value['ranks']} rank{'s' if value['ranks'] > 1 else ''}"
+    ranks = many(value["ranks"], "rank")
     return f"{value['layout']} on {ranks} is the same training as one process: {value['verdict']} ({meaning})"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from paceline.prove.prints import Print, Record
+from paceline.spec.words import many
 
 ROUNDING = 1e-4
 _SHAPE = 1e-3
@@ -44,7 +45,7 @@ def compare_recordings(
             return Comparison(verdict="different", steps=steps, text=text, first=found)
         worst = max(worst, _distance(one, other))
     verdict = "bitwise" if worst == 0.0 else "rounding"
-    return Comparison(verdict=verdict, steps=steps, text=f"{verdict}: {steps} steps, at most {worst:.1e} apart")
+    return Comparison(verdict=verdict, steps=steps, text=f"{verdict}: {many(steps, 'step')}, at most {worst:.1e} apart")
 
 
 def ranks_part(ranks: Sequence[Sequence[Record]], *, floor: float = ROUNDING) -> dict[str, Any] | None:

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 
 from paceline.order.cursor import Cursor
 from paceline.place.views import write
@@ -16,6 +23,7 @@ from paceline.prove.finding import DIFFERENT, Finding, judged
 from paceline.prove.lockstep import Say, feed_of
 from paceline.prove.noise import MARGIN, distance, nudge
 from paceline.prove.reference import At, Reference
+from paceline.spec.words import many
 from paceline.streams import key, seed_all
 from paceline.train.apart import tensors_of
 from paceline.train.built import Built
@@ -35,17 +43,17 @@ def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say)
         start = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
         right_losses = _alone(reference, steps, backwards=False)
     steps = built.world.share_json(len(right_losses))
-    say(f"{steps} steps")
+    say(many(steps, "step"))
     losses = [built.step.run(given).loss for given in _first(built, steps)]
     evaluated = _evaluated(built)
     if reference is not None and steps:
         other = reference.again()
         nudge(other.model, seed=1)
         _alone(other, steps, backwards=True)
-        _judge(finding, built, reference, other, start)
-        finding.detail = f"Loss {losses[-1]:.6g} beside {right_losses[-1]:.6g} after {steps} steps."
+        _judge(finding, built, reference, other, start, steps)
+        finding.detail = f"Loss {losses[-1]:.6g} beside {right_losses[-1]:.6g} after {many(steps, 'step')}."
         if evaluated is None and built.job.eval_data is not None:
-            finding.detail += " The evaluation was not compared: eval_data is a stream or a DataLoader."
+            finding.detail += " The evaluation was not compared: eval_data is a stream, or has a sampler of its own."
         if evaluated is not None:
             _judge_evaluation(finding, built, reference, evaluated, steps)
     found: Finding = Finding(**built.world.share_json(vars(finding)))
@@ -74,7 +82,12 @@ def _alone(reference: Reference, steps: int, *, backwards: bool) -> list[float]:
 
 
 def _judge(
-    finding: Finding, built: Built, reference: Reference, disturbed: Reference, start: Mapping[str, Tensor]
+    finding: Finding,
+    built: Built,
+    reference: Reference,
+    disturbed: Reference,
+    start: Mapping[str, Tensor],
+    steps: int,
 ) -> None:
     """Drift is measured against what a disturbance does, and against how far training has moved the tensor at all."""
     right, other = dict(reference.model.named_parameters()), dict(disturbed.model.named_parameters())
@@ -90,7 +103,7 @@ def _judge(
     if bad:
         name = max(bad, key=lambda key: bad[key])
         cause = "the runs part over several steps though each step alone agrees: optimizer state or schedule"
-        finding.blame(step=0, parameter=name, cause=f"{cause} ({len(bad)} of {len(right)})")
+        finding.blame(step=steps, parameter=name, cause=f"{cause} ({len(bad)} of {len(right)})")
 
 
 def _evaluated(built: Built) -> Evaluated | None:
@@ -110,9 +123,13 @@ def _evaluated(built: Built) -> Evaluated | None:
 
 
 def _some(data: Any, built: Built) -> Any:
-    """A part of the split that does not divide by the ranks."""
+    """A part of the split that does not divide by the ranks; of a DataLoader, what it reads from and its collation."""
     if isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__")):
         data = data()
+    if isinstance(data, DataLoader):
+        plain = isinstance(data.sampler, SequentialSampler | RandomSampler | DistributedSampler)
+        part = _some(data.dataset, built) if plain and not getattr(data.sampler, "replacement", False) else None
+        return part and DataLoader(part, batch_size=data.batch_size, collate_fn=data.collate_fn)
     is_stream = isinstance(data, IterableDataset)
     if is_stream or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or len(data) == 0:
         return None
@@ -145,6 +162,9 @@ def _judge_evaluation(finding: Finding, built: Built, reference: Reference, eval
 def _by_hand(built: Built, reference: Reference) -> tuple[dict[str, float], int]:
     data, size = _some(built.job.eval_data, built), built.plan.micro_batch_size
     collate = built.job.collate or torch.utils.data.default_collate
+    if isinstance(data, DataLoader):
+        collate = built.job.collate or data.collate_fn
+        data = data.dataset
     sums: dict[str, list[float]] = {}
     metrics = {n: m for n, m in (built.job.metrics or {}).items() if not hasattr(m, "compute")}
     reference.model.eval()

@@ -61,7 +61,7 @@ class Judge:
         """Judge data, gradients, loss and buffers, and blame the first that is wrong."""
         data = self._data_cause(seen)
         if data is not None:
-            self._finding.blame(step=self._at.step, parameter="(data)", cause=data)
+            self._finding.blame(step=self._at.number, parameter="(data)", cause=data)
         if not self.is_finite:
             self._see_nothing(seen.gradients)
             return
@@ -79,10 +79,10 @@ class Judge:
                 cause = (
                     f"finite on rank {rank} where one process's gradient is not (its count is {self._inquiry.count:g})"
                 )
-                self._finding.blame(step=self._at.step, parameter=next(iter(self.right)), cause=cause)
+                self._finding.blame(step=self._at.number, parameter=next(iter(self.right)), cause=cause)
                 return
         self._finding.detail += (
-            f" Step {self._at.step} has no finite gradient in one process nor here (its count is "
+            f" Step {self._at.number} has no finite gradient in one process nor here (its count is "
             f"{self._inquiry.count:g}): train.on_nonfinite decides."
         )
 
@@ -129,7 +129,7 @@ class Judge:
         largest = float(torch.stack([value.double().norm() for value in self.right.values()]).norm())
         cause = norm_cause(norms, largest)
         if cause is not None and self._reference.spec.max_grad_norm is not None:
-            self._finding.blame(step=self._at.step, parameter="(gradient norm)", cause=cause)
+            self._finding.blame(step=self._at.number, parameter="(gradient norm)", cause=cause)
 
     def update(self, *, before: Tensors, after: Tensors, where: str = "") -> None:
         """The weights after both optimizers took the same gradient."""
@@ -149,7 +149,7 @@ class Judge:
             flat = {"before": before[name], "found": after[name], "wanted": wanted[name]}
             values = {key: value.double().reshape(-1).cpu().numpy() for key, value in flat.items()}
             cause = update_cause(**values, num_bad=len(bad), num_parameters=len(after))
-            self._finding.blame(step=self._at.step, parameter=name, cause=cause + where)
+            self._finding.blame(step=self._at.number, parameter=name, cause=cause + where)
 
     def _data_cause(self, seen: Seen) -> str | None:
         if not seen.samples:
@@ -193,7 +193,7 @@ class Judge:
         cause = self._inquiry.cause(seen.gradients, names, wrong[0], is_data_right)
         if self._finding.first_difference is not None:
             self._inquiry.unexplained = []  # what came before the gradients explains them
-        self._finding.blame(step=self._at.step, parameter=names[0], cause=cause + where)
+        self._finding.blame(step=self._at.number, parameter=names[0], cause=cause + where)
 
     def _see_presence(self, everywhere: Sequence[Tensors]) -> None:
         """A gradient of zeros is not the same as none: weight decay and momentum act on it."""
@@ -203,7 +203,7 @@ class Judge:
                 cause = (
                     f"its gradient is {there} on rank {rank} where one process has {here}: the optimizer will differ"
                 )
-                self._finding.blame(step=self._at.step, parameter=name, cause=cause)
+                self._finding.blame(step=self._at.number, parameter=name, cause=cause)
                 return
 
     def _differing(self, parts: Tensors) -> list[str]:
@@ -233,7 +233,7 @@ class Judge:
             if judged(apart, floor) == DIFFERENT:
                 ratio = loss / self._inquiry.gradient.loss if self._inquiry.gradient.loss else float("inf")
                 cause = f"the reported loss is {ratio:.4g} times the one-process loss on rank {rank}: not global"
-                self._finding.blame(step=self._at.step, parameter="(loss)", cause=cause)
+                self._finding.blame(step=self._at.number, parameter="(loss)", cause=cause)
                 return
 
     def _see_buffers(self, everywhere: Sequence[Tensors], names: Collection[str]) -> None:
@@ -246,7 +246,7 @@ class Judge:
                 self._finding.note(judged(value, floor), difference=value, floor=floor)
             if any(judged(value, floor) == DIFFERENT for value in apart):
                 self._finding.blame(
-                    step=self._at.step, parameter=name, cause=self._inquiry.buffer_cause(name, everywhere)
+                    step=self._at.number, parameter=name, cause=self._inquiry.buffer_cause(name, everywhere)
                 )
 
 

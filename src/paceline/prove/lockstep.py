@@ -37,9 +37,11 @@ class Lockstep:
     def run(self, cursors: Sequence[Cursor]) -> Finding:
         """Compare one step at each cursor."""
         self._compare_start()
-        for number, cursor in enumerate(cursors, 1):
-            self._say(f"step {cursor.step} ({number} of {len(cursors)})")
-            self._step(cursor)
+        for done, cursor in enumerate(cursors, 1):
+            at = At(step=cursor.step, epoch=cursor.epoch, position=cursor.position)
+            last = ", the epoch's short last batch" if at.number > done else ""
+            self._say(f"step {at.number}{last} ({done} of the {len(cursors)} that are compared)")
+            self._step(cursor, at)
             if self._world.share_json(self.finding.first_difference is not None):
                 break
         found: Finding = Finding(**self._world.share_json(vars(self.finding)))
@@ -56,11 +58,10 @@ class Lockstep:
             if others:
                 ranks = ", ".join(map(str, others))
                 again = "the build is not repeatable" if 0 in others else "not built from the same seed, nor broadcast"
-                self.finding.blame(step=0, parameter=name, cause=f"unequal start weights on rank {ranks}: {again}")
+                self.finding.blame(step=1, parameter=name, cause=f"unequal start weights on rank {ranks}: {again}")
                 return
 
-    def _step(self, cursor: Cursor) -> None:
-        at = At(step=cursor.step, epoch=cursor.epoch, position=cursor.position)
+    def _step(self, cursor: Cursor, at: At) -> None:
         self._take_over()
         given = self._given(cursor)
         self._built.step.step = cursor.step

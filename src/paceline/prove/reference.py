@@ -47,11 +47,15 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class At:
-    """A place in the run: the step's number, and where its batch begins."""
+    """A place in the run: the steps done, and where the next one's batch begins; `number` counts as `train` does."""
 
     step: int
     epoch: int
     position: int
+
+    @property
+    def number(self) -> int:
+        return self.step + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,11 +215,10 @@ class Reference:
     def after(self, at: At, num_samples: int) -> At:
         """The place of the next step."""
         position = at.position + num_samples
-        following = At(step=at.step + 1, epoch=at.epoch, position=position)
         size = self.spec.global_batch_size
         if self.reading.batch(epoch=at.epoch, position=position, size=size):
-            return following
-        return At(step=at.step + 1, epoch=at.epoch + 1, position=0)
+            return At(step=at.number, epoch=at.epoch, position=position)
+        return At(step=at.number, epoch=at.epoch + 1, position=0)
 
     @alone()
     def terms_of(self, data: Any, num_samples: int) -> tuple[Any, dict[str, tuple[Tensor, Any]]]:

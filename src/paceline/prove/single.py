@@ -35,13 +35,13 @@ def _twice(make: Callable[[], Reference], finding: Finding) -> None:
     first, second = make(), make()
     for name, value in Kept(first.model).tensors.items():
         if distance(value, Kept(second.model).tensors[name]):
-            finding.blame(step=0, parameter=name, cause="the job: built twice from one seed, the model is not the same")
+            finding.blame(step=1, parameter=name, cause="the job: built twice from one seed, the model is not the same")
             return
     one, other = first.pieces(_START), second.pieces(_START)
     differing = _other_contents(one, other)
     if differing is not None:
         cause = f"the job: microbatch {differing} read twice is not the same; train_data draws numbers of its own"
-        finding.blame(step=0, parameter="(data)", cause=cause)
+        finding.blame(step=1, parameter="(data)", cause=cause)
         return
     start = Kept(first.model)
     gradient, again = first.gradient(_START, pieces=one), second.gradient(_START, pieces=other)
@@ -71,14 +71,14 @@ def _compare(
         return
     if not is_rounding(one, other, first):
         name = max(apart, key=lambda key: apart[key])
-        finding.blame(step=0, parameter=name, cause=_DRAWS)
+        finding.blame(step=1, parameter=name, cause=_DRAWS)
         return
     floor = floors(first, one, at=_START, pieces=pieces, start=start).gradients
     for name in sorted(apart, key=lambda key: -apart[key] / max(floor[key], 1e-300)):
         verdict = judged(apart[name], floor[name])
         finding.note(verdict, difference=apart[name], floor=floor[name])
         if verdict == DIFFERENT:
-            finding.blame(step=0, parameter=name, cause=_DRAWS)
+            finding.blame(step=1, parameter=name, cause=_DRAWS)
 
 
 def _halves(reference: Reference, finding: Finding) -> None:

@@ -128,7 +128,7 @@ def _places(ready: Ready, world: World, steps: int, single: Finding) -> list[Cur
             problem = _first_line(error)
     problem = world.share_json(problem)
     if problem and len(found) > 1:
-        single.detail += f" Step {last.step}, a short batch, was left out: one process can't run it ({problem})."
+        single.detail += f" Step {last.step + 1}, a short batch, was left out: one process can't run it ({problem})."
         return found[:-1]
     return found
 

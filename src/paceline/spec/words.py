@@ -1,4 +1,4 @@
-"""Suggestions for words that were mistyped."""
+"""Words for people: numbers with their units, and suggestions for what was mistyped."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -8,3 +8,22 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`did you mean 'ddp'?`, or nothing."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else ""
+
+
+def many(number: int, word: str) -> str:
+    """`1 step`, `2 steps`, `1,000 steps`, `2 processes`."""
+    plural = f"{word}es" if word.endswith(("s", "ch")) else f"{word}s"
+    return f"{number:,} {word if number == 1 else plural}"
+
+
+def size(num_bytes: int) -> str:
+    """In the unit in which it is a number to read."""
+    for unit, power in (("GiB", 30), ("MiB", 20)):
+        if num_bytes >= 1 << power:
+            return f"{num_bytes / 2**power:.1f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"
+
+
+def duration(seconds: float) -> str:
+    """Milliseconds, or seconds from one second on."""
+    return f"{seconds:.1f} s" if seconds >= 1.0 else f"{seconds * 1e3:.0f} ms"

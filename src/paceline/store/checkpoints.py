@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError
+from paceline.spec.words import size
 from paceline.store.disk import sync_folder, write_text
 from paceline.store.tensors import (
     TensorBytes,
@@ -75,7 +76,7 @@ def save(folder: Path, *, step: int, files: Mapping[str, Sequence[TensorBytes]],
         raise CheckpointError(
             f"step {step} could not be saved: {error.strerror or error}.",
             where=str(folder),
-            cause=f"{free_bytes(folder) / 2**20:.0f} MiB are free there",
+            cause=f"{size(free_bytes(folder))} are free there",
             hint="free some space; older checkpoints are untouched",
         ) from error
 
@@ -260,7 +261,7 @@ def _check_space(folder: Path, files: Mapping[str, Sequence[TensorBytes]]) -> No
     free = free_bytes(folder)
     if free < needed:
         raise CheckpointError(
-            f"a checkpoint needs {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free.",
+            f"a checkpoint needs {size(needed)}, {size(free)} are free.",
             where=str(folder),
             hint="free some space, or --run-dir on another disk; older checkpoints are untouched",
         )

@@ -113,7 +113,7 @@ class Agent:
     def _failure(self, rank: int, status: int) -> Failure:
         beat = read_pulse(self._attempt.folder / f"pulse-{rank}")
         written = read_failure(self._attempt.folder, rank)
-        return written or from_status(rank, status=status, step=beat.step if beat else 0)
+        return written or from_status(rank, status=status, step=beat.step + 1 if beat and beat.monotonic_ns else 0)
 
     def _after_failure(self) -> None:
         """Give the others a moment to write down what they saw, then end them: they wait for a dead peer."""

@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 import torch
 import torch._dynamo  # the first optimizer pulls it in: a second for each worker, were it not here before the fork
 
-from paceline.errors import ExitCode, PacelineError, user_line
+from paceline.errors import ExitCode, PacelineError
 from paceline.plugins import resolve
-from paceline.survive.failure import current_rank, print_traceback, write_failure
+from paceline.survive.decide import is_lost_connection
+from paceline.survive.failure import Failure, current_rank, failure_of, print_traceback, write_failure
 from paceline.survive.signals import stop_flag
 from paceline.talk import flush, say
 
@@ -80,20 +81,30 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int) -> int:
-    """Run `entry` in a process that another launcher made; a failure goes to the standard error."""
+def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int, go_on: str = "") -> int:
+    """Run `entry` in a process that another launcher made; a failure goes to the standard error, and ours is last."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
     stop_flag.install()
     try:
         return int(resolve(entry)(payload))
-    except PacelineError as error:
-        say(f"rank {current_rank()}: {error}", sys.stderr)
-        os._exit(int(error.exit_code))
     except BaseException as error:
-        traceback.print_exception(error)
-        line = user_line(error)
-        where = f"{line}, " if line else ""
-        text = f"FAILED. rank {current_rank()}, {where}{type(error).__name__}: {error}"
-        say(text, sys.stderr)
-        os._exit(int(ExitCode.FAILED))
+        failure = failure_of(error, rank=current_rank())
+        if not isinstance(error, PacelineError) and not is_lost_connection(failure):
+            traceback.print_exception(error)
+        say(_screen(failure), sys.stderr)
+        if go_on and failure.exit_code != ExitCode.REFUSED:
+            say(f"Go on: {go_on}", sys.stderr)
+        os._exit(failure.exit_code)
+
+
+def _screen(failure: Failure) -> str:
+    """A rank's own words; one that only lost another does not look as if it had failed."""
+    at = f" at step {failure.step}" if failure.step else ""
+    if failure.exit_code == ExitCode.FAILED and is_lost_connection(failure):
+        return f"rank {failure.rank} stopped{at} because another rank left ({failure.kind}: {failure.message})"
+    if failure.exit_code not in (ExitCode.FAILED, ExitCode.MACHINE):
+        return f"rank {failure.rank}: {failure.screen}"
+    place = f"{failure.where}, " if failure.where else ""
+    lines = [f"FAILED{at}. rank {failure.rank}, {place}{failure.kind}: {failure.message}"]
+    return "\n".join([*lines, *(f"  {line}" for line in failure.screen.splitlines()[1:])])

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,7 +21,10 @@ _LINES, _WIDTH = 8, 400
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a rank ended. `kind` is the exception's name, or `signal` or `exit` where there is no exception."""
+    """Why a rank ended. `kind` is the exception's name, or `signal` or `exit` where there is no exception.
+
+    `step` is the number of the step in which it was, 0 before the first.
+    """
 
     rank: int
     kind: str
@@ -34,10 +39,18 @@ class Failure:
 
 def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 0) -> None:
     """Write down what happened on this rank."""
+    failure = failure_of(error, rank=rank, step=step)
+    with suppress(OSError):  # a full disk must not hide what happened: the log has it too
+        write_text(_path(folder, rank), json.dumps(asdict(failure)))
+
+
+def failure_of(error: BaseException, *, rank: int, step: int = 0) -> Failure:
+    """What happened on this rank, and in which step."""
+    step = step or step_of(error)
     error = _in_our_words(error)
     line = user_line(error)
     ours = isinstance(error, PacelineError)
-    failure = Failure(
+    return Failure(
         rank=rank,
         kind=type(error).__name__,
         message=_message(error),
@@ -48,8 +61,22 @@ def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 
         monotonic_ns=time.monotonic_ns(),
         step=step,
     )
-    with suppress(OSError):  # a full disk must not hide what happened: the log has it too
-        write_text(_path(folder, rank), json.dumps(asdict(failure)))
+
+
+@contextmanager
+def at_step(number: int) -> Iterator[None]:
+    """An exception that leaves this block carries the step's number, for the screen and for its traceback."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"at step {number}")
+        raise
+
+
+def step_of(error: BaseException) -> int:
+    """The number of the step that an exception comes from; 0 where it comes from none."""
+    found = [re.fullmatch(r"at step (\d+)", str(note)) for note in getattr(error, "__notes__", ())]
+    return next((int(match[1]) for match in found if match), 0)
 
 
 def _message(error: BaseException) -> str:

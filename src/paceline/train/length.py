@@ -10,6 +10,9 @@ from typing import Any, Self
 import torch
 
 from paceline.order.cursor import Cursor
+from paceline.spec.settings import Settings
+
+SHORTEST_INTERVAL = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +92,32 @@ class Clock:
     saving: float = 0.0
     evaluating: float = 0.0
 
+    def stepping(self) -> float:
+        """Seconds of the steps themselves, with the reading of data: what else was done has its own clocks."""
+        return time.perf_counter() - self.began - self.saving - self.evaluating
+
 
 def derived_interval(total: int | None) -> int:
-    """Ten times in a run, or every thousand steps where its length is not known."""
-    return max(1, total // 10) if total else 1000
+    """Ten times in a run, but not more often than each tenth step; every thousand where its length is not known."""
+    return max(SHORTEST_INTERVAL, total // 10) if total else 1000
+
+
+def often(every: int, *, total: int | None) -> str:
+    """An interval in words."""
+    return "at the end" if total is not None and every >= total else f"every {every} and at the end"
+
+
+def length_of(settings: Settings, *, epoch_samples: int | None) -> Length:
+    """How long to train; one epoch where nothing is said."""
+    train = settings.train
+    unsaid = train.steps is None and train.samples is None and train.tokens is None and train.epochs is None
+    return Length(
+        steps=train.steps,
+        samples=train.samples,
+        tokens=train.tokens,
+        epochs=1.0 if unsaid else train.epochs,
+        epoch_samples=epoch_samples,
+    )
 
 
 def peak_gib(device: torch.device) -> float:

@@ -15,6 +15,7 @@ from paceline.order.cursor import Cursor
 from paceline.place.replicate import untouched
 from paceline.pulse import Pulse
 from paceline.step.result import StepResult
+from paceline.survive.failure import at_step
 from paceline.survive.signals import StopFlag
 from paceline.train.built import Built, best_rule, early_stopping, eval_batch_size
 from paceline.train.evaluate import Evaluator
@@ -56,7 +57,6 @@ class Loop:
         self._length = length
         self._target = on_eval_target
         self._clock = Clock()
-        self._data_began = time.perf_counter()
         batch, drop_last = built.plan.global_batch_size, built.settings.data.drop_last
         self.total_steps = length.total_steps(batch=batch, drop_last=drop_last)
         self.save_every = built.settings.checkpoint.every or derived_interval(self.total_steps)
@@ -77,18 +77,26 @@ class Loop:
             self.save(best=self._judge(self.evaluate()))
         if self._is_over():
             return
-        self._data_began = time.perf_counter()
-        for given in self.feed:
-            self._clock.data += time.perf_counter() - self._data_began
+        feed, self._clock = iter(self.feed), Clock()
+        self._beat()
+        while True:
+            began = time.perf_counter()
+            with at_step(self.cursor.step + 1):
+                given = next(feed, None)
+            if given is None:
+                return
+            self._clock.data += time.perf_counter() - began
             yield given
             if self.stopping or self._is_over():
                 return
-            self._data_began = time.perf_counter()
 
     def step(self, given: StepInput) -> StepResult:
         """One optimizer step and all that belongs after it."""
-        number = self.cursor.step + 1
-        self._faults.fire("step", step=number)
+        with at_step(self.cursor.step + 1):
+            return self._step(given)
+
+    def _step(self, given: StepInput) -> StepResult:
+        self._faults.fire("step", step=self.cursor.step + 1)
         result = self.built.step.run(given, stop=self._stop.requested)
         result.agreed.check_counts()
         self.cursor = given.batch.after
@@ -131,7 +139,7 @@ class Loop:
             split=split,
             metrics={**found.metrics, **numbers},
             samples=found.samples,
-            seconds=found.seconds,
+            seconds=time.perf_counter() - began,
             extra={name: str(value) for name, value in extra.items() if name not in numbers},
         )
         self._clock.evaluating += time.perf_counter() - began
@@ -232,8 +240,8 @@ class Loop:
         self.progress.tokens += tokens
 
     def _log(self, result: StepResult) -> None:
-        clock, now = self._clock, time.perf_counter()
-        seconds = (now - clock.began) / max(clock.steps, 1)
+        clock = self._clock
+        stepping = max(clock.stepping(), 1e-9)
         self.stream.emit(
             StepDone(
                 step=self.cursor.step,
@@ -243,16 +251,14 @@ class Loop:
                 terms=result.terms,
                 grad_norm=result.grad_norm,
                 lr=self.built.update.lr,
-                step_seconds=seconds,
+                step_seconds=stepping / max(clock.steps, 1),
                 data_seconds=clock.data / max(clock.steps, 1),
                 compute_seconds=clock.compute / max(clock.steps, 1),
                 communication_seconds=clock.communication / max(clock.steps, 1),
                 checkpoint_seconds=clock.saving / max(clock.steps, 1),
                 evaluation_seconds=clock.evaluating / max(clock.steps, 1),
-                samples_per_second=clock.samples / max(now - clock.began, 1e-9),
-                tokens_per_second=clock.tokens / max(now - clock.began, 1e-9)
-                if clock.tokens != clock.samples
-                else None,
+                samples_per_second=clock.samples / stepping,
+                tokens_per_second=clock.tokens / stepping if clock.tokens != clock.samples else None,
                 memory_peak_gib=peak_gib(self.built.world.device),
                 statistics=statistics(self.built.named) if self.built.settings.log.statistics else {},
             )

@@ -87,6 +87,11 @@ class Run:
     _ready: Ready | None = None
     _hold: Hold | None = None
 
+    def open(self) -> Session:
+        """Join the others, and give what is behind this run; whoever asks also closes it."""
+        self.__enter__()
+        return self._live
+
     def __enter__(self) -> Self:
         self._join_or_start()
         ready = self._ready or prepare(self._task, job=self.job)

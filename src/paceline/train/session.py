@@ -30,6 +30,7 @@ from paceline.spec.read import Asked, as_toml, merge
 from paceline.spec.settings import Settings
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
+from paceline.spec.words import many
 from paceline.store.checkpoints import Loaded
 from paceline.store.disk import read_json, write_json, write_text
 from paceline.store.runs import RunFolder
@@ -38,7 +39,7 @@ from paceline.survive.signals import stop_flag
 from paceline.train.apart import tensors_of
 from paceline.train.built import build, job_layer
 from paceline.train.convert import weights_digest
-from paceline.train.length import Length, Progress
+from paceline.train.length import Progress, length_of, often
 from paceline.train.loop import Loop
 from paceline.train.saving import Saver, consolidate, find_checkpoint, identity, restore
 from paceline.watch.sinks import make_sinks
@@ -227,7 +228,7 @@ class Session:
         return Pulse(Path(folder) / f"pulse-{self.world.rank}") if folder else None
 
     def _announce(self, cursor: Cursor, loaded: Loaded | None, events: Sequence[Event]) -> None:
-        if not self.world.is_main:
+        if not self.world.is_main or self.ready.task.verb == "evaluate":  # which leaves the run's own story alone
             return
         task, plan = self.ready.task, self.ready.plan
         write_text(self.run.path / "config.toml", as_toml(self.ready.asked))
@@ -252,32 +253,22 @@ class Session:
     def _banner(self, cursor: Cursor, loaded: Loaded | None) -> tuple[str, ...]:
         settings, loop = self.ready.settings, self.loop
         parameters = sum(member.parameter.numel() for member in self.built.named)
-        lines = [f"run: {self.run.path}", f"model: {parameters:,} trainable parameters", *self.ready.plan.notes]
+        lines = [f"run: {self.run.path}", f"model: {many(parameters, 'trainable parameter')}", *self.ready.plan.notes]
         samples = self._feed.num_samples
-        lines += [] if samples is None else [f"data: {samples:,} samples an epoch"]
+        lines += [] if samples is None else [f"data: {many(samples, 'sample')} an epoch"]
         lines += [*self._feed.notes, *self.built.notes]
-        lines.append(f"steps: {loop.total_steps or 'until the data ends'}, save every {loop.save_every}")
+        when = f"save {often(loop.save_every, total=loop.total_steps)}"
+        if self.ready.job.eval_data is not None:
+            when = f"evaluate {often(loop.eval_every, total=loop.total_steps)}, {when}"
+        lines.append(f"steps: {loop.total_steps or 'until the data ends'}, {when}")
         lines.append(f"precision: {settings.train.precision}{', exact' if settings.train.exact else ''}")
         if any(running(self.built.model)):
             lines.append(f"buffers: {settings.train.buffers}, {POLICIES[settings.train.buffers]}")
         scale = settings.train.lr_scaling
         lines.append(f"lr: {loop.built.update.optimizers[0].param_groups[0]['lr']:.3g} (scaling: {scale})")
         if loaded is not None:
-            lines.append(f"resumed: {loaded.path.name}, {cursor.samples:,} samples consumed")
+            lines.append(f"resumed: {loaded.path.name}, {many(cursor.samples, 'sample')} consumed")
         return tuple(lines)
-
-
-def length_of(settings: Settings, *, epoch_samples: int | None) -> Length:
-    """How long to train; one epoch where nothing is said."""
-    train = settings.train
-    unsaid = train.steps is None and train.samples is None and train.tokens is None and train.epochs is None
-    return Length(
-        steps=train.steps,
-        samples=train.samples,
-        tokens=train.tokens,
-        epochs=1.0 if unsaid else train.epochs,
-        epoch_samples=epoch_samples,
-    )
 
 
 def _data_facts(job: Job, settings: Settings) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from paceline.store.disk import write_json
 from paceline.store.runs import RunFolder
 from paceline.train.run import Run
 from paceline.train.saving import restore_weights
-from paceline.train.session import Session, join_world, prepare
 
 
 def train(payload: Mapping[str, Any]) -> int:
@@ -27,12 +26,11 @@ def train(payload: Mapping[str, Any]) -> int:
 def evaluate(payload: Mapping[str, Any]) -> int:
     """Exact metrics of a checkpoint; rank 0 writes the answer."""
     task = Task.from_json(payload)
-    ready = prepare(task)
+    asked = Run.worker(task)
     split = str(task.options.get("split", "eval"))
-    if getattr(ready.job, f"{split}_data", None) is None:
+    if getattr(asked.job, f"{split}_data", None) is None:
         raise JobError(f"the job has no {split}_data.", hint=f"pl.Job(..., {split}_data=...)")
-    world = join_world(ready)
-    session = Session(ready, world=world)
+    session = asked.open()
     run = RunFolder(Path(task.run))
     path = Path(task.options["checkpoint"]) if task.options.get("checkpoint") else newest_good(run.checkpoints)[0]
     if path is None:
@@ -41,7 +39,7 @@ def evaluate(payload: Mapping[str, Any]) -> int:
     restore_weights(loaded, built=session.built)
     session.loop.cursor = type(session.loop.cursor)(step=loaded.step)
     event = session.loop.evaluate(split=split)
-    if world.is_main:
+    if session.world.is_main:
         answer = {
             "split": split,
             "step": loaded.step,

@@ -3,12 +3,28 @@
 import shlex
 from typing import Any
 
+from paceline.launch.environments import Joined
 from paceline.spec.task import Task
 
+_LAUNCHERS = {
+    "torchrun": "torchrun --nproc-per-node {local} -m",
+    "mpirun": "mpirun -n {world}",
+    "mpiexec": "mpiexec -n {world}",
+    "srun": "srun --ntasks {world}",
+}
 
-def command_again(task: Task) -> str:
-    """`paceline train` with the run's folder and every setting that was given; faults are not asked for again."""
-    words = ["paceline", "train", task.job, "--run-dir", task.run, "--ranks", str(task.ranks)]
+
+def command_again(task: Task, joined: Joined | None = None) -> str:
+    """`paceline train` with the run's folder and every setting that was given; faults are not asked for again.
+
+    In a world that a launcher made the launcher comes first; how machines meet is not known here.
+    """
+    words = ["paceline", "train", task.job, "--run-dir", task.run]
+    if joined is None:
+        words += ["--ranks", str(task.ranks)]
+    else:
+        launcher = _LAUNCHERS.get(joined.kind, "").format(local=joined.local_world_size, world=joined.world_size)
+        words = [*launcher.split(), *words]
     if task.layout != ("single" if task.ranks == 1 else "ddp"):
         words += ["--layout", task.layout]
     if task.update != "sync":

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.spec.jobref import job_defaults, parse_jobref
-from paceline.spec.read import default_of, known_settings, read_asked
+from paceline.errors import JobError, PacelineError, user_line
+from paceline.plugins import resolve
+from paceline.spec.jobref import JobRef, job_defaults, parse_jobref
+from paceline.spec.read import Asked, default_of, known_settings, read_asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +21,14 @@ class Setting:
 
 
 def config(job: str, *, file: Path | None = None, overrides: Sequence[str] = ()) -> list[Setting]:
-    """Every setting of `job`, as far as it is known without running the job's own code."""
+    """Every setting of `job`. Its own code runs for it: what it sets may follow from its parameters.
+
+    Raises:
+        JobError: the job can't be loaded.
+    """
     ref = parse_jobref(job)
     asked = read_asked(file=file, overrides=overrides)
+    asked = asked.over(_by_job(ref, asked), origin="job")
     found = [
         Setting(name=name, value=asked.values.get(name, default_of(name)), origin=asked.origins.get(name, "default"))
         for name in known_settings()
@@ -35,4 +42,18 @@ def config(job: str, *, file: Path | None = None, overrides: Sequence[str] = ())
                 origin=asked.origins.get(dotted, f"{ref.short}.py"),
             )
         )
+    return found
+
+
+def _by_job(ref: JobRef, asked: Asked) -> dict[str, Any]:
+    params = {name[4:]: value for name, value in asked.values.items() if name.startswith("job.")}
+    load, layer = resolve("paceline.job:load_job"), resolve("paceline.train.built:job_layer")
+    try:
+        found: dict[str, Any] = layer(load(ref, params=params))
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise JobError(
+            f"{ref} can't be loaded: {type(error).__name__}: {error}", where=str(user_line(error) or ref)
+        ) from error
     return found

@@ -5,9 +5,11 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.spec.task import Task
+from paceline.spec.words import many
 from paceline.store.checkpoints import BEST, marked
 from paceline.store.disk import read_json
 from paceline.store.runs import find_run
+from paceline.talk import say
 from paceline.verbs.running import Answer, Common, execute, read_answer
 
 ENTRY = "paceline.train.worker:evaluate"
@@ -32,7 +34,9 @@ def evaluate(
     task = replace(
         task, verb="evaluate", options=options, resume=None, faults="", ranks=ranks, layout=layout, run=str(folder.path)
     )
-    answer = execute(task, entry=ENTRY, common=common)
+    if not common.quiet:
+        say(f"evaluating {checkpoint or folder.path} on {split}_data with {many(ranks, 'process')}")
+    answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
     return replace(answer, value=read_answer(task, "evaluate"))
 
 

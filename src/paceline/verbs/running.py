@@ -18,7 +18,7 @@ from paceline.spec.layout import Kind, parse_layout
 from paceline.spec.read import Asked, merge, read_asked
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
-from paceline.spec.words import did_you_mean
+from paceline.spec.words import did_you_mean, many
 from paceline.start import Outcome, Request, failure_screen, start
 from paceline.store.checkpoints import all_steps
 from paceline.store.disk import read_json
@@ -129,7 +129,7 @@ def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False)
 
     def follow(folder: Path) -> Callable[[], None]:
         if not common.quiet:
-            say(f"starting {count} process{'es' if count > 1 else ''}; logs in {task.run}/logs")
+            say(f"starting {many(count, 'process')}; logs in {task.run}/logs")
         tails.append(Tail(folder))
         return tails[-1] if not common.quiet else _nothing
 
@@ -178,8 +178,11 @@ def _joined(task: Task, entry: str, joined: Joined, one_thread: bool) -> Answer:
     per_node = joined.local_world_size * replicas
     cluster = Cluster(ranks=task.ranks, cores=usable_cores(), ranks_per_node=per_node)
     threads = settle_threads(cluster=cluster, one=settings.train.exact or one_thread, asked=settings.train.threads)
-    code = child(entry, payload, threads=threads)
-    return Answer(exit_code=int(code), run=Path(task.run))
+    tells = joined.rank == 0 and task.verb == "train"  # rank 0 alone knows the folder, and fails with the others
+    go_on = command_again(task, joined) if tells else ""
+    code = child(entry, payload, threads=threads, go_on=go_on)
+    stopped = f"Stopped and saved. Go on: {go_on}" if code == ExitCode.STOPPED and go_on else ""
+    return Answer(exit_code=int(code), run=Path(task.run), screen=stopped)
 
 
 def _resumed(task: Task, resume: str, name: str) -> Task:
@@ -235,7 +238,7 @@ def _ranks(asked: int | None, joined: Joined | None, device: str, problems: list
         return joined.world_size
     gpus = visible_gpus() if device == "cuda" else 0
     if gpus and asked is not None and asked > gpus:
-        problems.append(UsageError(f"--ranks {asked}, this machine has {gpus} GPUs.", hint=f"--ranks {gpus}"))
+        problems.append(UsageError(f"--ranks {asked}, this machine has {many(gpus, 'GPU')}.", hint=f"--ranks {gpus}"))
     return asked or gpus or 1
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from paceline.spec.words import many, size
 from paceline.verbs import ckpt as ckpt_verbs
 from paceline.verbs import config as config_verb
 from paceline.verbs import new as new_verb
@@ -163,7 +164,7 @@ def _train(options: TrainOptions, settings: list[str]) -> Printed:
     )
     if options.dry_run:
         return 0, answer.value, "\n".join(f"{k}: {v}" for k, v in (answer.value or {}).items())
-    return answer.exit_code, _summary(answer), answer.screen or f"run: {answer.run}"
+    return answer.exit_code, _summary(answer), answer.screen or (f"run: {answer.run}" if answer.run.name else "")
 
 
 def _verify(options: VerifyOptions, settings: list[str]) -> Printed:
@@ -174,13 +175,13 @@ def _verify(options: VerifyOptions, settings: list[str]) -> Printed:
 
 
 def _evaluate(options: EvaluateOptions, _: list[str]) -> Printed:
-    common = Common(ranks=options.ranks, quiet=True)
+    common = Common(ranks=options.ranks, quiet=options.json)
     answer = evaluate(options.run, split=options.split, best=options.best, common=common)
     value = answer.value or {}
     if answer.exit_code:
         return answer.exit_code, value, answer.screen
     lines = [f"{name} {number:.6f}" for name, number in value["metrics"].items()]
-    lines.append(f"{value['samples']} samples of {value['split']}_data, each once; step {value['step']}")
+    lines.append(f"{many(value['samples'], 'sample')} of {value['split']}_data, each once; step {value['step']}")
     return 0, value, "\n".join(lines)
 
 
@@ -204,7 +205,7 @@ def _ckpt(options: CkptOptions, _: list[str]) -> Printed:
     if options.what == "ls":
         rows = ckpt_verbs.ls(options.run)
         lines = [
-            f"{'✓' if row.good else '✗'} step {row.step:>8}  {row.num_bytes / 2**20:8.1f} MiB  {' '.join(row.marks)}  "
+            f"{'✓' if row.good else '✗'} step {row.step:>8}  {size(row.num_bytes):>12}  {' '.join(row.marks)}  "
             f"{row.reason}".rstrip()
             for row in rows
         ]

@@ -13,6 +13,7 @@ from paceline.events import (
     RunStarted,
     StepDone,
 )
+from paceline.spec.words import duration, many, size
 from paceline.talk import say
 
 
@@ -23,10 +24,10 @@ def line_of(event: Event) -> str:
     if isinstance(event, EvalDone):
         numbers = " | ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
         extra = "".join(f"\n{name}: {text}" for name, text in event.extra.items())
-        return f"eval {event.step} | {numbers} | {event.samples} samples, each once{extra}"
+        return f"eval {event.step} | {numbers} | {many(event.samples, 'sample')}, each once, in {duration(event.seconds)}{extra}"
     if isinstance(event, CheckpointSaved):
         mark = " (best)" if event.best else ""
-        return f"saved {event.path}{mark} | {event.num_bytes / 2**20:.1f} MiB in {event.seconds * 1e3:.0f} ms"
+        return f"saved {event.path}{mark} | {size(event.num_bytes)} in {duration(event.seconds)}"
     if isinstance(event, CheckpointRefused):
         return f"refused {event.path}: {event.reason}"
     if isinstance(event, Note):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError
+from paceline.spec.words import size
 from paceline.store.checkpoints import BEST, LATEST, all_steps, marked, step_of, verify
 from paceline.store.runs import RunFolder
 from paceline.survive.failure import FIRST_FAILURE
@@ -44,7 +45,7 @@ def _attempt(folder: Path) -> str:
         return ""
     number = folder.name.removeprefix("attempt-")
     where = f"{first['where']}, " if first.get("where") else ""
-    step = f" at step {first['step'] + 1}" if isinstance(first.get("step"), int) and first["step"] else ""
+    step = f" at step {first['step']}" if isinstance(first.get("step"), int) and first["step"] else ""
     what = f"killed by {first.get('message')}" if first.get("kind") == "signal" else _named(first)
     head = f"<p><strong>Attempt {escape(number)}{step}: rank {escape(str(first['rank']))}</strong>, {escape(where + what)}</p>"
     source = f"<pre>{escape(str(first['source']))}</pre>" if first.get("source") else ""
@@ -83,7 +84,7 @@ def show_checkpoints(run: RunFolder) -> str:
         badges = "".join(f'<span class="badge">{mark}</span> ' for mark, at in marks.items() if at == path)
         shown = {"good": "bitwise", "bad": "different"}.get(word, "")
         rows.append(
-            f"<tr><td>{step_of(path):,}</td><td>{_bytes(path) / 2**20:.1f} MiB</td>"
+            f"<tr><td>{step_of(path):,}</td><td>{size(_bytes(path))}</td>"
             f'<td><span class="badge {shown}">{word}</span> {badges}</td><td>{escape(reason or path.name)}</td></tr>'
         )
     head = "<tr><th>step</th><th>size</th><th></th><th></th></tr>"

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from paceline.spec.read import default_of, known_settings
 from paceline.store.disk import write_text
 from paceline.store.runs import RunFolder
 from paceline.watch.asked import settings_of
@@ -75,6 +76,18 @@ def settings_apart(sides: Sequence[Side]) -> dict[str, list[str | None]]:
     return {name: row for name, row in rows.items() if len(set(row)) > 1}
 
 
+def unsaid(name: str) -> str:
+    """What a setting is where nothing was said."""
+    if name.startswith("job."):
+        return "the job's own"
+    if name not in known_settings():
+        return "–"
+    default = default_of(name)
+    if default is None:
+        return "not set"
+    return f"{str(default).lower() if isinstance(default, bool) else default} (default)"
+
+
 def partings(sides: Sequence[Side], *, floor: float) -> list[Parting]:
     """Each run's losses against those of the first; `floor` is relative."""
     first = dict(sides[0].history.points("loss"))
@@ -102,7 +115,7 @@ def table(sides: Sequence[Side], parted: Sequence[Parting]) -> list[tuple[str, l
     groups = [
         (
             "set differently",
-            [(n, [v if v is not None else "–" for v in row]) for n, row in settings_apart(sides).items()],
+            [(n, [v if v is not None else unsaid(n) for v in row]) for n, row in settings_apart(sides).items()],
         ),
         ("losses part", [("", ["–", *(p.text for p in parted)])]),
         ("result", [(n, [number(s.result.get(n)) for s in sides]) for n in results]),
@@ -137,7 +150,13 @@ def _overlaid(sides: Sequence[Side], name: str) -> str:
 def _side(name: str, run: RunFolder) -> Side:
     history = read_history(run)
     last = history.last()
-    result: dict[str, Any] = {"status": status_of(history), "steps": max(history.steps, default=0)}
+    ranks = dict.fromkeys(str(start.get("ranks")) for start in history.starts)
+    result: dict[str, Any] = {
+        "status": status_of(history),
+        "ranks": ", then ".join(ranks),
+        "attempts": len(history.starts),
+    }
+    result["steps"] = max(history.steps, default=0)
     result |= {n: last[n] for n in sorted(last) if n == "loss" or n.startswith(("loss/", "eval/"))}
     result["memory/peak_gib"] = last.get("memory/peak_gib")
     weights = json_or_none(run.path / "weights.json")
