@@ -98,5 +98,6 @@ def test_planted_faults_are_named(shop: Shop, name: str) -> None:
     ended = shop.run("verify", "job.py", "--ranks", "2", "--json")
     assert ended.code == 4, ended.text
     first = ended.json()["first_difference"]
+    assert first["step"] == 1 and ended.json()["lines"][-1].startswith("DIFFERENT at step 1, "), first
     assert cause in first["cause"], first
     assert parameter is None or first["parameter"].startswith(parameter), first
