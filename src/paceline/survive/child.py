@@ -103,7 +103,7 @@ def _screen(failure: Failure) -> str:
     at = f" at step {failure.step}" if failure.step else ""
     if failure.exit_code == ExitCode.FAILED and is_lost_connection(failure):
         return f"rank {failure.rank} stopped{at} because another rank left ({failure.kind}: {failure.message})"
-    if failure.exit_code not in (ExitCode.FAILED, ExitCode.MACHINE):
+    if failure.exit_code != ExitCode.FAILED:
         return f"rank {failure.rank}: {failure.screen}"
     place = f"{failure.where}, " if failure.where else ""
     lines = [f"FAILED{at}. rank {failure.rank}, {place}{failure.kind}: {failure.message}"]
