@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from paceline.place.batchnorm import StatisticsTape
 from paceline.streams import Streams
+from paceline.world import World
 
 
 class Block(nn.Module):
@@ -76,3 +78,42 @@ def test_without_the_generators_state_a_block_called_once_is_right_too() -> None
     _, found = run(times=1, remat={"use_reentrant": False, "preserve_rng_state": False})
     for ours, theirs in zip(found, right, strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Normed(nn.Module):
+    """Checkpointed blocks, of which one ends in a norm: its second forward is left before it is done."""
+
+    def __init__(self, remat: bool) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+        self.remat = remat
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self.first, self.second):
+            x = checkpoint(block, x, use_reentrant=False) if self.remat else block(x)  # type: ignore[assignment]
+        return x
+
+
+def test_norms_that_are_run_again_are_counted_as_in_plain_torch() -> None:
+    x = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
+
+    def train(tape: bool) -> nn.Module:
+        torch.manual_seed(3)
+        model = Normed(remat=True)
+        tapes = StatisticsTape(model=model, world=World.alone()) if tape else None
+        for _ in range(3):
+            if tapes:
+                tapes.begin()
+            for index in range(2):
+                if tapes:
+                    tapes.at(index)
+                model(x[index * 6 : index * 6 + 6]).square().sum().backward()
+            if tapes:
+                tapes.fold(num_micro=2)
+        return model
+
+    found, right = train(True), train(False)
+    assert [m.momentum for m in found.modules() if isinstance(m, nn.BatchNorm1d)] == [0.1, 0.1]
+    for name, value in right.named_buffers():
+        torch.testing.assert_close(found.get_buffer(name), value)

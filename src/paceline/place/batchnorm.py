@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.errors import DesyncError, JobError
 from paceline.place.views import same
-from paceline.torch_private import NormBase
+from paceline.torch_private import NormBase, in_backward
 from paceline.world import World
 
 
@@ -29,6 +29,12 @@ class _Layer:
     @property
     def width(self) -> int:
         return self.before[0].numel() * 2
+
+    def is_as_recorded(self) -> bool:
+        """Whether nothing has been written since the last recorded call."""
+        *_, mean, variance = [part for parts in self.rows.values() for part in parts] or self.before
+        now = _statistics(self.module)
+        return same(now[0], mean) and same(now[1], variance)
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class StatisticsTape:
             for layer in self._layers
             for handle in (
                 layer.module.register_forward_pre_hook(self._before(layer)),
-                layer.module.register_forward_hook(self._after(layer)),
+                layer.module.register_forward_hook(self._after(layer), always_call=True),
             )
         ]
 
@@ -119,10 +125,7 @@ class StatisticsTape:
         """By value: `F.batch_norm` writes without a trace. In the first step only, for what it costs."""
         self._checked = True
         for layer in self._layers:
-            *_, mean, variance = [part for parts in layer.rows.values() for part in parts] or layer.before
-            now = _statistics(layer.module)
-            foreign = not (same(now[0], mean) and same(now[1], variance))
-            if foreign and (layer.rows or self._world.world_size > 1):
+            if (layer.rows or self._world.world_size > 1) and not layer.is_as_recorded():
                 raise JobError(
                     f"the running statistics of {layer.name} were written by something else than its own forward.",
                     cause="F.batch_norm(x, layer.running_mean, ...), or code that assigns to them in a forward",
@@ -160,10 +163,11 @@ class StatisticsTape:
         return hook
 
     def _after(self, layer: _Layer) -> Callable[[nn.Module, object, object], None]:
-        def hook(module: nn.Module, _: object, __: object) -> None:
+        def hook(module: nn.Module, _: object, output: object) -> None:
             if module.training:
                 layer.module.momentum = layer.momentum
-                layer.rows.setdefault(self._now, []).extend(_statistics(layer.module))
+                if output is not None or in_backward():  # checkpointing leaves a repeated one once it has written
+                    layer.rows.setdefault(self._now, []).extend(_statistics(layer.module))
 
         return hook
 
