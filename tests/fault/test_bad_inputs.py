@@ -118,6 +118,7 @@ LATE: dict[str, tuple[str, tuple[str, ...], int, str]] = {
         "BASE(model=Odd, optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]), "
         "lr_schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)", (), 2, "5. lr_schedule= gave ReduceLROnPlateau"),
     "extra state that only pickle could write": ("BASE(model=Pickled)", (), 2, "_extra_state holds a value of type PosixPath"),
+    "a forward that writes to its weights": ("BASE(model=lambda: Renormed(6, 4))", (), 2, "writes to the parameter weight"),
     "an optimizer that wants a closure": (
         "BASE(optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]))", (), 2, "LBFGS, whose step() needs a closure"),
     "a schedule that wants a metric": (
@@ -163,6 +164,12 @@ class Odd(torch.nn.Module):
         self.turn = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
         self.words = torch.nn.Embedding(3, 2, sparse=True)
         self.register_buffer("fine", torch.zeros(2, dtype=torch.complex128))
+class Renormed(torch.nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
 class Pickled(torch.nn.Linear):
     def __init__(self): super().__init__(6, 4)
     def get_extra_state(self): return {"at": [__import__("pathlib").Path(".")]}

@@ -24,6 +24,7 @@ from paceline.step.turns import ALONE, Turns
 from paceline.step.update import Update
 from paceline.step.whole import gather, quotients
 from paceline.streams import Streams
+from paceline.torch_private import version
 from paceline.world import World
 
 MOST_ATTEMPTS = 4
@@ -56,6 +57,7 @@ class SpmdStep:
         self._names: tuple[str, ...] | None = None
         self._late: StepResult | None = None
         self._spare: Any = None
+        self._seen_writes = parts.world.world_size == 1
 
     def run(self, given: Given, *, stop: bool = False) -> StepResult:
         """Forward, backward, reduce, clip, update. `stop` is this rank's wish to stop after it.
@@ -87,8 +89,10 @@ class SpmdStep:
         for _ in range(MOST_ATTEMPTS):
             self.parts.tape.begin()
             self.parts.reducer.begin()
+            before = self._versions()
             joint, divide = (self._whole if self.parts.contract.over_batch else self._passes)(given, stop)
             waiting = time.perf_counter()
+            self._refuse_writes(before)
             if self.parts.reducer.finish(divisor=joint.divisor() if divide else None):
                 break
         else:
@@ -109,6 +113,21 @@ class SpmdStep:
         """Remove what was hooked into the model."""
         self.parts.reducer.close()
         self.parts.tape.close()
+
+    def _versions(self) -> list[int]:
+        """In the first step of several replicas: what shows that a forward has written to a parameter."""
+        return [] if self._seen_writes else [version(parameter) for parameter in self.parts.model.parameters()]
+
+    def _refuse_writes(self, before: list[int]) -> None:
+        after, self._seen_writes = self._versions(), True
+        pairs = zip(self.parts.model.named_parameters(), before, after, strict=False)
+        names = [name for (name, _), old, new in pairs if old != new]
+        if names:
+            raise JobError(
+                f"the forward writes to the parameter {names[0]}: each replica would write other values.",
+                cause="nn.Embedding(max_norm=...), or a forward that assigns to its weights",
+                hint="renormalise where the weight is used, F.normalize(self.weight), or --ranks 1",
+            )
 
     def _passes(self, given: Given, stop: bool) -> tuple[Joint, bool]:
         """Forward and backward of this rank's microbatches; the joint vector travels under the last one."""
