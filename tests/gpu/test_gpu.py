@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_a_step_never_waits_for_the_device() -> None:
     data = [(torch.randn(16), torch.tensor(i % 4)) for i in range(256)]
     job = Job(
-        model=lambda: torch.nn.Linear(16, 4),
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4)),
         loss=lambda o, b: (torch.nn.functional.cross_entropy(o, b[1], reduction="sum"), len(b[1])),
         train_data=data,
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], fused=True),
