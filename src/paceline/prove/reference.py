@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from paceline.job import Job
 from paceline.prove.alone import alone
-from paceline.prove.forward import forward, own_loss
+from paceline.prove.forward import Forward
 from paceline.prove.reading import Reading, merged
 from paceline.prove.weighed import weighed
 from paceline.prove.whole import part_of
@@ -94,6 +94,7 @@ class Reference:
         self._cast = cast
         seed_all(key(spec.seed, "build"))
         self.model: nn.Module = job.model().to(spec.device)
+        self._forward = Forward(job, self.model)
         self._stream = 0
         self._calls = Calls()
         for number, block in enumerate(random_blocks(self.model)):
@@ -245,11 +246,11 @@ class Reference:
 
     def _output(self, data: Any) -> Any:
         with self._precision():
-            return forward(self.job, self.model, data)
+            return self._forward.output(data)
 
     def _terms(self, output: Any, data: Any, num_samples: int) -> dict[str, tuple[Tensor, Any]]:
         with self._precision():
-            found = self.job.loss(output, data) if self.job.loss else own_loss(self.model, output, data, num_samples)
+            found = self.job.loss(output, data) if self.job.loss else self._forward.own_loss(output, data, num_samples)
         if isinstance(found, Mapping):
             return dict(found)
         return {"loss": found if isinstance(found, tuple) else (found * num_samples, num_samples)}

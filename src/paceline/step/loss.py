@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError
 from paceline.job import Job
+from paceline.step.own_loss import DIVISOR, OwnLoss
 
 Number = Tensor | float
 Terms = dict[str, tuple[Tensor, Number]]
 SINGLE = "loss"
-IGNORED_LABEL = -100
 
 
 class LossContract:
@@ -24,9 +24,8 @@ class LossContract:
 
     def __init__(self, *, job: Job, model: nn.Module) -> None:
         self._job = job
-        self._model_gives_sum = job.loss is None and _takes(model, "num_items_in_batch")
+        self._own = OwnLoss(model, takes_divisor=job.forward is None and _takes(model, DIVISOR))
         self._accepted = _accepted_names(model)
-        self._shifted = getattr(model, "loss_type", None) == "ForCausalLM"
         self.num_terms_without_count = 0
 
     @property
@@ -63,7 +62,7 @@ class LossContract:
     def terms(self, output: Any, batch: Any, *, num_samples: int) -> Terms:
         """The named `(sum, count)` of one microbatch."""
         if self._job.loss is None:
-            return {SINGLE: self._own_loss(output, batch, num_samples)}
+            return {SINGLE: self._own.term(output, batch, num_samples=num_samples)}
         found = self._job.loss(output, batch)
         if isinstance(found, Mapping):
             return {str(name): _pair(name, value) for name, value in found.items()}
@@ -81,21 +80,8 @@ class LossContract:
         chosen = {name: value for name, value in batch.items() if name in self._accepted}
         if self._job.loss is not None:
             chosen.pop("labels", None)
-        elif self._model_gives_sum:
-            chosen["num_items_in_batch"] = 1
-        return chosen
-
-    def _own_loss(self, output: Any, batch: Any, num_samples: int) -> tuple[Tensor, Number]:
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if not isinstance(loss, Tensor):
-            raise JobError(
-                "the job has no loss=, and the model's output has no .loss.",
-                hint="loss=lambda output, batch: (loss_sum, count)",
-            )
-        if self._model_gives_sum and isinstance(batch, Mapping) and "labels" in batch:
-            labels = batch["labels"][..., 1:] if self._shifted else batch["labels"]
-            return loss, (labels != IGNORED_LABEL).sum()
-        return _scalar(SINGLE, loss) * num_samples, float(num_samples)
+            return chosen
+        return self._own.arguments(chosen)
 
 
 def _pair(name: object, value: Any) -> tuple[Tensor, Number]:
