@@ -3,7 +3,8 @@
 Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torch itself), dispatch modes and
 `Tensor._version` (bumped by every write in place), and the common bases of
 BatchNorm, of all norms with running statistics, and of dropout; the data worker's note about itself; the default
-process group, set aside for a while; and the number of the backward that a thread is in.
+process group, set aside for a while; the number of the backward that a thread is in; what compiled modules are
+guarded by.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ __all__ = [
     "add_all",
     "copy_all",
     "divide_all",
+    "guard_hooks",
     "hide_worker",
     "in_backward",
     "introduce_worker",
@@ -60,6 +62,14 @@ def lerp_all(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float
     """Move each target towards its source by `weight`, in few kernels."""
     if targets:
         torch._foreach_lerp_(list(targets), list(sources), weight)
+
+
+def guard_hooks() -> None:
+    """Let a compiled module be compiled anew where its hooks are others.
+
+    Otherwise two models of one class in one process, as `verify` has them, run each other's hooks or none.
+    """
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
 
 
 def in_backward() -> bool:

@@ -140,7 +140,7 @@ def test_private_torch_is_touched_in_one_place() -> None:
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
                     assert not any(a.name.startswith("_") for a in node.names), f"{path.name}:{node.lineno}"
         for module in imports(path):
-            if path.name in ("torch_private.py", "child.py"):  # which only loads torch._dynamo early
+            if path.name == "torch_private.py":
                 continue
             if module.startswith("torch."):
                 parts = module.split(".")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.errors import DesyncError, JobError
 from paceline.place.views import same
-from paceline.torch_private import NormBase, in_backward
+from paceline.torch_private import BatchNormBase, NormBase, in_backward
 from paceline.world import World
 
 
@@ -29,6 +29,12 @@ class _Layer:
     @property
     def width(self) -> int:
         return self.before[0].numel() * 2
+
+    def weight(self, number: int) -> float:
+        """What a call weighs, the `number`-th of the run. Instance norms count none, and torch gives them nothing."""
+        if self.momentum is not None:
+            return self.momentum
+        return 1.0 / number if isinstance(self.module, BatchNormBase) else 0.0
 
     def is_as_recorded(self) -> bool:
         """Whether nothing has been written since the last recorded call."""
@@ -90,7 +96,7 @@ class StatisticsTape:
             mean, variance = (part.clone() for part in layer.before)
             seen = 0 if layer.momentum is not None or layer.count is None else int(layer.count)
             for number, row in enumerate(tape.view(-1, layer.width), 1):
-                weight = layer.momentum if layer.momentum is not None else 1.0 / (seen + number)
+                weight = layer.weight(seen + number)
                 mean.mul_(1.0 - weight).add_(row[:half].to(mean.dtype), alpha=weight)
                 variance.mul_(1.0 - weight).add_(row[half:].to(mean.dtype), alpha=weight)
             self._write(layer, (mean, variance), sum(calls.by_microbatch))
@@ -200,4 +206,6 @@ def _statistics(module: NormBase) -> tuple[Tensor, Tensor]:
 
 
 def _tracked(module: NormBase) -> Tensor | None:
-    return None if module.num_batches_tracked is None else module.num_batches_tracked.detach().clone()
+    if module.num_batches_tracked is None or not isinstance(module, BatchNormBase):
+        return None
+    return module.num_batches_tracked.detach().clone()

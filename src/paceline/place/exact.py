@@ -127,7 +127,8 @@ class ExactReducer:
             parameter.grad = None
             if unit.wait is not None:
                 raise second_gradient(member.name)
-            self._seen.append((member.index, *torch.aminmax(gradient)))
+            if gradient.numel():
+                self._seen.append((member.index, *torch.aminmax(gradient)))
             exponent = self._grid.exponents[member.index]
             if exponent is not None:
                 self._add(part, gradient.reshape(-1), magic(exponent), first=not self._touched[member.index])

@@ -21,7 +21,7 @@ from paceline.place.views import write
 from paceline.prove.alone import alone
 from paceline.prove.finding import DIFFERENT, Finding, judged
 from paceline.prove.lockstep import Say, feed_of
-from paceline.prove.noise import MARGIN, distance, nudge
+from paceline.prove.noise import MARGIN, can_nudge, distance, nudge
 from paceline.prove.reference import At, Reference
 from paceline.spec.words import many
 from paceline.streams import key, seed_all
@@ -48,7 +48,8 @@ def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say)
     evaluated = _evaluated(built)
     if reference is not None and steps:
         other = reference.again()
-        nudge(other.model, seed=1)
+        if can_nudge(other, at=At(step=0, epoch=0, position=0), seed=1):
+            nudge(other.model, seed=1)
         _alone(other, steps, backwards=True)
         _judge(finding, built, reference, other, start, steps)
         finding.detail = f"Loss {losses[-1]:.6g} beside {right_losses[-1]:.6g} after {many(steps, 'step')}."

@@ -105,6 +105,8 @@ class Lockstep:
             return
         self._take_over()
         mine = own_gradients(self._built, given, names=names, known=known)
+        if not all(self._world.gather_json(mine is not None)) or mine is None:
+            return
         targets = {m.name: m.parameter for m in self._built.named}
         size = sum(flat(targets[name]).numel() for name in names)
         own = everybodys(self._built, mine, num_micro=given.num_micro, size=size)

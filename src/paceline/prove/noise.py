@@ -63,8 +63,10 @@ def floors(reference: Reference, gradient: Gradient, *, at: At, pieces: Sequence
     for run in range(_RUNS if repeats else 0):
         start.put_back()
         nudge(reference.model, seed=run)
-        others.append(reference.gradient(at, pieces=pieces))
-        buffers.append({name: b.detach().clone() for name, b in reference.model.named_buffers()})
+        moved = reference.gradient(at, pieces=pieces)
+        if is_rounding(gradient, moved, reference):  # else a decision has flipped (round, argmax, top-k): no rounding
+            others.append(moved)
+            buffers.append({name: b.detach().clone() for name, b in reference.model.named_buffers()})
     ended.put_back()
     gradients = _floors(gradient.total, [other.total for other in others if repeats])
     for name, value in gradient.largest.items():
@@ -94,15 +96,29 @@ def is_rounding(one: Gradient, other: Gradient, reference: Reference) -> bool:
 
 
 def nudge(model: nn.Module, *, seed: int) -> None:
-    """Move every weight by one unit in the last place, up or down; a small one by that of its tensor's usual size."""
+    """Move every trained weight by one unit in the last place, up or down.
+
+    A small one is moved by that of its tensor's usual size.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            if not parameter.is_floating_point() or not parameter.numel():
+            if not parameter.is_floating_point() or not parameter.numel() or not parameter.requires_grad:
                 continue
             sign = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter.device) * 2 - 1
             usual = float(parameter.double().square().mean().sqrt())
             parameter.add_(sign * parameter.abs().clamp(min=usual) * _eps(parameter))
+
+
+def can_nudge(reference: Reference, *, at: At, seed: int) -> bool:
+    """Whether that moves the gradient by rounding only; the reference is left as it was."""
+    start = Kept(reference.model)
+    one = reference.gradient(at)
+    start.put_back()
+    nudge(reference.model, seed=seed)
+    other = reference.gradient(at)
+    start.put_back()
+    return is_rounding(one, other, reference)
 
 
 def distance(one: Tensor, other: Tensor) -> float:

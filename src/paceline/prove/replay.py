@@ -31,8 +31,11 @@ def can_replay(built: Built) -> bool:
 
 def own_gradients(
     built: Built, given: StepInput, *, names: Sequence[str], known: Mapping[str, float] | None
-) -> dict[int, Tensor]:
-    """This rank's microbatches, each by itself: the gradients of `names`, flat and one after another."""
+) -> dict[int, Tensor] | None:
+    """This rank's microbatches, each by itself: the gradients of `names`, flat and one after another.
+
+    None where the model can't be asked for single gradients, as under reentrant checkpointing.
+    """
     parts, found = built.step.parts, {}
     targets = {member.name: member.parameter for member in built.named if member.name in names}
     parts.tape.begin()
@@ -43,7 +46,13 @@ def own_gradients(
         with built.step.autocast():
             output = parts.contract.forward(parts.model, batch)
             terms = parts.contract.terms(output, batch, num_samples=micro.num_samples)
-        gradients = torch.autograd.grad(weighed(terms, known), [targets[name] for name in names], allow_unused=True)
+        asked = [targets[name] for name in names]
+        try:
+            gradients = torch.autograd.grad(weighed(terms, known), asked, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            return None
         found[micro.index] = joined(dict(zip(names, gradients, strict=True)), targets)
     parts.tape.begin()
     return found

@@ -44,6 +44,7 @@ class Parts:
     update: Update
     streams: Streams
     precision: str = "fp32"
+    exact: bool = False
     rounds: Rounds | None = None
     turns: Turns = ALONE
 
@@ -57,7 +58,7 @@ class SpmdStep:
         self._names: tuple[str, ...] | None = None
         self._late: StepResult | None = None
         self._spare: Any = None
-        self._seen_writes = parts.world.world_size == 1
+        self._seen_writes = parts.world.world_size == 1 and not parts.exact
 
     def run(self, given: Given, *, stop: bool = False) -> StepResult:
         """Forward, backward, reduce, clip, update. `stop` is this rank's wish to stop after it.
@@ -126,7 +127,7 @@ class SpmdStep:
             raise JobError(
                 f"the forward writes to the parameter {names[0]}: each replica would write other values.",
                 cause="nn.Embedding(max_norm=...), or a forward that assigns to its weights",
-                hint="renormalise where the weight is used, F.normalize(self.weight), or --ranks 1",
+                hint="F.normalize(self.weight) where it is used, or --ranks 1 without --train.exact",
             )
 
     def _passes(self, given: Given, stop: bool) -> tuple[Joint, bool]:

@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
-import torch._dynamo  # the first optimizer pulls it in: a second for each worker, were it not here before the fork
 
 from paceline.errors import ExitCode, PacelineError
 from paceline.plugins import resolve
@@ -19,6 +18,9 @@ from paceline.survive.decide import is_lost_connection
 from paceline.survive.failure import Failure, current_rank, failure_of, print_traceback, write_failure
 from paceline.survive.signals import stop_flag
 from paceline.talk import flush, say
+from paceline.torch_private import guard_hooks
+
+guard_hooks()  # brings torch._dynamo, which the first optimizer wants: a second for each worker, if not before the fork
 
 
 def live(request: Mapping[str, Any], *, failures: Path) -> NoReturn:

@@ -26,6 +26,7 @@ from paceline.step.threads import ThreadsStep
 from paceline.step.turns import ALONE, SharedTurns
 from paceline.step.update import Ema, Update
 from paceline.streams import Streams, key, seed_all
+from paceline.torch_private import guard_hooks
 from paceline.train.apart import Unlisted
 from paceline.train.fit import refuse_unfit, unfit_optimizers, unfit_schedules
 from paceline.train.options import Options, given_options
@@ -72,6 +73,7 @@ def job_layer(job: Job) -> dict[str, Any]:
 
 def build_model(job: Job, *, seed: int) -> nn.Module:
     """The model of one plain build: its draws depend on the seed alone."""
+    guard_hooks()
     seed_all(key(seed, "build"))
     model = job.model()
     if not isinstance(model, nn.Module):
@@ -142,6 +144,7 @@ def _parts(
         update=update,
         streams=streams,
         precision=train.precision,
+        exact=train.exact,
         rounds=rounds,
         turns=turns or ALONE,
     )
