@@ -25,6 +25,10 @@ def mean_as_a_sum(output: Tensor, batch: Any) -> Any:
     return F.cross_entropy(output, batch[1]), 1
 
 
+def mean_beside_a_count(output: Tensor, batch: Any) -> Any:
+    return F.cross_entropy(output, batch[1]), (batch[1] != -100).sum()
+
+
 def said(loss: Callable[[Tensor, Any], Any], masked: list[int], autocast: torch.dtype | None = None) -> str:
     torch.manual_seed(0)
     labels = torch.arange(8) % 3
@@ -38,7 +42,8 @@ def said(loss: Callable[[Tensor, Any], Any], masked: list[int], autocast: torch.
         order="sequential",
     )
     spec = Spec(seed=0, global_batch_size=8, micro_batch_size=4, autocast=autocast)
-    return run_single(lambda: Reference(job=job, spec=spec, cast=lambda value: value)).detail
+    found = run_single(lambda: Reference(job=job, spec=spec, cast=lambda value: value))
+    return found.detail + found.warning
 
 
 @pytest.mark.parametrize("masked", [[], [0], [0, 2], [0, 1, 4, 5], [0, 1, 2]], ids=str)
@@ -47,6 +52,11 @@ def test_a_sum_is_called_a_sum_and_a_mean_of_masked_labels_never(masked: list[in
     assert "is a sum over samples" in said(summed, masked)
     assert "no sum over samples" in said(mean_as_a_sum, masked)
     assert ("no sum over samples" in said(mean, masked)) == bool(masked)
+
+
+def test_a_mean_beside_a_count_is_named() -> None:
+    assert "a mean that was given beside a count" in said(mean_beside_a_count, [])
+    assert "a mean that was given beside a count" not in said(mean, [0])
 
 
 def test_half_precision_is_no_reason_to_call_a_sum_no_sum() -> None:

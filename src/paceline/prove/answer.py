@@ -28,6 +28,7 @@ class Rung:
             "noise_floor": found.noise_floor,
             "compared": found.compared,
             "detail": found.detail.strip(),
+            "warning": found.warning,
             "first_difference": found.first_difference,
             "seconds": round(self.seconds, 3),
         }
@@ -56,14 +57,15 @@ def table(value: dict[str, Any]) -> list[str]:
     """The answer as a small table and one sentence."""
     rows = [("", "rung", "verdict", "apart", "floor", "compared")]
     for rung in value["rungs"]:
-        mark = "✗" if rung["verdict"] == DIFFERENT else "✓"
+        mark = "✗" if rung["verdict"] == DIFFERENT else "!" if rung["warning"] else "✓"
         counts = ", ".join(many(number, kind.removesuffix("s")) for kind, number in rung["compared"].items())
         apart, floor = (_shown(rung[key]) for key in ("max_difference", "noise_floor"))
         rows.append((mark, rung["name"], rung["verdict"], apart, floor, counts))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f"  {rung['name']}: {rung['detail']}" for rung in value["rungs"] if rung["detail"]]
-    return [*lines, _sentence(value)]
+    warnings = [f"  warning: {rung['warning']}" for rung in value["rungs"] if rung["warning"]]
+    return [*lines, *warnings, _sentence(value)]
 
 
 def _sentence(value: dict[str, Any]) -> str:
@@ -72,7 +74,9 @@ def _sentence(value: dict[str, Any]) -> str:
         return f"DIFFERENT at step {first['step']}, first in {first['parameter']}: {first['cause']}"
     meaning = "bit for bit" if value["verdict"] == "bitwise" else "up to rounding, below the floor of every tensor"
     ranks = many(value["ranks"], "rank")
-    return f"{value['layout']} on {ranks} is the same training as one process: {value['verdict']} ({meaning})"
+    same = f"{value['layout']} on {ranks} is the same training as one process: {value['verdict']} ({meaning})"
+    depends = any(rung["warning"] for rung in value["rungs"])
+    return f"{same}; another micro_batch_size is another training: see the warning" if depends else same
 
 
 def _shown(value: float) -> str:

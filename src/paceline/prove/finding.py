@@ -16,6 +16,7 @@ class Finding:
     noise_floor: float = 0.0
     first_difference: dict[str, Any] | None = None
     detail: str = ""
+    warning: str = ""
     compared: dict[str, int] = field(default_factory=dict)
 
     def note(self, verdict: str, *, difference: float = 0.0, floor: float = 0.0) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import torch
 
@@ -15,6 +16,7 @@ from paceline.prove.reference import At, Gradient, Micro, Reference
 
 _SUM = 1e-4
 _EPS = 16
+_TWICE = 0.5
 _MOST_CUT = 4
 _DRAWS = (
     "the job: the same batch twice has other gradients; the model or loss draws numbers of its own "
@@ -101,20 +103,27 @@ def _halves(reference: Reference, finding: Finding) -> None:
     if not cuts:
         return
     with quiet([reference.model]):
-        apart, divides_by_samples = max(_cut(reference, piece, at) for piece, at in cuts)
+        found = [_cut(reference, piece, at) for piece, at in cuts]
+    apart, _, divides_by_samples = max(found)
+    factor = median(each for _, each, _ in found)
     eps = max((torch.finfo(p.dtype).eps for p in reference.model.parameters() if p.requires_grad), default=0.0)
     if apart <= max(_SUM, _EPS * eps):
         finding.detail += " The loss is a sum over samples."
         return
-    scalar = "; a scalar loss counts as the mean over samples" if divides_by_samples else ""
-    finding.detail += (
-        f" The loss is no sum over samples: parts of a microbatch do not add up to it ({apart:.1e} "
-        f"apart{scalar}), so results depend on micro_batch_size, in one process too. Hint: loss=(sum, count)."
+    why, hint = "a scalar loss counts as the mean over samples" if divides_by_samples else "", "loss=(sum, count)"
+    if abs(factor - 2.0) < _TWICE and reference.job.loss is not None:
+        why, hint = "twice as much, as a mean that was given beside a count is", "reduction='sum' beside the count"
+    finding.warning = (
+        f"the loss is no sum over samples: parts of a microbatch do not add up to it ({apart:.1e} apart"
+        f"{f'; {why}' if why else ''}), so results depend on micro_batch_size, in one process too. Hint: {hint}."
     )
 
 
-def _cut(reference: Reference, piece: Micro, at: int) -> tuple[float, bool]:
-    """How far, relatively, the gradient of a microbatch is from that of its two parts; NaN counts as infinite."""
+def _cut(reference: Reference, piece: Micro, at: int) -> tuple[float, float, bool]:
+    """How far, relatively, the gradient of a microbatch is from that of its two parts; NaN counts as infinite.
+
+    Then how often it fits into that of the parts, and whether it is divided by the number of samples.
+    """
     read = reference.reading.read
     parts = [
         Micro(samples=part, data=reference.cast(read(epoch=0, part=part)))
@@ -124,9 +133,11 @@ def _cut(reference: Reference, piece: Micro, at: int) -> tuple[float, bool]:
     size = math.hypot(*(float(value.double().norm()) for value in right.total.values()))
     apart = math.hypot(*(distance(value, found.total[name]) for name, value in right.total.items()))
     if not math.isfinite(size):  # a microbatch without a target has no mean, in whatever parts
-        return 0.0, False
+        return 0.0, 1.0, False
     ratio = apart / size if size else apart
-    return (ratio if ratio == ratio else math.inf), right.divisor == len(piece.samples)
+    along = sum(float((value.double() * found.total[name].double()).sum()) for name, value in right.total.items())
+    factor = along / size**2 if size else 1.0
+    return (ratio if ratio == ratio else math.inf), factor, right.divisor == len(piece.samples)
 
 
 def _other_contents(one: Sequence[Micro], other: Sequence[Micro]) -> int | None:
