@@ -127,7 +127,7 @@ def _run(words: list[str]) -> int:
         raise UsageError(f"{verb} takes no settings, got {settings[0]}.", hint=f"paceline {verb} --help")
     code, value, text = VERBS[verb].run(options, settings)
     as_json = getattr(options, "json", False)
-    if as_json:
+    if as_json and (value is not None or text):
         say(json.dumps(_plain(value), indent=1, default=str))
     if text and (not as_json or value is None):
         say(text, sys.stderr if code or as_json else sys.stdout)

@@ -50,13 +50,14 @@ class StepDone(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDone(Event):
-    """Exact metrics over a whole split."""
+    """Exact metrics over a whole split; `average` says that they are those of the job's `ema`."""
 
     step: int
     split: str
     metrics: dict[str, float]
     samples: int
     seconds: float
+    average: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
 

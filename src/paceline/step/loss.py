@@ -91,6 +91,12 @@ def _pair(name: object, value: Any) -> tuple[Tensor, Number]:
 
 
 def _scalar(name: str, value: Any) -> Tensor:
+    if isinstance(value, int | float):
+        raise JobError(
+            f"the sum of loss term {name!r} is a {type(value).__name__}, expected a scalar tensor.",
+            cause="loss.item() or float(loss): a number has no gradient",
+            hint="return the tensor itself",
+        )
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise JobError(

@@ -296,4 +296,4 @@ class SpmdStep:
         """On a GPU the finite check reads the step before, whose numbers have long arrived."""
         late, self._late = self._late, result
         if late is not None and not late.finite:
-            raise self.parts.update.refusal(step=late.step, loss=late.loss)
+            raise self.parts.update.refusal(step=late.step, loss=late.loss, counts=late.agreed.counts)

@@ -1,7 +1,8 @@
 """From gradients to weights: unscale, measure, clip, step, schedule, average."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,15 @@ class Ema:
                 kept = live.detach().clone()
                 live.copy_(average)
                 average.copy_(kept)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The average in the weights' place, which come back bit for bit."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
 
 
 class Update:
@@ -104,9 +114,10 @@ class Update:
             if member.parameter.grad is not None and not bool(torch.isfinite(member.parameter.grad).all())
         ]
         shown = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        where = f"gradients are not finite in {shown}" if bad else "every gradient is finite"
         return NonFiniteError(
-            f"step {step}: loss is {loss}, gradients are not finite in {shown or 'no parameter'}.",
-            cause="a learning rate too high, a division by zero, or a batch whose count is 0",
+            f"step {step}: loss is {loss}, {where}{'' if bad or not math.isfinite(loss) else ', their norm is not'}.",
+            cause="a learning rate too high, inputs that are not finite, or a division by zero in model or loss",
             hint="--train.on_nonfinite skip, or --train.max_grad_norm 1.0",
         )
 

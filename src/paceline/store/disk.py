@@ -6,6 +6,11 @@ from pathlib import Path
 from typing import Any
 
 
+def folder_bytes(folder: Path) -> int:
+    """The bytes of all files in it, which is what a checkpoint takes."""
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries to disk."""
     handle = os.open(folder, os.O_RDONLY)

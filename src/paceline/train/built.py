@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,10 @@ class Built:
     def update(self) -> Update:
         """The optimizer's side."""
         return self.step.parts.update
+
+    def as_evaluated(self) -> AbstractContextManager[None]:
+        """With the weights that metrics are measured on: the average, where the job has one."""
+        return nullcontext() if self.update.ema is None else self.update.ema.in_place()
 
     def close(self) -> None:
         """Remove what was hooked into the model."""

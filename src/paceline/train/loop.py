@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from paceline.errors import ExitCode
+from paceline.errors import ExitCode, NonFiniteError
 from paceline.events import EvalDone, Note, StepDone, Stream
 from paceline.faults import Faults
 from paceline.feed.feed import Feed
@@ -19,10 +19,12 @@ from paceline.survive.failure import at_step
 from paceline.survive.signals import StopFlag
 from paceline.train.built import Built, best_rule, early_stopping, eval_batch_size
 from paceline.train.evaluate import Evaluator
+from paceline.train.inputs import name_inputs
 from paceline.train.length import Clock, Length, Progress, derived_interval, peak_gib
 from paceline.train.replicas import check_replicas
 from paceline.train.saving import Saver
 from paceline.train.statistics import statistics
+from paceline.train.wishes import refuse_unknown_metrics
 
 
 class Loop:
@@ -70,6 +72,7 @@ class Loop:
             autocast=built.step.autocast,
         )
         self._last: StepResult | None = None
+        self._before: StepInput | None = None
 
     def batches(self) -> Iterator[StepInput]:
         """This replica's share of each step, until the run is over or stopped."""
@@ -97,15 +100,27 @@ class Loop:
 
     def _step(self, given: StepInput) -> StepResult:
         self._faults.fire("step", step=self.cursor.step + 1)
-        result = self.built.step.run(given, stop=self._stop.requested)
+        result = self._run(given)
         result.agreed.check_counts()
         self.cursor = given.batch.after
+        if self._last is None:
+            refuse_unknown_metrics(self.built.job, terms=result.terms)
         self._last = result
         for note in given.notes:
             self.stream.emit(Note(text=note))
         self._count(result)
         self._after(result)
         return result
+
+    def _run(self, given: StepInput) -> StepResult:
+        late = self.built.world.device.type != "cpu" and self._before is not None  # it is the step before that failed
+        try:
+            return self.built.step.run(given, stop=self._stop.requested)
+        except NonFiniteError as error:
+            of = self._before if late and self._before is not None else given
+            raise name_inputs(error, of, world=self.built.world) from None
+        finally:
+            self._before = given
 
     def evaluate(self, *, split: str = "eval", data: Any = None) -> EvalDone:
         """Exact metrics of the present weights (of the average, where there is one) on a split."""
@@ -118,10 +133,7 @@ class Loop:
     ) -> EvalDone | None:
         began = time.perf_counter()
         data = data if data is not None else getattr(self.built.job, f"{split}_data")
-        ema = self.built.update.ema
-        if ema is not None:
-            ema.swap()
-        try:
+        with self.built.as_evaluated():
             size = eval_batch_size(self.built)
             workers = self.built.settings.data.workers
             found = self._evaluator.run(
@@ -130,9 +142,6 @@ class Loop:
             if found is None:
                 return None
             extra = dict(self.built.job.on_eval(self._target) or {}) if self.built.job.on_eval else {}
-        finally:
-            if ema is not None:
-                ema.swap()
         numbers = {name: float(value) for name, value in extra.items() if isinstance(value, int | float)}
         event = EvalDone(
             step=self.cursor.step,
@@ -140,6 +149,7 @@ class Loop:
             metrics={**found.metrics, **numbers},
             samples=found.samples,
             seconds=time.perf_counter() - began,
+            average=self.built.update.ema is not None,
             extra={name: str(value) for name, value in extra.items() if name not in numbers},
         )
         self._clock.evaluating += time.perf_counter() - began

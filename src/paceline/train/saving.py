@@ -22,11 +22,11 @@ from paceline.store.checkpoints import (
     prune,
     save,
 )
-from paceline.store.disk import sync_folder, write_json
+from paceline.store.disk import folder_bytes, sync_folder, write_json
 from paceline.store.tensors import write_tensors
 from paceline.train.apart import tensors_of
 from paceline.train.built import Built
-from paceline.train.convert import structure, to_bytes
+from paceline.train.convert import structure, to_bytes, weights_digest
 from paceline.train.options import optimizer_difference
 from paceline.train.state import files_of, grid_state, load_ema, load_grid, load_model, load_update
 from paceline.world import World
@@ -115,7 +115,7 @@ class Saver:
             step=cursor.step,
             path=str(path),
             seconds=time.perf_counter() - began,
-            num_bytes=sum(t.data.nbytes for tensors in files.values() for t in tensors),
+            num_bytes=folder_bytes(path),
             best=best,
         )
 
@@ -169,6 +169,23 @@ def restore_weights(loaded: Loaded, *, built: Built) -> None:
     load_model(loaded, built.model, unlisted=built.unlisted)
     if built.update.ema is not None:
         load_ema(loaded, built.update.ema)
+
+
+def write_final(built: Built, run: Path, *, step: int) -> str:
+    """Write `consolidated/`, the model that was evaluated, and the digest of the weights; returns a line about both.
+
+    The digest is that of the weights in training, with or without an average.
+    """
+    digest = weights_digest(tensors_of(built.model))
+    found: dict[str, Any] = {"digest": digest, "of": "the weights in training", "step": step}
+    with built.as_evaluated():
+        folder = consolidate(built, run / "consolidated")
+        if built.update.ema is not None:
+            found["average"] = weights_digest(tensors_of(built.model))
+    write_json(run / "weights.json", found)
+    if built.update.ema is None:
+        return f"weights {digest[:16]} in {folder}"
+    return f"average {found['average'][:16]} in {folder}, as evaluated (ema); the weights in training: {digest[:16]}"
 
 
 def consolidate(built: Built, folder: Path) -> Path:

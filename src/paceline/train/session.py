@@ -36,13 +36,12 @@ from paceline.store.disk import read_json, write_json, write_text
 from paceline.store.runs import RunFolder
 from paceline.streams import preserved
 from paceline.survive.signals import stop_flag
-from paceline.train.apart import tensors_of
 from paceline.train.built import build, job_layer
-from paceline.train.convert import weights_digest
 from paceline.train.length import Progress, length_of, often
 from paceline.train.loop import Loop
-from paceline.train.saving import Saver, consolidate, find_checkpoint, identity, restore
-from paceline.watch.sinks import make_sinks
+from paceline.train.saving import Saver, find_checkpoint, identity, restore, write_final
+from paceline.train.wishes import asked_of, notes, refuse_unheard, stopped_early
+from paceline.watch.sinks import CURVES, make_sinks
 from paceline.world import Place, World
 
 
@@ -65,6 +64,8 @@ def prepare(task: Task, *, job: Job | None = None) -> Ready:
         job = load_job(parse_jobref(task.job), params=params)
     asked = asked.over(job_layer(job), origin="job")
     settings = merge(asked)
+    if task.verb == "train":
+        refuse_unheard(job, settings, evaluate_first=bool(task.options.get("evaluate_first")))
     plan = _settled(task, job, settings, micro_batch_size=settings.train.micro_batch_size)
     return Ready(task=task, job=job, asked=asked, settings=settings, plan=plan)
 
@@ -146,10 +147,8 @@ class Session:
         """Save, consolidate, and answer with the exit code."""
         code = int(self.loop.finish())
         if code == 0 and self.ready.settings.checkpoint.consolidated != "none" and self.world.is_main:
-            folder = consolidate(self.built, self.run.path / "consolidated")
-            digest = weights_digest(tensors_of(self.built.model))
-            write_json(self.run.path / "weights.json", {"digest": digest, "step": self.loop.cursor.step})
-            self.stream.emit(Note(text=f"weights {digest[:16]} in {folder}"))
+            line = write_final(self.built, self.run.path, step=self.loop.cursor.step)
+            self.stream.emit(Note(text=line))
         status = "done" if code == 0 else "stopped"
         seconds = time.monotonic() - self._began
         self.stream.emit(RunEnded(status=status, step=self.loop.cursor.step, exit_code=code, seconds=seconds))
@@ -193,9 +192,12 @@ class Session:
     def _make_stream(self) -> Stream:
         if not self.world.is_main:
             return Stream()
-        sinks, notes = make_sinks(self.ready.settings.watch.to, run=self.run)
+        to = self.ready.settings.watch.to
+        if self.ready.task.verb == "evaluate":
+            to = tuple(name for name in to if name not in CURVES)  # they have this step's point since it was trained
+        sinks, left_out = make_sinks(to, run=self.run)
         stream = Stream(sinks)
-        for note in notes:
+        for note in left_out:
             stream.emit(Note(text=note))
         return stream
 
@@ -232,6 +234,7 @@ class Session:
             return
         task, plan = self.ready.task, self.ready.plan
         write_text(self.run.path / "config.toml", as_toml(self.ready.asked))
+        write_json(self.run.path / "job.json", asked_of(self.ready.job))
         write_json(self.run.path / "plan.json", plan.as_json())
         write_json(self.run.path / "env.json", environment(task.job))
         write_json(self.run.path / "task.json", task.as_json())
@@ -264,10 +267,14 @@ class Session:
         lines.append(f"precision: {settings.train.precision}{', exact' if settings.train.exact else ''}")
         if any(running(self.built.model)):
             lines.append(f"buffers: {settings.train.buffers}, {POLICIES[settings.train.buffers]}")
+        lines += notes(
+            self.ready.job, settings, model=self.built.model, micro_batch_size=self.ready.plan.micro_batch_size
+        )
         scale = settings.train.lr_scaling
         lines.append(f"lr: {loop.built.update.optimizers[0].param_groups[0]['lr']:.3g} (scaling: {scale})")
         if loaded is not None:
             lines.append(f"resumed: {loaded.path.name}, {many(cursor.samples, 'sample')} consumed")
+            lines += stopped_early(self.ready.job, loop.progress, step=cursor.step)
         return tuple(lines)
 
 

@@ -46,6 +46,7 @@ def evaluate(payload: Mapping[str, Any]) -> int:
             "checkpoint": str(path),
             "metrics": event.metrics,
             "samples": event.samples,
+            "average": event.average,
         }
         write_json(run.path / "answer-evaluate.json", answer)
     session.close()

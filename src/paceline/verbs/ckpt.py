@@ -18,7 +18,7 @@ from paceline.store.checkpoints import (
     step_of,
     verify,
 )
-from paceline.store.disk import sync_folder
+from paceline.store.disk import folder_bytes, sync_folder
 from paceline.store.runs import find_run
 from paceline.store.tensors import TensorBytes, write_tensors
 
@@ -61,15 +61,28 @@ def verify_checkpoint(run: str | None = None) -> Row:
     return _row(path, ())
 
 
-def consolidate(run: str | None = None, *, to: Path, best: bool = False, average: bool = False) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class Consolidated:
+    """What was written, from which step, and which of its weights."""
+
+    path: str
+    step: int
+    weights: str
+
+
+def consolidate(
+    run: str | None = None, *, to: Path, best: bool = False, raw: bool = False, average: bool = False
+) -> Consolidated:
     """Write a checkpoint's weights as a plain folder: `model.safetensors`, every name, no Paceline needed.
 
-    `best` takes the checkpoint marked so, with the weights that its metric was measured on: the average, where the
-    job has one.
+    They are those that its metric was measured on: the average, where the job has one. `raw` takes the weights in
+    training instead, `average` insists on the average. `best` takes the checkpoint marked so.
 
     Raises:
-        CheckpointError: there is no such good checkpoint, or `to` exists.
+        CheckpointError: there is no such good checkpoint or no average in it, or `to` exists.
     """
+    if raw and average:
+        raise UsageError("--raw and --average are different weights.", hint="one of them; the average is the default")
     folder, checkpoint = find_run(run)
     path = marked(folder.checkpoints, BEST) if best else checkpoint or newest_good(folder.checkpoints)[0]
     if path is None:
@@ -78,9 +91,11 @@ def consolidate(run: str | None = None, *, to: Path, best: bool = False, average
     if to.exists():
         raise CheckpointError(f"{to} exists and is left alone.", hint="another --to")
     loaded = load(path)
-    tensors = dict(loaded.files[WEIGHTS])
-    if average or best:
-        tensors |= loaded.files.get(AVERAGE, {})
+    if average and AVERAGE not in loaded.files:
+        raise CheckpointError(
+            f"{path.name} holds no average.", where=str(path), cause="the job has no ema=", hint="leave --average out"
+        )
+    tensors = loaded.files[WEIGHTS] | ({} if raw else loaded.files.get(AVERAGE, {}))
     for alias, name in loaded.state.get("aliases", {}).items():
         source = tensors[name]
         tensors[alias] = TensorBytes(name=alias, dtype=source.dtype, shape=source.shape, data=source.data)
@@ -93,11 +108,12 @@ def consolidate(run: str | None = None, *, to: Path, best: bool = False, average
         (aside / "config.json").write_text(json.dumps(json.loads(given.read_text()), indent=1))
     sync_folder(aside)
     aside.rename(to)
-    return to
+    kind = "the average (ema)" if AVERAGE in loaded.files and not raw else "the weights in training"
+    return Consolidated(path=str(to), step=loaded.step, weights=kind)
 
 
 def _row(path: Path, marks: tuple[str, ...]) -> Row:
-    size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    size = folder_bytes(path)
     try:
         read_manifest(path)
         verify(path)

@@ -1,9 +1,11 @@
 """`evaluate`."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.launch.environments import detect
 from paceline.spec.task import Task
 from paceline.spec.words import many
 from paceline.store.checkpoints import BEST, marked
@@ -34,7 +36,8 @@ def evaluate(
     task = replace(
         task, verb="evaluate", options=options, resume=None, faults="", ranks=ranks, layout=layout, run=str(folder.path)
     )
-    if not common.quiet:
+    joined = detect(os.environ)
+    if not common.quiet and (joined is None or joined.rank == 0):
         say(f"evaluating {checkpoint or folder.path} on {split}_data with {many(ranks, 'process')}")
     answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
     return replace(answer, value=read_answer(task, "evaluate"))

@@ -53,6 +53,8 @@ class Answer:
     seconds: float = 0.0
     screen: str = ""
     value: Any = None
+    tells: bool = True
+    """False on the other ranks of a world that others made: rank 0 prints for all."""
 
 
 def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> Task:
@@ -182,7 +184,7 @@ def _joined(task: Task, entry: str, joined: Joined, one_thread: bool) -> Answer:
     go_on = command_again(task, joined) if tells else ""
     code = child(entry, payload, threads=threads, go_on=go_on)
     stopped = f"Stopped and saved. Go on: {go_on}" if code == ExitCode.STOPPED and go_on else ""
-    return Answer(exit_code=int(code), run=Path(task.run), screen=stopped)
+    return Answer(exit_code=int(code), run=Path(task.run), screen=stopped, tells=joined.rank == 0)
 
 
 def _resumed(task: Task, resume: str, name: str) -> Task:

@@ -40,7 +40,7 @@ class Starting:
     ranks: int | None = None
     """Processes on this machine; default: all GPUs, else 1."""
     layout: str | None = None
-    """single, ddp or dp=N."""
+    """single, ddp or dp=N; threads or threads=N: replicas in one process."""
     update: str = "sync"
     device: str = "auto"
     config: Path | None = None
@@ -73,7 +73,7 @@ class TrainOptions(Starting):
     """Train a job."""
 
     resume: str | None = None
-    """Go on with this run or checkpoint; `--resume newest` with the job's newest run."""
+    """Go on with this run or checkpoint; `newest`, or `--resume` alone: with the job's newest run."""
     allow: str = ""
     """Differences to accept on resume, by name: model,data,seed,..."""
     evaluate_first: bool = False
@@ -138,10 +138,17 @@ class CkptOptions:
     """List, verify or consolidate checkpoints."""
 
     what: _Job
+    """ls, verify or consolidate."""
     run: _Run = None
+    """A run, or a checkpoint in it; default: the newest run."""
     to: Path = Path("consolidated")
+    """consolidate: the folder to write, which must not exist."""
     best: bool = False
+    """consolidate: the checkpoint marked best, not the newest good one."""
+    raw: bool = False
+    """consolidate: the weights in training, also where the job has an average (ema=), which is what was evaluated."""
     average: bool = False
+    """consolidate: the average, or a refusal where there is none."""
     json: bool = False
 
 
@@ -164,6 +171,8 @@ def _train(options: TrainOptions, settings: list[str]) -> Printed:
     )
     if options.dry_run:
         return 0, answer.value, "\n".join(f"{k}: {v}" for k, v in (answer.value or {}).items())
+    if not answer.tells:
+        return answer.exit_code, None, ""
     return answer.exit_code, _summary(answer), answer.screen or (f"run: {answer.run}" if answer.run.name else "")
 
 
@@ -171,17 +180,20 @@ def _verify(options: VerifyOptions, settings: list[str]) -> Printed:
     answer = verify(
         options.job, common=options.common(), overrides=settings, steps=options.steps, against=options.against
     )
-    return answer.exit_code, answer.value, answer.screen
+    return answer.exit_code, answer.value if answer.tells else None, answer.screen if answer.tells else ""
 
 
 def _evaluate(options: EvaluateOptions, _: list[str]) -> Printed:
     common = Common(ranks=options.ranks, quiet=options.json)
     answer = evaluate(options.run, split=options.split, best=options.best, common=common)
     value = answer.value or {}
+    if not answer.tells:
+        return answer.exit_code, None, ""
     if answer.exit_code:
         return answer.exit_code, value, answer.screen
     lines = [f"{name} {number:.6f}" for name, number in value["metrics"].items()]
-    lines.append(f"{many(value['samples'], 'sample')} of {value['split']}_data, each once; step {value['step']}")
+    of = ", its average (ema)" if value["average"] else ""
+    lines.append(f"{many(value['samples'], 'sample')} of {value['split']}_data, each once; step {value['step']}{of}")
     return 0, value, "\n".join(lines)
 
 
@@ -214,8 +226,10 @@ def _ckpt(options: CkptOptions, _: list[str]) -> Printed:
         row = ckpt_verbs.verify_checkpoint(options.run)
         return 0, row, f"{row.path} is what was written, bit for bit"
     if options.what == "consolidate":
-        path = ckpt_verbs.consolidate(options.run, to=options.to, best=options.best, average=options.average)
-        return 0, {"path": str(path)}, f"wrote {path}"
+        made = ckpt_verbs.consolidate(
+            options.run, to=options.to, best=options.best, raw=options.raw, average=options.average
+        )
+        return 0, made, f"wrote {made.path}: {made.weights} of step {made.step}"
     raise ckpt_verbs.unknown(options.what)
 
 

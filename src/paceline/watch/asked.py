@@ -21,6 +21,9 @@ def settings_of(run: RunFolder) -> dict[str, tuple[str, str]]:
     for name in _OPTIONS:
         if isinstance(task, dict) and task.get(name):
             found[name] = (str(task[name]), "")
+    chosen = json_or_none(run.path / "job.json")
+    for name, value in chosen.items() if isinstance(chosen, dict) else ():
+        found[name] = (shown(name, value), "the job")
     path = run.path / "config.toml"
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         name, equals, rest = line.partition(" = ")

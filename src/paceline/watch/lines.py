@@ -24,7 +24,9 @@ def line_of(event: Event) -> str:
     if isinstance(event, EvalDone):
         numbers = " | ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
         extra = "".join(f"\n{name}: {text}" for name, text in event.extra.items())
-        return f"eval {event.step} | {numbers} | {many(event.samples, 'sample')}, each once, in {duration(event.seconds)}{extra}"
+        of = " | of the average" if event.average else ""
+        samples = f"{many(event.samples, 'sample')}, each once, in {duration(event.seconds)}"
+        return f"eval {event.step} | {numbers}{of} | {samples}{extra}"
     if isinstance(event, CheckpointSaved):
         mark = " (best)" if event.best else ""
         return f"saved {event.path}{mark} | {size(event.num_bytes)} in {duration(event.seconds)}"

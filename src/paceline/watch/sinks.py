@@ -85,6 +85,7 @@ SINKS: dict[str, Callable[[RunFolder], Sink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
 }
+CURVES = {"tensorboard", "wandb"}
 _OPTIONAL = {"tensorboard"}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from paceline.errors import CheckpointError
 from paceline.spec.words import size
 from paceline.store.checkpoints import BEST, LATEST, all_steps, marked, step_of, verify
+from paceline.store.disk import folder_bytes
 from paceline.store.runs import RunFolder
 from paceline.survive.failure import FIRST_FAILURE
 from paceline.watch.history import History, json_or_none
@@ -77,14 +78,14 @@ def show_checkpoints(run: RunFolder) -> str:
     if not steps:
         return ""
     marks = {mark: marked(run.checkpoints, mark) for mark in (LATEST, BEST)}
-    whole = sum(_bytes(path) for path in steps)
+    whole = sum(folder_bytes(path) for path in steps)
     rows = []
     for path in steps:
         word, reason = _state(path) if whole <= _MOST_BYTES else ("not read", "paceline ckpt verify reads it")
         badges = "".join(f'<span class="badge">{mark}</span> ' for mark, at in marks.items() if at == path)
         shown = {"good": "bitwise", "bad": "different"}.get(word, "")
         rows.append(
-            f"<tr><td>{step_of(path):,}</td><td>{size(_bytes(path))}</td>"
+            f"<tr><td>{step_of(path):,}</td><td>{size(folder_bytes(path))}</td>"
             f'<td><span class="badge {shown}">{word}</span> {badges}</td><td>{escape(reason or path.name)}</td></tr>'
         )
     head = "<tr><th>step</th><th>size</th><th></th><th></th></tr>"
@@ -97,7 +98,3 @@ def _state(path: Path) -> tuple[str, str]:
     except CheckpointError as error:
         return "bad", error.what
     return "good", ""
-
-
-def _bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())

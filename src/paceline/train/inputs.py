@@ -1,0 +1,51 @@
+"""Whether a step that is not finite was given inputs that are not: looked at only once it has failed."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import NonFiniteError
+from paceline.feed.types import LocalMicro, StepInput
+from paceline.step.nested import leaves
+from paceline.world import World
+
+_MOST_SHOWN = 4
+
+
+def name_inputs(error: NonFiniteError, given: StepInput, *, world: World) -> NonFiniteError:
+    """The same error, which also says whether the batch itself held NaN or infinity, on whichever rank.
+
+    Every rank calls this: loss and gradient are the same on all.
+    """
+    mine = sorted({sample for micro in given.micro for sample in _bad_samples(micro)})
+    everywhere = [mine]
+    with suppress(Exception):  # another rank may have left for a reason of its own
+        everywhere = world.gather_json(mine)
+    bad = sorted({sample for found in everywhere for sample in found})
+    if not bad:
+        return error
+    shown = ", ".join(map(str, bad[:_MOST_SHOWN])) + (f" and {len(bad) - _MOST_SHOWN} more" if len(bad) > 4 else "")
+    error.cause = f"the inputs of this step hold NaN or infinity: sample{'s' * (len(bad) > 1)} {shown} of train_data"
+    error.hint = f"train_data[{bad[0]}] shows it; or --train.on_nonfinite skip, which leaves out the whole step"
+    return error
+
+
+def _bad_samples(micro: LocalMicro) -> Iterator[int]:
+    """Of a tensor that has not one row for each sample, every sample of the microbatch is meant."""
+    for tensor in leaves(micro.data):
+        if tensor.is_floating_point() or tensor.is_complex():
+            yield from _of(tensor, micro)
+
+
+def _of(tensor: Tensor, micro: LocalMicro) -> Iterator[int]:
+    finite: Any = torch.isfinite(tensor)
+    if bool(finite.all()):
+        return
+    if tensor.dim() == 0 or tensor.shape[0] != len(micro.indices):
+        yield from micro.indices
+        return
+    rows = finite.reshape(len(micro.indices), -1).all(dim=1).tolist()
+    yield from (index for index, is_finite in zip(micro.indices, rows, strict=True) if not is_finite)

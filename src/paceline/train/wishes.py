@@ -1,0 +1,106 @@
+"""What the job and the command ask of evaluations: refused where it can't be had, and told where it holds."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import JobError, PacelineError, raise_all
+from paceline.job import Job
+from paceline.spec.settings import Settings
+from paceline.spec.words import did_you_mean, many
+from paceline.train.built import best_rule, early_stopping
+from paceline.train.length import Progress
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def refuse_unheard(job: Job, settings: Settings, *, evaluate_first: bool) -> None:
+    """Refuse to evaluate without data, and by metrics that the job can't have.
+
+    Raises:
+        JobError: naming all that was asked for.
+    """
+    if job.eval_data is None:
+        wishes = list(_wishes(job, settings, evaluate_first))
+        if wishes:
+            raise JobError(
+                f"{' and '.join(wishes)} ask{'s' * (len(wishes) == 1)} for evaluations, and the job has no eval_data=.",
+                hint=f"pl.Job(..., eval_data=...), or leave {'it' if len(wishes) == 1 else 'them'} out",
+            )
+    elif job.loss is None:
+        refuse_unknown_metrics(job, terms=["loss"])
+
+
+def refuse_unknown_metrics(job: Job, *, terms: Iterable[str]) -> None:
+    """Refuse to judge by a metric that no evaluation will give; what `on_eval` adds is not known before.
+
+    Raises:
+        JobError, Problems: with the metrics that there are.
+    """
+    if job.eval_data is None or job.on_eval is not None:
+        return
+    losses = list(terms)
+    metrics = job.metrics or {}
+    known = [*metrics, *(losses if len(losses) == 1 else ["loss", *(f"loss/{name}" for name in losses)])]
+    several = tuple(f"{name}/" for name, metric in metrics.items() if hasattr(metric, "compute"))
+    problems: list[PacelineError] = [
+        JobError(
+            f"{wish} needs the metric {metric!r}, which this job does not have.",
+            cause=did_you_mean(metric, known),
+            hint=f"one of {', '.join(known)}; or metrics={{{metric!r}: ...}}",
+        )
+        for wish, metric in _judged_by(job)
+        if metric not in known and not metric.startswith(several)
+    ]
+    raise_all(problems)
+
+
+def asked_of(job: Job) -> dict[str, Any]:
+    """The job's own choices that a reader of the run wants to see beside the settings."""
+    found = {"ema": job.ema, "best": job.best, "early_stopping": job.early_stopping}
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def notes(job: Job, settings: Settings, *, model: nn.Module, micro_batch_size: int) -> Iterator[str]:
+    """Lines for the banner."""
+    train = settings.train
+    given = train.micro_batch_size or train.gradient_accumulation_steps
+    if not given and train.buffers != "sync_bn" and any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
+        yield (
+            f"batch norm: over microbatches of {micro_batch_size}, which follow from the ranks at the first start and "
+            f"are part of the training; --train.micro_batch_size {micro_batch_size} keeps them on any number"
+        )
+    if job.metrics and job.eval_data is None:
+        yield "evaluate: never, since the job has metrics= but no eval_data="
+    if job.ema is not None:
+        yield f"ema: {job.ema:g}, evaluated and consolidated in the weights' place"
+
+
+def stopped_early(job: Job, progress: Progress, *, step: int) -> Iterator[str]:
+    """A line where the run to go on with had ended by its own rule, and so does nothing more."""
+    rule = early_stopping(job)
+    if rule is not None and progress.waited >= rule.patience:
+        yield (
+            f"this run had stopped early at step {step}: {rule.metric} has not improved in "
+            f"{many(rule.patience, 'evaluation')}; a larger early_stopping= in the job goes on"
+        )
+
+
+def _wishes(job: Job, settings: Settings, evaluate_first: bool) -> Iterator[str]:
+    if settings.eval.every is not None:
+        yield f"eval.every={settings.eval.every}"
+    if evaluate_first:
+        yield "--evaluate-first"
+    if job.best is not None:
+        yield f"best={job.best!r}"
+    if job.early_stopping is not None:
+        yield f"early_stopping={job.early_stopping!r}"
+
+
+def _judged_by(job: Job) -> Iterator[tuple[str, str]]:
+    if job.best is not None:
+        yield f"best={job.best!r}", best_rule(job)[0]
+    rule = early_stopping(job)
+    if rule is not None and not (job.best is not None and isinstance(job.early_stopping, int)):
+        yield f"early_stopping={job.early_stopping!r}", rule.metric
