@@ -1,0 +1,85 @@
+"""What a run says of itself: the sample that was not finite, a rule that had ended it, one size, one voice."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.place.units import trainable
+from paceline.step.update import Update
+from tests.conftest import SMALL_JOB, Shop
+
+OPTION = "        max_grad_norm=1.0,\n"
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_sample_that_is_not_finite_is_named_by_whichever_rank_is_heard(shop: Shop, value: str) -> None:
+    broken = f"    x[17, 2] = float('{value}')\n    y = torch.randint"
+    shop.write("job.py", SMALL_JOB.replace("    y = torch.randint", broken))
+    ended = shop.train("run", "--job.samples", "24", steps=3)
+    assert ended.code == 1
+    assert "the inputs of this step hold NaN or infinity: sample 17 of train_data" in ended.err, ended.text
+
+
+def test_finite_inputs_are_not_accused_and_no_parameter_is_named_where_none_is_bad() -> None:
+    model = nn.Linear(2, 1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    update = Update(
+        named=trainable(model), optimizers=[torch.optim.SGD(model.parameters(), lr=50.0)], schedules=[], scaler=None,
+        max_grad_norm=None, check_finite=True, skip_nonfinite=False, ema=None,
+    )  # fmt: skip
+    said = str(update.refusal(step=3, loss=float("inf")))
+    assert "loss is inf, every gradient is finite." in said
+    assert "inputs that are not finite" in said
+    assert "every gradient is finite, their norm is not" in str(update.refusal(step=3, loss=1.0))
+    assert model.bias.grad is not None
+    model.bias.grad.fill_(float("nan"))
+    assert "gradients are not finite in bias." in str(update.refusal(step=3, loss=1.0))
+
+
+def test_a_run_tells_what_it_decided_and_had_ended(shop: Shop) -> None:
+    shop.write("job.py", SMALL_JOB.replace(OPTION, OPTION + "        early_stopping=2,\n"))
+    words = ("--job.lr", "0.0", "--job.norm", "true", "--eval.every", "2")
+    said = shop.train("run", *words, steps=100).out
+    assert "batch norm: over microbatches of 6, which follow from the ranks" in said
+    assert "had stopped early" not in said
+    saved = re.findall(r"saved \S+step-0*(\d+)[^|]*\| (\S+ KiB)", said)
+    listed = re.findall(r"step +(\d+) +(\S+ KiB)", shop.run("ckpt", "ls", "run").out)
+    assert set(listed) <= set(saved) and listed
+    again = shop.train("run", *words, "--train.micro_batch_size", "6", steps=100).out
+    assert "this run had stopped early at step 6: loss has not improved in 2 evaluations" in again
+    assert "batch norm:" not in again
+    shop.run("report", "run")
+    page = (shop.path / "run" / "report.html").read_text()
+    assert "<td>early_stopping</td><td>2</td>" in page
+
+
+def test_evaluating_afterwards_leaves_the_curves_alone(shop: Shop) -> None:
+    assert shop.run("train", "job.py", "--run-dir", "run", "--train.steps", "2").code == 0
+    curves = {path.name: path.stat().st_size for path in (shop.path / "run" / "tb").iterdir()}
+    assert curves and shop.run("evaluate", "run").code == 0
+    assert {path.name: path.stat().st_size for path in (shop.path / "run" / "tb").iterdir()} == curves
+
+
+def test_under_torchrun_rank_0_speaks_for_all(shop: Shop) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline"]
+    for words, line in (
+        (["train", "job.py", "--run-dir", "run", "--train.steps", "2"], "run: run"),
+        (["evaluate", "run"], "evaluating run on eval_data with 2 processes"),
+    ):
+        done = subprocess.run(
+            [*launch, *words],
+            cwd=shop.path,
+            env=shop.environ(),
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        last = [text for text in done.stdout.splitlines() if text == line]
+        assert len(last) == (2 if words[0] == "train" else 1), done.stdout  # train: in the banner, and at the end
