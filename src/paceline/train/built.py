@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.errors import JobError, PacelineError, UsageError, raise_all
-from paceline.job import EarlyStopping, Job
+from paceline.job import Job
 from paceline.place.batchnorm import StatisticsTape
 from paceline.place.buffers import BufferPolicy
 from paceline.place.exact import MOST_MICROBATCHES, ExactReducer, Grid
@@ -32,6 +32,7 @@ from paceline.train.apart import Unlisted
 from paceline.train.fit import refuse_unfit, unfit_optimizers, unfit_schedules
 from paceline.train.options import Options, given_options
 from paceline.train.state import make_optimizers
+from paceline.train.wishes import best_rule
 from paceline.world import World
 
 
@@ -172,24 +173,6 @@ def eval_batch_size(built: Built) -> int:
     plan = built.plan
     derived = plan.global_batch_size if built.job.loss_over == "batch" else plan.micro_batch_size
     return built.settings.eval.batch_size or derived
-
-
-def early_stopping(job: Job) -> EarlyStopping | None:
-    """The rule, where the job has one; a number alone is patience in evaluations of `best`."""
-    rule = job.early_stopping
-    if not isinstance(rule, int):
-        return rule
-    metric, mode = best_rule(job)
-    return EarlyStopping(metric=metric, mode="max" if mode == "max" else "min", patience=rule)
-
-
-def best_rule(job: Job) -> tuple[str, str]:
-    """The metric that says which checkpoint is best, and whether more is better."""
-    metric, _, mode = (job.best or "loss:min").partition(":")
-    mode = mode or "min"
-    if mode not in ("min", "max") or not metric:
-        raise JobError(f"best={job.best!r} is not understood.", hint='best="accuracy:max"')
-    return metric, mode
 
 
 def _check_asked(job: Job, settings: Settings, plan: Plan) -> None:

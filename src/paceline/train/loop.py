@@ -17,14 +17,14 @@ from paceline.pulse import Pulse
 from paceline.step.result import StepResult
 from paceline.survive.failure import at_step
 from paceline.survive.signals import StopFlag
-from paceline.train.built import Built, best_rule, early_stopping, eval_batch_size
+from paceline.train.built import Built, eval_batch_size
 from paceline.train.evaluate import Evaluator
 from paceline.train.inputs import name_inputs
 from paceline.train.length import Clock, Length, Progress, derived_interval, peak_gib
 from paceline.train.replicas import check_replicas
 from paceline.train.saving import Saver
 from paceline.train.statistics import statistics
-from paceline.train.wishes import refuse_unknown_metrics
+from paceline.train.wishes import best_rule, early_stopping, refuse_unknown_metrics
 
 
 class Loop:

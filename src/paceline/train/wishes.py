@@ -6,13 +6,30 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import JobError, PacelineError, raise_all
-from paceline.job import Job
+from paceline.job import EarlyStopping, Job
 from paceline.spec.settings import Settings
 from paceline.spec.words import did_you_mean, many
-from paceline.train.built import best_rule, early_stopping
 from paceline.train.length import Progress
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def early_stopping(job: Job) -> EarlyStopping | None:
+    """The rule, where the job has one; a number alone is patience in evaluations of `best`."""
+    rule = job.early_stopping
+    if not isinstance(rule, int):
+        return rule
+    metric, mode = best_rule(job)
+    return EarlyStopping(metric=metric, mode="max" if mode == "max" else "min", patience=rule)
+
+
+def best_rule(job: Job) -> tuple[str, str]:
+    """The metric that says which checkpoint is best, and whether more is better."""
+    metric, _, mode = (job.best or "loss:min").partition(":")
+    mode = mode or "min"
+    if mode not in ("min", "max") or not metric:
+        raise JobError(f"best={job.best!r} is not understood.", hint='best="accuracy:max"')
+    return metric, mode
 
 
 def refuse_unheard(job: Job, settings: Settings, *, evaluate_first: bool) -> None:
