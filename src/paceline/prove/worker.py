@@ -24,6 +24,7 @@ from paceline.prove.single import run_single
 from paceline.spec.task import Task
 from paceline.step.nested import mapped
 from paceline.store.disk import write_json
+from paceline.torch_private import guard_hooks
 from paceline.train.built import Built, build, lr_factor
 from paceline.train.session import Ready, join_world, prepare
 from paceline.world import World
@@ -49,6 +50,7 @@ def verify(payload: Mapping[str, Any]) -> int:
 
 def examine(ready: Ready, world: World, *, steps: int) -> dict[str, Any]:
     """All rungs on a world that is there; the answer is the same on every rank."""
+    guard_hooks()  # before the first model: the oracle's is of the same class and has no hooks
     rungs = [
         _rung("one process", "a job that is not deterministic, a loss that is no sum", lambda: _single(ready, world))
     ]

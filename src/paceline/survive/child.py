@@ -18,9 +18,6 @@ from paceline.survive.decide import is_lost_connection
 from paceline.survive.failure import Failure, current_rank, failure_of, print_traceback, write_failure
 from paceline.survive.signals import stop_flag
 from paceline.talk import flush, say
-from paceline.torch_private import guard_hooks
-
-guard_hooks()  # brings torch._dynamo, which the first optimizer wants: a second for each worker, if not before the fork
 
 
 def live(request: Mapping[str, Any], *, failures: Path) -> NoReturn:

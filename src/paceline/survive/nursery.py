@@ -24,6 +24,7 @@ def main(argv: list[str]) -> int:
     for handle in filter(None, os.environ.pop(INHERITED, "").split(",")):
         os.set_inheritable(int(handle), False)  # workers keep it, being forked; programs that they start do not
     live = resolve("paceline.survive.child:live")  # brings torch
+    resolve("paceline.torch_private:guard_hooks")()  # and torch._dynamo, which the first optimizer wants
     request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     folder = Path(request["folder"])
     listener = listen()
