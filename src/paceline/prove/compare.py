@@ -1,26 +1,29 @@
 """Where two recordings part: the first step, the worst parameter, and what the difference looks like."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
+from paceline.prove.doubt import SHAPE, Doubt, factor_between
 from paceline.prove.prints import Print, Record
 from paceline.spec.words import many
 
 ROUNDING = 1e-4
-_SHAPE = 1e-3
+_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The verdict on two recordings; `first` is None where they differ by rounding at most."""
+    """The verdict on two recordings; `first` is None where they differ by rounding at most.
+
+    `unjudged`: parameters whose gradient is lost in rounding, so that they say nothing.
+    """
 
     verdict: str
     steps: int
     text: str
     first: dict[str, Any] | None = None
+    unjudged: tuple[str, ...] = ()
 
 
 def compare_recordings(
@@ -38,14 +41,17 @@ def compare_recordings(
     if not steps:
         return Comparison(verdict="different", steps=0, text="the recordings have no step in common", first={"step": 0})
     worst = 0.0
+    doubt = Doubt(pairs, floor=floor)
     for one, other in pairs:
-        found = _first_in(one, other, floor)
+        found = _first_in(one, other, floor, doubt)
         if found is not None:
             text = f"different: first at {_place(found)}, {found['kind']} of {found['parameter']}: {found['cause']}"
             return Comparison(verdict="different", steps=steps, text=text, first=found)
-        worst = max(worst, _distance(one, other))
-    verdict = "bitwise" if worst == 0.0 else "rounding"
-    return Comparison(verdict=verdict, steps=steps, text=f"{verdict}: {many(steps, 'step')}, at most {worst:.1e} apart")
+        worst = max(worst, _distance(one, other, doubt.names))
+    unjudged = tuple(doubt.names)
+    verdict = "rounding" if worst or unjudged else "bitwise"
+    text = f"{verdict}: {many(steps, 'step')}, at most {worst:.1e} apart{_left_out(unjudged)}"
+    return Comparison(verdict=verdict, steps=steps, text=text, unjudged=unjudged)
 
 
 def ranks_part(ranks: Sequence[Sequence[Record]], *, floor: float = ROUNDING) -> dict[str, Any] | None:
@@ -64,21 +70,28 @@ def ranks_part(ranks: Sequence[Sequence[Record]], *, floor: float = ROUNDING) ->
     return None
 
 
+def _left_out(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"; not judged, as their gradient is lost in rounding: {', '.join(names[:_NAMED])}{rest}"
+
+
 def _place(found: Mapping[str, Any]) -> str:
     return f"step {found['step']}" if found["step"] else "the start"
 
 
-def _first_in(one: Record, other: Record, floor: float) -> dict[str, Any] | None:
-    for kind, left, right in (
-        ("gradient", one.gradients, other.gradients),
-        ("weight", one.weights, other.weights),
+def _first_in(one: Record, other: Record, floor: float, doubt: Doubt) -> dict[str, Any] | None:
+    for kind, left, right, is_rounding in (
+        ("gradient", one.gradients, other.gradients, doubt.gradient),
+        ("weight", one.weights, other.weights, doubt.weight),
     ):
         names = sorted(set(left) ^ set(right))
         if names:
             cause = f"only one run has a {kind} for it: not trained, frozen or not used in the other"
             return {"step": one.step, "kind": kind, "parameter": names[0], "cause": cause}
         distances = {name: left[name].distance(right[name]) for name in left}
-        bad = {name: value for name, value in distances.items() if value > floor}
+        bad = {name: value for name, value in distances.items() if value > floor and not is_rounding(name, one.step)}
         if bad:
             name = max(bad, key=lambda key: bad[key])
             cause = _cause(kind, one, other, left, right, sorted(bad))
@@ -97,30 +110,23 @@ def _cause(
     share = f"{len(bad)} of {len(left)} parameters"
     if one.step == 0:
         return f"the weights differ before the first step ({share}): another seed, other start values, or a checkpoint"
-    factors = [_factor(left[name], right[name]) for name in bad]
+    factors = [factor_between(left[name], right[name]) for name in bad]
     known = [factor for factor in factors if factor is not None]
     if kind == "weight":
         return f"equal gradients, other weights ({share}): the optimizer, its groups, or what it holds"
     if one.batch is not None and other.batch is not None and one.batch != other.batch:
         return f"the batches differ ({share}): data order"
-    if len(known) == len(factors) and max(known) - min(known) < _SHAPE * max(known):
+    if len(known) == len(factors) and max(known) - min(known) < SHAPE * max(known):
         return (
             f"a factor of {known[0]:.4g} ({share}): a sum for a mean, a missing or double reduction, or a scaled loss"
         )
-    return f"no common factor ({share}): other samples, other random numbers, or one rank's gradient alone"
+    return (
+        f"no common factor ({share}): other samples, other random numbers, counts that differ between ranks or "
+        "microbatches (a mean of means), or one rank's gradient alone"
+    )
 
 
-def _factor(one: Print, other: Print) -> float | None:
-    """The number that turns one tensor into the other, if there is one."""
-    a, b = np.asarray(one.projections), np.asarray(other.projections)
-    if not np.any(b):
-        return None
-    factor = float(a @ b / (b @ b))
-    residual = float(np.linalg.norm(a - factor * b))
-    return abs(factor) if residual <= _SHAPE * max(float(np.linalg.norm(a)), 1e-300) else None
-
-
-def _distance(one: Record, other: Record) -> float:
-    pairs = [(one.gradients[n], other.gradients[n]) for n in one.gradients]
-    pairs += [(one.weights[n], other.weights[n]) for n in one.weights]
+def _distance(one: Record, other: Record, unjudged: Collection[str]) -> float:
+    pairs = [(one.gradients[n], other.gradients[n]) for n in one.gradients if n not in unjudged]
+    pairs += [(one.weights[n], other.weights[n]) for n in one.weights if n not in unjudged]
     return max((a.distance(b) for a, b in pairs), default=0.0)
