@@ -1,5 +1,6 @@
 """Words to a terminal that may be gone: that nobody reads any more (`| head -1`, `>&-`) is no reason to end a run."""
 
+import errno
 import os
 import sys
 import tempfile
@@ -14,8 +15,15 @@ def say(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
     to = stream or sys.stdout
     try:
         print(text, file=to, end=end, flush=True)
-    except BrokenPipeError:
+    except OSError as error:
+        if not is_gone(error):
+            raise
         silence(to)
+
+
+def is_gone(error: OSError) -> bool:
+    """Whether it means that the reader has left (`| head -1`), or that the terminal was closed."""
+    return isinstance(error, BrokenPipeError) or error.errno == errno.EIO
 
 
 def flush() -> None:

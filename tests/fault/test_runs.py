@@ -70,7 +70,7 @@ def test_the_command_that_goes_on_keeps_every_setting_and_the_microbatches(shop:
     assert "microbatches of 6, as this run was started" in again.out
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_one_signal_finishes_the_step_saves_and_says_go_on(shop: Shop, number: signal.Signals) -> None:
     mark = f"MARK{uuid.uuid4().hex}"
     process = shop.start(

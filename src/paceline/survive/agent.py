@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline.pulse import read_pulse
 from paceline.survive.decide import exit_code, first_failure
 from paceline.survive.failure import Failure, from_status, read_failure
-from paceline.survive.signals import STOP_SIGNALS
+from paceline.survive.signals import stops_here
 
 _POLL_SECONDS = 0.05
 _NAMING_SECONDS = 0.1
@@ -57,7 +57,7 @@ class Agent:
 
     def run(self, on_tick: Callable[[], None]) -> tuple[int, Failure | None]:
         """Start, wait, and answer with the exit code and the first failure; `on_tick` runs every 50 ms."""
-        before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        before = {number: signal.signal(number, self._on_signal) for number in stops_here()}
         read, write = os.pipe()
         process = subprocess.Popen(
             self._command,

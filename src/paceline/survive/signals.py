@@ -6,9 +6,14 @@ import signal
 import sys
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 _PR_SET_PDEATHSIG = 1
+
+
+def stops_here() -> list[signal.Signals]:
+    """The signals to listen for: what `nohup` told this process to pass over when it began stays so."""
+    return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 def die_with(parent: int) -> None:
@@ -32,7 +37,7 @@ class StopFlag:
 
     def install(self) -> None:
         """Listen; the main thread calls this."""
-        for number in STOP_SIGNALS:
+        for number in stops_here():
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: FrameType | None) -> None:

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from paceline.pulse import read_pulse
 from paceline.survive.failure import END_OF_TALK
-from paceline.talk import silence
+from paceline.talk import is_gone, silence
 
 
 class Tail:
@@ -30,7 +30,9 @@ class Tail:
         """Print what is new. Where nobody reads any more (`| head -1`, a closed terminal) the run goes on in silence."""
         try:
             self._print_new()
-        except BrokenPipeError:
+        except OSError as error:
+            if not is_gone(error):
+                raise
             silence(self._out)
 
     def _print_new(self) -> None:
