@@ -13,6 +13,7 @@ from paceline.store.hold import Hold, hold
 from paceline.store.runs import RunFolder
 from paceline.survive.agent import Agent, nursery_command
 from paceline.survive.failure import FIRST_FAILURE, Failure
+from paceline.survive.stuck import TIMEOUT
 from paceline.talk import say
 
 _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -113,17 +114,20 @@ def failure_screen(outcome: Outcome, *, go_on: str = "") -> str:
         return ""
     if failure.screen and failure.rank < 0:
         return f"FAILED: {failure.message}\n{failure.screen}"
-    log = outcome.attempt_folder / f"rank-{failure.rank}.log"
+    teller = failure.rank if failure.told_by is None else failure.told_by
+    log = outcome.attempt_folder / f"rank-{teller}.log"
     at = f" at step {failure.step}" if failure.step else ""
     place = f"{failure.where}, " if failure.where else ""
     what = f"killed by {failure.message}" if failure.kind == "signal" else f"{failure.kind}: {failure.message}"
     lines = [f"FAILED{at}. First error: rank {failure.rank}, {place}{what}"]
-    if failure.source:
+    if failure.kind == TIMEOUT:
+        lines = [f"FAILED{at}: {failure.message}"]
+    elif failure.source:
         lines.append(f"    {failure.source}")
     lines += [f"  {line}" for line in failure.screen.splitlines()[1:]]
-    others = outcome.ranks - 1
+    others, left = outcome.ranks - 1, "did not answer" if failure.kind == TIMEOUT else "left"
     if others:
-        lines.append(f"The other {others} rank{'s' if others > 1 else ''} stopped because rank {failure.rank} left.")
+        lines.append(f"The other {others} rank{'s' if others > 1 else ''} stopped because rank {failure.rank} {left}.")
     lines.append(f"Full text: {log}")
     return "\n".join([*lines, *([f"Go on: {go_on}"] if go_on else [])])
 

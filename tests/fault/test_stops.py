@@ -6,10 +6,14 @@ import select
 import signal
 import subprocess
 import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import Shop
+from tests.fault.processes import children, wait_until_gone
 from tests.fault.test_runs import wait_for
 
 TRAIN = (
@@ -57,3 +61,70 @@ def test_nohup_outlives_the_hangup(shop: Shop) -> None:
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0, said
     assert "step-00000300" in saves(shop)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_what_comes_twice_by_itself_is_no_second_wish(shop: Shop, number: signal.Signals) -> None:
+    """A shell that ends with its terminal passes SIGHUP on, beside the kernel's own."""
+    process = shop.start(*TRAIN, "--train.steps", "100000")
+    wait_for(log(shop), "step 20 ")
+    for _ in range(3):
+        process.send_signal(number)
+        time.sleep(0.06)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 75 and err.count("finishing the step") == 1, err
+
+
+@pytest.mark.parametrize("how", ["stopped", "hangs"])
+def test_who_does_not_answer_is_named(shop: Shop, how: str) -> None:
+    fault = ("--faults", "hang rank=1 step=25") if how == "hangs" else ()
+    process = shop.start(*TRAIN, "--ranks", "3", "--train.steps", "100000", "--train.timeout_seconds", "4", *fault)
+    wait_for(log(shop), "step 20 ")
+    if how == "stopped":
+        os.kill(rank_pid(process.pid, rank=1), signal.SIGSTOP)
+    _, err = process.communicate(timeout=60)
+    first, *rest = err.splitlines()
+    assert process.returncode == 1
+    assert "no answer from rank 1 within 4 s: nothing from it since step" in first, err
+    assert ("(state T)" in first) == (how == "stopped") and "gloo" not in err, err
+    assert any("--train.timeout_seconds 8" in line for line in rest) and rest[-1].startswith("Go on: ")
+    (told,) = [line.removeprefix("Full text: ") for line in rest if line.startswith("Full text: ")]
+    assert "Timed out waiting" in (shop.path / told).read_text()
+
+
+def test_one_ctrl_c_says_who_holds_it_up_and_a_second_ends_it(shop: Shop) -> None:
+    mark = f"MARK{uuid.uuid4().hex}"
+    process = shop.start(*TRAIN, "--train.steps", "100000", environ={"MARK": mark})
+    wait_for(log(shop), "step 20 ")
+    held = rank_pid(process.pid, rank=1)
+    os.kill(held, signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    assert "finishing the step, then saving; Ctrl-C again stops at once" in process.stderr.readline()
+    told = [process.stderr.readline() for _ in range(3)]
+    assert "rank 1: nothing from it since step" in told[1] and f"kill -CONT {held} " in told[2], told
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=5)
+    assert process.returncode == 130 and wait_until_gone(mark) == []
+
+
+def test_a_second_ctrl_c_ends_it_though_the_starter_is_stopped(shop: Shop) -> None:
+    mark = f"MARK{uuid.uuid4().hex}"
+    process = shop.start(*TRAIN, "--train.steps", "100000", environ={"MARK": mark})
+    wait_for(log(shop), "step 20 ")
+    (nursery,) = children(process.pid)
+    os.kill(nursery, signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    told = [process.stderr.readline() for _ in range(2)]
+    assert f"kill -CONT {nursery} " in told[1], told
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=8)
+    assert process.returncode == 130 and wait_until_gone(mark) == []
+
+
+def rank_pid(launcher: int, *, rank: int) -> int:
+    """By the log it writes to."""
+    (nursery,) = children(launcher)
+    names = {pid: Path(f"/proc/{pid}/fd/1").resolve().name for pid in children(nursery)}
+    return next(pid for pid, name in names.items() if name == f"rank-{rank}.log")

@@ -14,10 +14,15 @@ from pathlib import Path
 from paceline.pulse import read_pulse
 from paceline.survive.decide import exit_code, first_failure
 from paceline.survive.failure import Failure, from_status, read_failure
-from paceline.survive.signals import stops_here
+from paceline.survive.signals import GENTLE, stops_here
+from paceline.survive.stuck import Silent, find_silent, gave_up, process_state, still_waiting, unanswered
+from paceline.talk import say
 
 _POLL_SECONDS = 0.05
 _NAMING_SECONDS = 0.1
+_ANSWER_SECONDS = 1.0
+_KILLING_SECONDS = 2.0
+_PATIENCE_SECONDS = (5.0, 30.0)
 _CLEAN = (0, 75)
 INHERITED = "PACELINE_INHERITED"
 
@@ -31,7 +36,13 @@ class Attempt:
     pids: dict[int, int] = field(default_factory=dict)
     statuses: dict[int, int] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
-    killed_by_us: bool = False
+    silent: list[Silent] = field(default_factory=list)
+    killed_at: float | None = None
+
+    @property
+    def killed_by_us(self) -> bool:
+        """Whether we ended the workers."""
+        return self.killed_at is not None
 
 
 class Agent:
@@ -53,6 +64,9 @@ class Agent:
         self._saves = saves
         self._inherited = tuple(inherited)
         self._stops = 0
+        self._stopped_at: float | None = None
+        self._next_word = 0.0
+        self._nursery = 0
         self._failed_at: float | None = None
 
     def run(self, on_tick: Callable[[], None]) -> tuple[int, Failure | None]:
@@ -69,9 +83,11 @@ class Agent:
             pass_fds=self._inherited,
         )
         os.close(write)
+        self._nursery = process.pid
         try:
             self._listen(read, on_tick)
-            process.wait(timeout=30)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0 if self._is_late() else 30)
         finally:
             self._kill_all(process)
             os.close(read)
@@ -94,6 +110,9 @@ class Agent:
                     self._heard(line.decode().split())
                 on_tick()
                 self._after_failure()
+                self._after_signal()
+                if self._is_late():
+                    return
 
     def _heard(self, words: list[str]) -> None:
         kind, rank, number = words[0], int(words[1]), int(words[2])
@@ -119,18 +138,52 @@ class Agent:
         """Give the others a moment to write down what they saw, then end them: they wait for a dead peer."""
         if self._failed_at is None or self._attempt.killed_by_us:
             return
-        if time.monotonic() - self._failed_at < _NAMING_SECONDS:
+        waited = any(gave_up(failure) for failure in self._attempt.failures)
+        if time.monotonic() - self._failed_at < (_ANSWER_SECONDS if waited else _NAMING_SECONDS):
             return
-        self._attempt.killed_by_us = True
-        self._send(signal.SIGKILL)
+        if waited:  # whoever waits too has said so by now
+            folder, pids = self._attempt.folder, self._attempt.pids
+            mute = {rank: pid for rank, pid in pids.items() if read_failure(folder, rank) is None}
+            self._attempt.silent = find_silent(folder, mute)
+        self._kill()
 
     def _on_signal(self, number: int, _: object) -> None:
+        if self._stops and number in GENTLE:
+            return
         self._stops += 1
-        if (self._saves and self._stops == 1) or number == signal.SIGUSR1:
+        if self._stops == 1 and (self._saves or number == signal.SIGUSR1):
             self._send(signal.SIGTERM)
         else:
-            self._attempt.killed_by_us = True
-            self._send(signal.SIGKILL)
+            self._kill()
+
+    def _after_signal(self) -> None:
+        """Say what a signal led to; here and not in its handler, which may come in the middle of another word."""
+        now = time.monotonic()
+        if not self._stops or self._attempt.killed_by_us:
+            return
+        if self._stopped_at is None:
+            self._stopped_at, self._next_word = now, now + _PATIENCE_SECONDS[0]
+            say("stopping: finishing the step, then saving; Ctrl-C again stops at once", sys.stderr)
+        elif now >= self._next_word:
+            self._next_word = now + _PATIENCE_SECONDS[1]
+            say(self._waiting(seconds=now - self._stopped_at), sys.stderr)
+
+    def _waiting(self, *, seconds: float) -> str:
+        if process_state(self._nursery) in ("T", "t"):
+            return (
+                f"the process {self._nursery} that starts the ranks is stopped: kill -CONT {self._nursery} lets it "
+                "go on; Ctrl-C again stops at once"
+            )
+        return still_waiting(find_silent(self._attempt.folder, self._attempt.pids), seconds=seconds)
+
+    def _kill(self) -> None:
+        self._attempt.killed_at = self._attempt.killed_at or time.monotonic()
+        self._send(signal.SIGKILL)
+
+    def _is_late(self) -> bool:
+        """Killed, and not gone: what would tell of it is stopped or stuck itself."""
+        killed = self._attempt.killed_at
+        return killed is not None and time.monotonic() - killed > _KILLING_SECONDS
 
     def _send(self, number: int, *, only: int | None = None) -> None:
         for pid in [only] if only is not None else list(self._attempt.pids.values()):
@@ -155,6 +208,8 @@ class Agent:
         known = {failure.rank for failure in attempt.failures}
         attempt.failures += [f for f in extra if f is not None and f.rank not in known and attempt.failures]
         first = first_failure(attempt.failures)
+        if first is not None and gave_up(first) and attempt.silent:
+            first = unanswered(first, attempt.silent)
         if first is None and self._stops > int(self._saves):
             return 128 + int(signal.SIGINT), None
         if first is None and len(attempt.statuses) < attempt.ranks:

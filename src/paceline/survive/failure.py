@@ -23,7 +23,8 @@ _LINES, _WIDTH = 8, 400
 class Failure:
     """Why a rank ended. `kind` is the exception's name, or `signal` or `exit` where there is no exception.
 
-    `step` is the number of the step in which it was, 0 before the first.
+    `step` is the number of the step in which it was, 0 before the first. `told_by` is the rank whose log has the
+    full text where that is another one.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class Failure:
     exit_code: int = 1
     monotonic_ns: int = 0
     step: int = 0
+    told_by: int | None = None
 
 
 def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 0) -> None:

@@ -88,4 +88,5 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])
+    os._exit(0)  # Python's own way down, with torch in it, takes a second in which the command would wait

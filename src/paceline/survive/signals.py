@@ -7,6 +7,7 @@ import sys
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+GENTLE = (signal.SIGUSR1, signal.SIGHUP)  # these ask again without meaning more: a terminal that closes sends several
 
 _PR_SET_PDEATHSIG = 1
 
@@ -41,7 +42,7 @@ class StopFlag:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.requested and number != signal.SIGUSR1:
+        if self.requested and number not in GENTLE:
             os._exit(128 + number)
         self.signal = number
 
