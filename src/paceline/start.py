@@ -12,7 +12,7 @@ from paceline.store.disk import write_json
 from paceline.store.hold import Hold, hold
 from paceline.store.runs import RunFolder
 from paceline.survive.agent import Agent, nursery_command
-from paceline.survive.failure import FIRST_FAILURE, Failure
+from paceline.survive.failure import FIRST_FAILURE, STARTER, Failure
 from paceline.survive.stuck import TIMEOUT
 from paceline.talk import say
 
@@ -112,10 +112,11 @@ def failure_screen(outcome: Outcome, *, go_on: str = "") -> str:
     failure = outcome.failure
     if failure is None:
         return ""
-    if failure.screen and failure.rank < 0:
-        return f"FAILED: {failure.message}\n{failure.screen}"
+    again = [f"Go on: {go_on}"] if go_on else []
     teller = failure.rank if failure.told_by is None else failure.told_by
     log = outcome.attempt_folder / f"rank-{teller}.log"
+    if failure.rank == STARTER:
+        return "\n".join([f"FAILED: {failure.screen}", f"What the ranks said: {outcome.attempt_folder}", *again])
     at = f" at step {failure.step}" if failure.step else ""
     place = f"{failure.where}, " if failure.where else ""
     what = f"killed by {failure.message}" if failure.kind == "signal" else f"{failure.kind}: {failure.message}"
@@ -129,7 +130,7 @@ def failure_screen(outcome: Outcome, *, go_on: str = "") -> str:
     if others:
         lines.append(f"The other {others} rank{'s' if others > 1 else ''} stopped because rank {failure.rank} {left}.")
     lines.append(f"Full text: {log}")
-    return "\n".join([*lines, *([f"Go on: {go_on}"] if go_on else [])])
+    return "\n".join([*lines, *again])
 
 
 def _nothing() -> None:

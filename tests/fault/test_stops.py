@@ -123,6 +123,20 @@ def test_a_second_ctrl_c_ends_it_though_the_starter_is_stopped(shop: Shop) -> No
     assert process.returncode == 130 and wait_until_gone(mark) == []
 
 
+def test_a_killed_starter_is_said_to_be_that_and_no_rank(shop: Shop) -> None:
+    process = shop.start(*TRAIN, "--train.steps", "100000")
+    wait_for(log(shop), "step 20 ")
+    (nursery,) = children(process.pid)
+    os.kill(nursery, signal.SIGKILL)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1 and "rank -1" not in err and "other" not in err, err
+    assert err.startswith(
+        f"FAILED: the process that starts the ranks (PID {nursery}) was ended by SIGKILL (killed from"
+    )
+    assert "rank--1.log" not in err and f"What the ranks said: {log(shop).parent.relative_to(shop.path)}" in err
+    assert err.splitlines()[-1].startswith("Go on: paceline train job.py")
+
+
 def rank_pid(launcher: int, *, rank: int) -> int:
     """By the log it writes to."""
     (nursery,) = children(launcher)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.pulse import read_pulse
 from paceline.survive.decide import exit_code, first_failure
-from paceline.survive.failure import Failure, from_status, read_failure
+from paceline.survive.failure import Failure, from_status, read_failure, starter_ended
 from paceline.survive.signals import GENTLE, stops_here
 from paceline.survive.stuck import Silent, find_silent, gave_up, process_state, still_waiting, unanswered
 from paceline.talk import say
@@ -213,12 +213,7 @@ class Agent:
         if first is None and self._stops > int(self._saves):
             return 128 + int(signal.SIGINT), None
         if first is None and len(attempt.statuses) < attempt.ranks:
-            return 1, Failure(
-                rank=-1,
-                kind="exit",
-                message=f"the process that starts workers ended early (status {nursery_status})",
-                screen=_tail(attempt.folder / "nursery.log"),
-            )
+            return 1, starter_ended(nursery_status, pid=self._nursery, said=_tail(attempt.folder / "nursery.log"))
         return exit_code(attempt.statuses, first), first
 
 

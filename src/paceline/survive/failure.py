@@ -15,6 +15,7 @@ from paceline.errors import DataError, PacelineError, user_line
 from paceline.store.disk import write_text
 
 END_OF_TALK = "\x1e"
+STARTER = -1
 FIRST_FAILURE = "first-failure.json"
 _LINES, _WIDTH = 8, 400
 
@@ -115,6 +116,15 @@ def from_status(rank: int, *, status: int, step: int = 0) -> Failure:
         monotonic_ns=time.monotonic_ns(),
         step=step,
     )
+
+
+def starter_ended(status: int, *, pid: int, said: str) -> Failure:
+    """The process that starts the ranks has gone before them, and took them with it; `said` is its own log's end."""
+    how = from_status(STARTER, status=status)
+    end = f"was ended by {how.message}" if how.kind == "signal" else f"left with exit code {status}"
+    what = f"the process that starts the ranks (PID {pid}) {end}; the ranks went with it."
+    screen = "\n".join([what, *(f"  {line}" for line in said.splitlines())])
+    return Failure(rank=STARTER, kind=how.kind, message=what, screen=screen, monotonic_ns=how.monotonic_ns)
 
 
 def print_traceback(error: BaseException) -> None:
