@@ -80,6 +80,12 @@ class CheckpointError(PacelineError):
     exit_code = ExitCode.REFUSED
 
 
+class SaveError(CheckpointError):
+    """A checkpoint can't be written: no space, or no permission. The same words go on once there is."""
+
+    exit_code = ExitCode.MACHINE
+
+
 class RunError(PacelineError):
     """The run started and failed."""
 

@@ -29,7 +29,10 @@ def is_gone(error: OSError) -> bool:
 def flush() -> None:
     """What the user's own `print` left behind, before a process leaves without Python's own way down."""
     for stream in (sys.stdout, sys.stderr):
-        say("", stream, end="")
+        try:
+            say("", stream, end="")
+        except OSError:  # a full disk
+            silence(stream)
 
 
 def silence(stream: TextIO) -> None:

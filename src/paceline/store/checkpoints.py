@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, SaveError
 from paceline.spec.words import size
 from paceline.store.disk import sync_folder, write_text
 from paceline.store.tensors import (
@@ -61,7 +61,7 @@ def save(folder: Path, *, step: int, files: Mapping[str, Sequence[TensorBytes]],
     """Write the checkpoint of `step` into `folder` and make it the latest.
 
     Raises:
-        CheckpointError: no space or no permission; older checkpoints are untouched.
+        SaveError: no space or no permission; older checkpoints are untouched.
     """
     aside = folder / f"{_ASIDE}{step_name(step)}-{os.getpid()}"
     try:
@@ -73,7 +73,7 @@ def save(folder: Path, *, step: int, files: Mapping[str, Sequence[TensorBytes]],
         return commit(folder, aside, step=step)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(
+        raise SaveError(
             f"step {step} could not be saved: {error.strerror or error}.",
             where=str(folder),
             cause=f"{size(free_bytes(folder))} are free there",
@@ -260,7 +260,7 @@ def _check_space(folder: Path, files: Mapping[str, Sequence[TensorBytes]]) -> No
     needed = sum(t.data.nbytes for tensors in files.values() for t in tensors) + _SPARE_BYTES
     free = free_bytes(folder)
     if free < needed:
-        raise CheckpointError(
+        raise SaveError(
             f"a checkpoint needs {size(needed)}, {size(free)} are free.",
             where=str(folder),
             hint="free some space, or --run-dir on another disk; older checkpoints are untouched",

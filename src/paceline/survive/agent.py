@@ -15,6 +15,7 @@ from paceline.pulse import read_pulse
 from paceline.survive.decide import exit_code, first_failure
 from paceline.survive.failure import Failure, from_status, read_failure, starter_ended
 from paceline.survive.signals import GENTLE, stops_here
+from paceline.survive.slate import SLATE, make_slate
 from paceline.survive.stuck import Silent, find_silent, gave_up, process_state, still_waiting, unanswered
 from paceline.talk import say
 
@@ -67,6 +68,7 @@ class Agent:
         self._stopped_at: float | None = None
         self._next_word = 0.0
         self._nursery = 0
+        self._slate = make_slate()
         self._failed_at: float | None = None
 
     def run(self, on_tick: Callable[[], None]) -> tuple[int, Failure | None]:
@@ -75,12 +77,12 @@ class Agent:
         read, write = os.pipe()
         process = subprocess.Popen(
             self._command,
-            env={**self._environ, INHERITED: ",".join(map(str, self._inherited))},
+            env={**self._environ, INHERITED: ",".join(map(str, self._inherited)), SLATE: str(self._slate)},
             stdin=subprocess.DEVNULL,
             stdout=write,
             stderr=self._nursery_log(),
             start_new_session=True,
-            pass_fds=self._inherited,
+            pass_fds=(*self._inherited, self._slate),
         )
         os.close(write)
         self._nursery = process.pid
@@ -93,7 +95,10 @@ class Agent:
             os.close(read)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return self._verdict(process.returncode)
+        try:
+            return self._verdict(process.returncode)
+        finally:
+            os.close(self._slate)
 
     def _listen(self, read: int, on_tick: Callable[[], None]) -> None:
         os.set_blocking(read, False)
@@ -131,7 +136,7 @@ class Agent:
 
     def _failure(self, rank: int, status: int) -> Failure:
         beat = read_pulse(self._attempt.folder / f"pulse-{rank}")
-        written = read_failure(self._attempt.folder, rank)
+        written = read_failure(self._attempt.folder, rank, slate=self._slate)
         return written or from_status(rank, status=status, step=beat.step + 1 if beat and beat.monotonic_ns else 0)
 
     def _after_failure(self) -> None:
@@ -143,7 +148,7 @@ class Agent:
             return
         if waited:  # whoever waits too has said so by now
             folder, pids = self._attempt.folder, self._attempt.pids
-            mute = {rank: pid for rank, pid in pids.items() if read_failure(folder, rank) is None}
+            mute = {rank: pid for rank, pid in pids.items() if read_failure(folder, rank, slate=self._slate) is None}
             self._attempt.silent = find_silent(folder, mute)
         self._kill()
 
@@ -204,7 +209,7 @@ class Agent:
 
     def _verdict(self, nursery_status: int) -> tuple[int, Failure | None]:
         attempt = self._attempt
-        extra = [read_failure(attempt.folder, rank) for rank in range(attempt.ranks)]
+        extra = [read_failure(attempt.folder, rank, slate=self._slate) for rank in range(attempt.ranks)]
         known = {failure.rank for failure in attempt.failures}
         attempt.failures += [f for f in extra if f is not None and f.rank not in known and attempt.failures]
         first = first_failure(attempt.failures)

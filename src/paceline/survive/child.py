@@ -20,7 +20,7 @@ from paceline.survive.signals import stop_flag
 from paceline.talk import flush, say
 
 
-def live(request: Mapping[str, Any], *, failures: Path) -> NoReturn:
+def live(request: Mapping[str, Any], *, failures: Path, slate: int | None) -> NoReturn:
     """Run the entry with its payload, or the user's script, and leave with its exit code.
 
     An exception is written down first.
@@ -30,7 +30,10 @@ def live(request: Mapping[str, Any], *, failures: Path) -> NoReturn:
     def body() -> int:
         return _script(argv) if argv else int(resolve(request["entry"])(request["payload"]))
 
-    _leave(_guarded(body, threads=int(request["threads"]), failures=failures))
+    def tell(error: BaseException) -> None:
+        write_failure(failures, rank=current_rank(), error=error, slate=slate)
+
+    _leave(_guarded(body, threads=int(request["threads"]), tell=tell))
 
 
 def _script(argv: list[str]) -> int:
@@ -41,30 +44,30 @@ def _script(argv: list[str]) -> int:
     return int(ExitCode.DONE)
 
 
-def _guarded(body: Callable[[], int], *, threads: int, failures: Path) -> int:
+def _guarded(body: Callable[[], int], *, threads: int, tell: Callable[[BaseException], None]) -> int:
     torch.set_num_threads(threads)
     stop_flag.install()
-    _watch_threads(failures)
+    _watch_threads(tell)
     try:
         return body()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(bool(error.code))
         if code not in (int(ExitCode.DONE), int(ExitCode.STOPPED)):
-            write_failure(failures, rank=current_rank(), error=error)
+            tell(error)
         return code
     except BaseException as error:
-        write_failure(failures, rank=current_rank(), error=error)
+        tell(error)
         print_traceback(error)
         return int(getattr(error, "exit_code", ExitCode.FAILED))
 
 
-def _watch_threads(failures: Path) -> None:
+def _watch_threads(tell: Callable[[BaseException], None]) -> None:
     """An exception in a thread is written down too; it does not end the process by itself."""
 
     def hook(args: threading.ExceptHookArgs) -> None:
         error = args.exc_value or args.exc_type()
         error.__traceback__ = _or_none(args.exc_traceback)
-        write_failure(failures, rank=current_rank(), error=error)
+        tell(error)
         print_traceback(error)
 
     threading.excepthook = hook

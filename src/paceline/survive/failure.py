@@ -8,11 +8,12 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from paceline.errors import DataError, PacelineError, user_line
 from paceline.store.disk import write_text
+from paceline.survive.slate import read_slate, write_slate
 
 END_OF_TALK = "\x1e"
 STARTER = -1
@@ -40,11 +41,18 @@ class Failure:
     told_by: int | None = None
 
 
-def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 0) -> None:
-    """Write down what happened on this rank."""
+def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 0, slate: int | None = None) -> None:
+    """Write down what happened on this rank: in its file, or on the slate where a full disk takes none."""
     failure = failure_of(error, rank=rank, step=step)
-    with suppress(OSError):  # a full disk must not hide what happened: the log has it too
+    try:
         write_text(_path(folder, rank), json.dumps(asdict(failure)))
+    except OSError:
+        if slate is None:
+            return
+        short = replace(failure, message=failure.message[:_WIDTH], screen="", source="")
+        with suppress(OSError):
+            if not write_slate(slate, rank=rank, text=json.dumps(asdict(failure))):
+                write_slate(slate, rank=rank, text=json.dumps(asdict(short)))
 
 
 def failure_of(error: BaseException, *, rank: int, step: int = 0) -> Failure:
@@ -89,10 +97,14 @@ def _message(error: BaseException) -> str:
     return f"{text} ({where[0]})" if where else text
 
 
-def read_failure(folder: Path, rank: int) -> Failure | None:
+def read_failure(folder: Path, rank: int, *, slate: int | None = None) -> Failure | None:
     """What a rank left, if it left something whole."""
     try:
         return Failure(**json.loads(_path(folder, rank).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        pass
+    try:
+        return Failure(**json.loads(read_slate(slate, rank=rank))) if slate is not None else None
     except (OSError, ValueError, TypeError):
         return None
 
@@ -129,11 +141,14 @@ def starter_ended(status: int, *, pid: int, said: str) -> Failure:
 
 def print_traceback(error: BaseException) -> None:
     """The full text, for the rank's own log; the console stops before it, since the agent says it shorter."""
-    print(END_OF_TALK, flush=True)
-    try:
-        traceback.print_exception(error)
-    except Exception:
-        traceback.print_tb(error.__traceback__)
+    with suppress(OSError):  # a full disk has no room for it
+        print(END_OF_TALK, flush=True)
+        try:
+            traceback.print_exception(error)
+        except OSError:
+            raise
+        except Exception:
+            traceback.print_tb(error.__traceback__)
 
 
 def _text(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from paceline.launch.meet import listen
 from paceline.plugins import resolve
 from paceline.survive.agent import INHERITED
 from paceline.survive.signals import die_with, stop_flag
+from paceline.survive.slate import SLATE
 
 
 def main(argv: list[str]) -> int:
@@ -23,6 +24,8 @@ def main(argv: list[str]) -> int:
     stop_flag.install()  # workers inherit it: a stop that comes while one is born is not lost, and kills nobody
     for handle in filter(None, os.environ.pop(INHERITED, "").split(",")):
         os.set_inheritable(int(handle), False)  # workers keep it, being forked; programs that they start do not
+    slate = int(os.environ.pop(SLATE))
+    os.set_inheritable(slate, False)
     live = resolve("paceline.survive.child:live")  # brings torch
     resolve("paceline.torch_private:guard_hooks")()  # and torch._dynamo, which the first optimizer wants
     request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
@@ -36,7 +39,7 @@ def main(argv: list[str]) -> int:
         if pid == 0:
             die_with(nursery)
             _become(rank, request, folder, port=port, fd=fd)
-            live(request, failures=folder)
+            live(request, failures=folder, slate=slate)
         pids[pid] = rank
     listener.close()
     while pids:

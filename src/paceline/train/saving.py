@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.errors import CheckpointError, ResumeError
+from paceline.errors import CheckpointError, ResumeError, SaveError
 from paceline.events import CheckpointRefused, CheckpointSaved, Event
 from paceline.feed.feed import Feed
 from paceline.order.cursor import Cursor
@@ -23,6 +23,7 @@ from paceline.store.checkpoints import (
     save,
 )
 from paceline.store.disk import folder_bytes, sync_folder, write_json
+from paceline.store.full import written
 from paceline.store.tensors import write_tensors
 from paceline.train.apart import tensors_of
 from paceline.train.built import Built
@@ -93,7 +94,8 @@ class Saver:
                 problem = error.as_json()
         problem = self._built.world.share_json(problem)
         if problem is not None:
-            raise CheckpointError(problem["what"], where=problem["where"], cause=problem["cause"], hint=problem["hint"])
+            kind = SaveError if problem["error"] == SaveError.__name__ else CheckpointError
+            raise kind(problem["what"], where=problem["where"], cause=problem["cause"], hint=problem["hint"])
         self.last_saved = cursor.step
         return events
 
@@ -109,8 +111,10 @@ class Saver:
         }
         path = save(self._folder, step=cursor.step, files=files, state=state)
         if best:
-            mark_best(self._folder, path)
-        prune(self._folder, keep=self._built.settings.checkpoint.keep)
+            with written(f"that step {cursor.step} is the best", self._folder):
+                mark_best(self._folder, path)
+        with written("the list of checkpoints, without the oldest,", self._folder):
+            prune(self._folder, keep=self._built.settings.checkpoint.keep)
         return CheckpointSaved(
             step=cursor.step,
             path=str(path),
@@ -182,15 +186,29 @@ def write_final(built: Built, run: Path, *, step: int) -> str:
         folder = consolidate(built, run / "consolidated")
         if built.update.ema is not None:
             found["average"] = weights_digest(tensors_of(built.model))
-    write_json(run / "weights.json", found)
+    with written("weights.json", run):
+        write_json(run / "weights.json", found)
     if built.update.ema is None:
         return f"weights {digest[:16]} in {folder}"
     return f"average {found['average'][:16]} in {folder}, as evaluated (ema); the weights in training: {digest[:16]}"
 
 
 def consolidate(built: Built, folder: Path) -> Path:
-    """Write the weights as the folder that transformers and vLLM open: every name, plain safetensors."""
+    """Write the weights as the folder that transformers and vLLM open: every name, plain safetensors.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
     aside = folder.with_name(f".{folder.name}.tmp")
+    try:
+        with written("the consolidated weights", folder):
+            _consolidate(built, folder, aside=aside)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def _consolidate(built: Built, folder: Path, *, aside: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     state = without_aliases(built.model)
@@ -201,7 +219,6 @@ def consolidate(built: Built, folder: Path) -> Path:
     sync_folder(aside)
     shutil.rmtree(folder, ignore_errors=True)
     aside.rename(folder)
-    return folder
 
 
 def without_aliases(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,0 +1,83 @@
+"""A disk that takes no more while a run writes to it: the screen says so, though no file can."""
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.survive.failure import read_failure, write_failure
+from paceline.survive.slate import make_slate
+from tests.conftest import SMALL_JOB, Shop
+from tests.fault.test_runs import wait_for
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if os.geteuid() or subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(mount)], check=False, capture_output=True
+    ).returncode:  # fmt: skip
+        pytest.skip("a small file system can't be mounted here")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_disk_that_is_full_when_a_save_is_due_is_said(small_disk: Path) -> None:
+    shop = Shop(small_disk)
+    slow = "def forward(self, x):\n        import time; time.sleep(0.05)"
+    shop.write("job.py", SMALL_JOB.replace("def forward(self, x):", slow))
+    process = shop.start(
+        "train", "job.py", "--ranks", "2", "--run-dir", "run", "--train.steps", "100", "--checkpoint.every", "60",
+        "--eval.every", "1000", "--log.every", "1", "--train.on_nonfinite", "skip", "--watch.to", "console,jsonl",
+    )  # fmt: skip
+    wait_for(small_disk / "run" / "logs" / "attempt-1" / "rank-0.log", "step 5 ")
+    fill(small_disk)
+    _, err = process.communicate(timeout=60)
+    first = err.splitlines()[0]
+    assert "SaveError: a checkpoint needs 16" in first and "KiB are free" in first, err
+    assert process.returncode == 3 and err.splitlines()[-1].startswith("Go on: paceline train job.py")
+
+
+def fill(folder: Path) -> None:
+    with (folder / "filler").open("wb", buffering=0) as file:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            try:
+                file.write(bytes(4096))
+            except OSError:
+                return
+
+
+@pytest.mark.parametrize("name", ["consolidated", "checkpoints/best", "weights.json"])
+def test_what_can_not_be_written_is_said_in_our_words(shop: Shop, name: str) -> None:
+    """A file where a folder must be, or a folder where a file must be."""
+    path = shop.path / "run" / name
+    path.parent.mkdir(parents=True)
+    if name == "consolidated":
+        path.write_text("in the way")
+    else:
+        (path / "in the way").mkdir(parents=True)
+    ended = shop.train("run", ranks=1, steps=4)
+    told = {"consolidated": "the consolidated weights", "checkpoints/best": "the best", "weights.json": "weights.json"}
+    first = ended.err.splitlines()[0]
+    assert ended.code == 3 and "SaveError" in first and told[name] in first and "could not be written" in first, (
+        ended.text
+    )
+    assert ended.err.splitlines()[-1].startswith("Go on: ") and "are free there" in ended.err
+
+
+def test_a_slate_carries_what_a_file_can_not(tmp_path: Path) -> None:
+    slate = make_slate()
+    try:
+        write_failure(tmp_path / "gone", rank=2, error=ValueError("too much"), slate=slate)
+        write_failure(tmp_path / "gone", rank=1, error=ValueError("\u2028" * 10**6), slate=slate)
+        found = [read_failure(tmp_path / "gone", rank, slate=slate) for rank in range(4)]
+    finally:
+        os.close(slate)
+    assert [failure and failure.rank for failure in found] == [None, 1, 2, None]
+    assert found[2] is not None and found[2].message == "too much"
