@@ -19,6 +19,7 @@ from paceline.watch.files import JsonlSink
 from paceline.watch.history import read_history
 from paceline.watch.report import page
 from paceline.watch.smooth import band, columns, is_noisy, running_mean
+from paceline.watch.trouble import show_failures
 
 
 def step(number: int, **other: Any) -> StepDone:
@@ -291,3 +292,18 @@ def test_the_keys_of_the_answer_are_fixed(tmp_path: Path) -> None:
     keys = {"exit_code", "text", "runs", "settings", "losses", "recordings", "first_difference", "page"}
     assert set(vars(found)) == keys
     assert set(found.losses[0]) == {"run", "common", "first", "beyond_floor", "floor", "largest"}
+
+
+@pytest.mark.parametrize(
+    ("first", "head", "log"),
+    [
+        ({"rank": -1, "kind": "signal", "message": "SIGKILL"}, "what starts the ranks", "logs/attempt-1</p>"),
+        ({"rank": 1, "kind": "timeout", "message": "no answer", "told_by": 0}, ": rank 1<", "attempt-1/rank-0.log"),
+    ],
+)
+def test_the_page_names_a_log_that_is_there(tmp_path: Path, first: dict[str, object], head: str, log: str) -> None:
+    folder = tmp_path / "logs" / "attempt-1"
+    folder.mkdir(parents=True)
+    (folder / "first-failure.json").write_text(json.dumps(first))
+    page = show_failures(RunFolder(tmp_path))
+    assert head in page and log in page and "rank -1" not in page and "rank--1" not in page

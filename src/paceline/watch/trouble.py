@@ -9,7 +9,7 @@ from paceline.spec.words import size
 from paceline.store.checkpoints import BEST, LATEST, all_steps, marked, step_of, verify
 from paceline.store.disk import folder_bytes
 from paceline.store.runs import RunFolder
-from paceline.survive.failure import FIRST_FAILURE
+from paceline.survive.failure import FIRST_FAILURE, STARTER
 from paceline.watch.history import History, json_or_none
 
 _MOST_BYTES = 4 << 30
@@ -48,11 +48,13 @@ def _attempt(folder: Path) -> str:
     where = f"{first['where']}, " if first.get("where") else ""
     step = f" at step {first['step']}" if isinstance(first.get("step"), int) and first["step"] else ""
     what = f"killed by {first.get('message')}" if first.get("kind") == "signal" else _named(first)
-    head = f"<p><strong>Attempt {escape(number)}{step}: rank {escape(str(first['rank']))}</strong>, {escape(where + what)}</p>"
+    who = "what starts the ranks" if first["rank"] == STARTER else f"rank {first['rank']}"
+    head = f"<p><strong>Attempt {escape(number)}{step}: {escape(who)}</strong>, {escape(where + what)}</p>"
     source = f"<pre>{escape(str(first['source']))}</pre>" if first.get("source") else ""
     advice = "\n".join(str(first.get("screen") or "").splitlines()[1:])
     advice = f"<pre>{escape(advice)}</pre>" if advice else ""
-    log = Path("logs") / folder.name / f"rank-{first['rank']}.log"
+    teller = first["rank"] if first.get("told_by") is None else first["told_by"]
+    log = Path("logs") / folder.name / ("" if first["rank"] == STARTER else f"rank-{teller}.log")
     return f'<div class="failure">{head}{source}{advice}<p class="soft">{escape(str(log))}</p>{_others(rest)}</div>'
 
 
