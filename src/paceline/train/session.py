@@ -31,7 +31,7 @@ from paceline.spec.settings import Settings
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.spec.words import many
-from paceline.store.checkpoints import Loaded
+from paceline.store.checkpoints import Loaded, all_steps
 from paceline.store.disk import read_json, write_json, write_text
 from paceline.store.runs import RunFolder
 from paceline.streams import preserved
@@ -111,6 +111,13 @@ def _first_plan(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and {"global_batch_size", "micro_batch_size"} <= set(found) else None
 
 
+def goes_on(task: Task) -> str | None:
+    """What to go on from. Asked again once the folder is this run's: another may have saved there and ended since."""
+    if task.resume is None and task.verb == "train" and task.run and all_steps(RunFolder(Path(task.run)).checkpoints):
+        return "newest"
+    return task.resume
+
+
 def join_world(ready: Ready) -> World:
     """Meet the other ranks."""
     return World.join(
@@ -127,7 +134,7 @@ class Session:
     def __init__(self, ready: Ready, *, world: World, target: Any = None) -> None:
         self.world = world
         self._began = time.monotonic()
-        folder, self._resume = world.share_json([ready.task.run, ready.task.resume])
+        folder, self._resume = world.share_json([ready.task.run, goes_on(ready.task)])
         self.run = RunFolder(Path(folder))
         if self._resume is not None:
             ready = as_first_cut(ready, folder=self.run.path, world=world)
