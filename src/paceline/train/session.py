@@ -31,7 +31,7 @@ from paceline.spec.settings import Settings
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.spec.words import many
-from paceline.store.checkpoints import Loaded, all_steps
+from paceline.store.checkpoints import Loaded
 from paceline.store.disk import read_json, write_json, write_text
 from paceline.store.runs import RunFolder
 from paceline.streams import preserved
@@ -39,7 +39,7 @@ from paceline.survive.signals import stop_flag
 from paceline.train.built import build, job_layer
 from paceline.train.length import Progress, length_of, often
 from paceline.train.loop import Loop
-from paceline.train.saving import Saver, find_checkpoint, identity, restore, write_final
+from paceline.train.saving import Saver, find_checkpoint, goes_on, identity, restore, write_final
 from paceline.train.wishes import asked_of, notes, refuse_unheard, stopped_early
 from paceline.watch.sinks import CURVES, make_sinks
 from paceline.world import Place, World
@@ -109,13 +109,6 @@ def _first_plan(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and {"global_batch_size", "micro_batch_size"} <= set(found) else None
-
-
-def goes_on(task: Task) -> str | None:
-    """What to go on from. Asked again once the folder is this run's: another may have saved there and ended since."""
-    if task.resume is None and task.verb == "train" and task.run and all_steps(RunFolder(Path(task.run)).checkpoints):
-        return "newest"
-    return task.resume
 
 
 def join_world(ready: Ready) -> World:
