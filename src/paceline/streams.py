@@ -4,6 +4,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,19 +44,30 @@ def host_states() -> tuple[object, ...]:
     return random.getstate(), inner["key"].tobytes(), inner["pos"], torch.get_rng_state().numpy().tobytes()
 
 
+def get_states(gpu: torch.device | None = None) -> tuple[Any, ...]:
+    """The three global generators, and a GPU's, as `set_states` puts them back."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    return (*states, None if gpu is None else torch.cuda.get_rng_state(gpu))
+
+
+def set_states(states: tuple[Any, ...], gpu: torch.device | None = None) -> None:
+    """Put the generators back where they stood."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    if gpu is not None:
+        torch.cuda.set_rng_state(states[3], gpu)
+
+
 @contextmanager
 def preserved() -> Iterator[None]:
     """Leave the three global generators as they were found."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+    states = get_states(gpu)
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if gpu is not None:
-            torch.cuda.set_rng_state(gpu)
+        set_states(states, gpu)
 
 
 class Calls:

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
+import paceline as pl
 from paceline.errors import UsageError
+from paceline.spec.task import Task
 from paceline.store import hold as module
 from paceline.store.hold import LOCK, hold
 from tests.conftest import Shop
 from tests.fault.test_runs import wait_for
+from tests.parity.test_found import job, rows, trained
 
 LONG = (
     "--train.steps", "100000", "--checkpoint.every", "100000", "--eval.every", "100000",
@@ -128,3 +131,28 @@ def test_a_disk_without_locks_still_tells_a_second_run_of_this_machine(
         hold(tmp_path, wait=print)
     held.close()
     hold(tmp_path, wait=print).close()
+
+
+def test_a_run_that_ended_while_the_folder_was_waited_for_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+
+    def other_ends_first(path: Path, **more: Any) -> Any:
+        monkeypatch.setattr("paceline.train.run.hold", hold)
+        trained(job(), folder, train_steps=3)
+        return hold(path, **more)
+
+    monkeypatch.setattr("paceline.train.run.hold", other_ends_first)
+    trained(job(), folder, train_steps=5, log_every=1)
+    assert [row["step"] for row in rows(folder) if "loss" in row] == [1, 3, 4, 5]
+
+
+def test_so_does_a_rank_that_the_command_started(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shop.train("run", ranks=1, steps=4).code == 0
+    monkeypatch.chdir(shop.path)
+    settings = {"train.steps": 6, "log.every": 1, "watch.to": ["jsonl"]}
+    task = Task(verb="train", job="job.py", run="run", layout="single", ranks=1, device="cpu", settings=settings)
+    with pl.Run.worker(task) as run:
+        steps = [run.step(batch).step for batch in run.batches()]
+    assert steps == [5, 6]

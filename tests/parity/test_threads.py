@@ -280,6 +280,37 @@ def test_a_model_that_begins_to_draw_is_run_again_in_turns(kind: str) -> None:
     made.close()
 
 
+FORGETFUL = """
+import torch, torch.nn as nn, torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+import paceline as pl
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.block = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3), nn.ReLU())
+
+    def forward(self, x):
+        return self.second(checkpoint(self.block, self.first(x), use_reentrant=False, preserve_rng_state=False))
+
+x = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+job = pl.Job(
+    model=Net, train_data=torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long()), global_batch_size=24,
+    loss=lambda output, batch: (F.cross_entropy(output, batch[1], reduction="sum"), len(output)),
+    optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+)
+"""
+
+
+def test_what_a_checkpoint_draws_anew_is_what_one_process_draws(shop: Shop) -> None:
+    shop.write("job.py", FORGETFUL)
+    words = ("--train.exact", "--train.micro_batch_size", "2")
+    assert shop.train("one", *words, ranks=1, steps=8).code == 0
+    assert shop.train("threads", *words, "--layout", "threads", ranks=4, steps=8).code == 0
+    assert shop.digest("threads") == shop.digest("one")
+
+
 def test_whoever_fails_first_is_named_and_the_others_do_not_wait_for_ever() -> None:
     class Fails(Net):
         def forward(self, x: Tensor) -> Tensor:

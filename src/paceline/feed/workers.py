@@ -51,7 +51,8 @@ class Workers:
         closed_at_exit(self)
 
     def start(self, wanted: Iterable[Wanted]) -> Iterator[Any] | None:
-        """Fetch ahead in this order; None where nothing is fetched ahead."""
+        """Fetch ahead in this order, and nothing else any more; None where nothing is fetched ahead."""
+        self.close()
         if not self._source.workers:
             return None
         pinned = self._pin_memory or bool(getattr(self._source.loader, "pin_memory", False))

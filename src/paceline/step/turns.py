@@ -3,7 +3,8 @@
 A generator is seeded for one microbatch and drawn from until its forward ends; two replicas at once would draw
 from each other's stream. The first step runs forwards and backwards one after another and sees who draws. From then
 on: a forward that draws takes turns, its backward does not (unless it draws again, as checkpointing does); a model
-that never draws takes none.
+that never draws takes none. A backward that draws begins where its own replica's forward has ended, as it does in one
+process, whoever had the turns between.
 """
 
 import threading
@@ -14,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from paceline.streams import host_states
+from paceline.streams import get_states, host_states, set_states
 from paceline.torch_private import SeededOps
 
 
@@ -59,6 +60,7 @@ class SharedTurns:
         self._gpu = gpu
         self._lock = threading.Lock()
         self._drew = {"forward": False, "backward": False}
+        self._mine = threading.local()
 
     def states(self) -> tuple[object, ...]:
         """Where the shared generators stand."""
@@ -77,6 +79,7 @@ class SharedTurns:
             yield
             if before is not None and self.states() != before:
                 self._drew["forward"] = True
+            self._mine.ended = get_states(self._gpu) if self.draws is not Draws.FORWARD else None
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -85,6 +88,9 @@ class SharedTurns:
             yield
             return
         with self._lock:
+            ended = getattr(self._mine, "ended", None)
+            if ended is not None:
+                set_states(ended, self._gpu)
             if self.draws is Draws.BACKWARD or not self._drew["forward"]:
                 yield
                 return

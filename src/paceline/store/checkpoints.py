@@ -139,7 +139,7 @@ def verify(path: Path) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest's body, once its digest was found right."""
+    """The manifest's body, once its digest was found right, and its step the one that the folder's name says."""
     try:
         outer = json.loads((path / MANIFEST).read_bytes())
         text, expected = outer["body"], outer["digest"]
@@ -156,6 +156,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path.name} has the format {body.get('format')!r}, this version reads {FORMAT!r}.",
             where=str(path),
+        )
+    if step_of(path) not in (body["step"], -1):
+        raise CheckpointError(
+            f"{path.name} holds step {body['step']}: the folder's name is not its step.",
+            where=str(path),
+            cause="it was renamed, or copied to another name",
+            hint=f"mv {path.name} {step_name(body['step'])}",
         )
     return body
 

@@ -19,6 +19,7 @@ from paceline.survive.failure import at_step
 from paceline.survive.signals import StopFlag
 from paceline.train.built import Built, eval_batch_size
 from paceline.train.evaluate import Evaluator
+from paceline.train.handout import Handout
 from paceline.train.inputs import name_inputs
 from paceline.train.length import Clock, Length, Progress, derived_interval, peak_gib
 from paceline.train.replicas import check_replicas
@@ -50,6 +51,7 @@ class Loop:
         self.progress = progress
         self.stream = stream
         self.feed = feed
+        self._handout = Handout(feed)
         self.stopping = False
         self.reason = ""
         self._saver = saver
@@ -75,19 +77,17 @@ class Loop:
         self._before: StepInput | None = None
 
     def batches(self) -> Iterator[StepInput]:
-        """This replica's share of each step, until the run is over or stopped."""
-        if self.progress.unjudged:
+        """This replica's share of each step from where the run stands, until the run is over or stopped."""
+        if self.progress.unjudged and not self.stopping:
             self.save(best=self._judge(self.evaluate()))
-        if self._is_over():
+        if self.stopping or self._is_over():
             return
-        feed, self._clock = iter(self.feed), Clock()
+        batches, self._clock = self._handout.loop(), Clock()
         self._beat()
         while True:
             began = time.perf_counter()
             with at_step(self.cursor.step + 1):
-                given = next(feed, None)
-            if given is None:
-                return
+                given = next(batches)
             self._clock.data += time.perf_counter() - began
             yield given
             if self.stopping or self._is_over():
@@ -99,10 +99,13 @@ class Loop:
             return self._step(given)
 
     def _step(self, given: StepInput) -> StepResult:
+        self._handout.check(given)
         self._faults.fire("step", step=self.cursor.step + 1)
+        self.built.step.step = self.cursor.step
         result = self._run(given)
         result.agreed.check_counts()
         self.cursor = given.batch.after
+        self._handout.stepped()
         if self._last is None:
             refuse_unknown_metrics(self.built.job, terms=result.terms)
         self._last = result

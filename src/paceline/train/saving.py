@@ -13,8 +13,10 @@ from paceline.errors import CheckpointError, ResumeError, SaveError
 from paceline.events import CheckpointRefused, CheckpointSaved, Event
 from paceline.feed.feed import Feed
 from paceline.order.cursor import Cursor
+from paceline.spec.task import Task
 from paceline.store.checkpoints import (
     Loaded,
+    all_steps,
     load,
     mark_best,
     marked,
@@ -24,6 +26,7 @@ from paceline.store.checkpoints import (
 )
 from paceline.store.disk import folder_bytes, sync_folder, write_json
 from paceline.store.full import written
+from paceline.store.runs import RunFolder
 from paceline.store.tensors import write_tensors
 from paceline.train.apart import tensors_of
 from paceline.train.built import Built
@@ -122,6 +125,13 @@ class Saver:
             num_bytes=folder_bytes(path),
             best=best,
         )
+
+
+def goes_on(task: Task) -> str | None:
+    """What to go on from. Asked again once the folder is this run's: another may have saved there and ended since."""
+    if task.resume is None and task.verb == "train" and task.run and all_steps(RunFolder(Path(task.run)).checkpoints):
+        return "newest"
+    return task.resume
 
 
 def find_checkpoint(folder: Path, *, asked: Path | None, world: World) -> tuple[Loaded | None, list[Event]]:

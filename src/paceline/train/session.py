@@ -39,7 +39,7 @@ from paceline.survive.signals import stop_flag
 from paceline.train.built import build, job_layer
 from paceline.train.length import Progress, length_of, often
 from paceline.train.loop import Loop
-from paceline.train.saving import Saver, find_checkpoint, identity, restore, write_final
+from paceline.train.saving import Saver, find_checkpoint, goes_on, identity, restore, write_final
 from paceline.train.wishes import asked_of, notes, refuse_unheard, stopped_early
 from paceline.watch.sinks import CURVES, make_sinks
 from paceline.world import Place, World
@@ -127,7 +127,7 @@ class Session:
     def __init__(self, ready: Ready, *, world: World, target: Any = None) -> None:
         self.world = world
         self._began = time.monotonic()
-        folder, self._resume = world.share_json([ready.task.run, ready.task.resume])
+        folder, self._resume = world.share_json([ready.task.run, goes_on(ready.task)])
         self.run = RunFolder(Path(folder))
         if self._resume is not None:
             ready = as_first_cut(ready, folder=self.run.path, world=world)

@@ -1,0 +1,137 @@
+"""The loop in the user's hands: left and begun again, it goes on where the run stands; each batch is stepped once."""
+
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import paceline as pl
+from paceline.errors import UsageError
+from tests.conftest import Shop
+from tests.parity.test_found import job, rows
+
+SETTINGS = {"train.steps": 7, "watch.to": ("jsonl",), "log.every": 1}
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(20):
+            yield torch.randn(4, generator=generator), torch.randint(0, 2, (), generator=generator)
+
+
+def run_in(folder: Path, *, workers: int = 0, **more: Any) -> pl.Run:
+    return pl.Run(job(**more), ranks=1, run_dir=folder, settings={**SETTINGS, "data.workers": workers})
+
+
+def finish(run: pl.Run) -> None:
+    for batch in run.batches():
+        run.step(batch)
+
+
+def ended(run: pl.Run) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in run.model.state_dict().items()}
+
+
+DATA = {"indexed": {}, "stream": {"train_data": Stream()}}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", DATA)
+def test_a_loop_that_is_left_and_begun_again_is_the_undisturbed_run(tmp_path: Path, kind: str, workers: int) -> None:
+    with run_in(tmp_path / "whole", **DATA[kind]) as run:
+        for batch in run.batches():
+            run.step(batch)
+        whole = ended(run)
+    seen = []
+    with run_in(tmp_path / "cut", workers=workers, **DATA[kind]) as run:
+        for stop in (2, 3, 5):
+            for batch in run.batches():
+                if run.step(batch).step == stop:
+                    break
+            run.evaluate()
+        next(run.batches())  # taken and not stepped: the next loop begins with it
+        for batch in run.batches():
+            seen.append(run.step(batch).step)
+        assert list(run.batches()) == []
+        cut = ended(run)
+    assert seen == [6, 7]
+    assert all(torch.equal(cut[name], whole[name]) for name in whole)
+    told = {row["step"]: row["loss"] for row in rows(tmp_path / "cut") if "loss" in row}
+    assert told == {row["step"]: row["loss"] for row in rows(tmp_path / "whole") if "loss" in row}
+    assert not multiprocessing.active_children()
+
+
+def test_two_loops_at_once_are_refused_and_leave_no_data_worker(tmp_path: Path) -> None:
+    with run_in(tmp_path, workers=1) as run:
+        first, second = run.batches(), run.batches()
+        run.step(next(first))
+        assert run.step(next(second)).step == 2
+        with pytest.raises(UsageError, match="another one was begun since"):
+            next(first)
+        assert run.step(next(second)).step == 3
+        finish(run)
+    assert not multiprocessing.active_children()
+
+
+def test_data_workers_that_are_started_again_leave_none_of_the_first(tmp_path: Path) -> None:
+    with run_in(tmp_path, workers=1) as run:
+        feed = run._live.loop.feed
+        first, second = iter(feed), iter(feed)
+        next(first), next(second)
+        assert len(multiprocessing.active_children()) == 1
+        finish(run)
+    assert not multiprocessing.active_children()
+
+
+def test_a_batch_is_stepped_once(tmp_path: Path) -> None:
+    with run_in(tmp_path) as run:
+        for batch in run.batches():
+            result = run.step(batch)
+            with pytest.raises(UsageError, match="this batch was stepped already: it is step"):
+                run.step(batch)
+        assert result.step == run._live.loop.cursor.step == 7
+
+
+def test_a_batch_is_not_skipped(tmp_path: Path) -> None:
+    with run_in(tmp_path) as run:
+        taken = run.batches()
+        run.step(next(taken))
+        skipped = next(taken)
+        with pytest.raises(UsageError, match="the batch of step 2 was taken") as refused:
+            next(taken)
+        assert "continue" in refused.value.cause
+        again = next(iter(run.batches()))
+        assert again is skipped and run.step(again).step == 2
+        finish(run)
+
+
+OWN = """
+import sys
+from job import make_job
+import paceline as pl
+settings = {"train.steps": 9, "data.workers": 1, "watch.to": ["jsonl"], "train.micro_batch_size": 5}
+if __name__ == "__main__":
+    with pl.Run(make_job(dropout=0.2), ranks=2, run_dir=sys.argv[1], settings=settings) as run:
+        for stop in map(int, sys.argv[2:]):
+            for batch in run.batches():
+                if run.step(batch).step == stop:
+                    break
+"""
+
+
+def test_on_two_ranks_as_well(shop: Shop) -> None:
+    shop.write("own.py", OWN)
+    for name, stops in (("whole", ["9"]), ("cut", ["2", "6", "9"])):
+        command = [sys.executable, "-W", "ignore", "own.py", name, *stops]
+        done = subprocess.run(
+            command, cwd=shop.path, env=shop.environ(), capture_output=True, text=True, timeout=90, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert shop.digest("cut") == shop.digest("whole")
