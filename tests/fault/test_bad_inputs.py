@@ -3,7 +3,9 @@
 import os
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -192,7 +194,12 @@ def BASE(**changes):
 """
 
 
-@pytest.mark.parametrize("name", LATE)
+def _sampled(names: Iterable[str]) -> list[Any]:
+    """Each starts two processes: every third in `make test`, all in `make soak`."""
+    return [pytest.param(name, marks=[pytest.mark.soak] if k % 3 else []) for k, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("name", _sampled(LATE))
 def test_refused_or_failed_soon_after_the_start(shop: Shop, name: str) -> None:
     body, words, code, expected = LATE[name]
     if body.startswith("BASE("):
@@ -216,6 +223,7 @@ def test_a_deleted_working_directory_is_named(shop: Shop) -> None:
     assert str(gone) in done.stderr
 
 
+@pytest.mark.soak
 def test_another_models_checkpoint_and_another_batch_are_refused_with_the_difference(shop: Shop) -> None:
     assert shop.train("run", steps=4).code == 0
     for words, expected in (

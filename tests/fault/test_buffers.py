@@ -22,7 +22,12 @@ JOB = SMALL_JOB.replace("\n        self.second =", BUFFERS).replace("\n        r
 
 @pytest.mark.parametrize(
     "words",
-    [("--ranks", "1"), ("--ranks", "2"), ("--ranks", "2", "--train.buffers", "mean"), ("--layout", "threads=2")],
+    [
+        pytest.param(("--ranks", "1"), marks=pytest.mark.soak),
+        ("--ranks", "2"),
+        pytest.param(("--ranks", "2", "--train.buffers", "mean"), marks=pytest.mark.soak),
+        pytest.param(("--layout", "threads=2"), marks=pytest.mark.soak),
+    ],
     ids=" ".join,
 )
 def test_changed_buffers_outlive_a_kill(shop: Shop, words: tuple[str, ...]) -> None:

@@ -10,7 +10,14 @@ from tests.conftest import Shop
 TRAIN = ("train", "job.py", "--ranks", "2", "--train.steps", "8", "--log.every", "1", "--run-dir", "run")
 
 
-@pytest.mark.parametrize("rest", ["| head -1", "| true", ">&-", ">&- 2>&-", "2>&1 | head -2"])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "| head -1",
+        ">&- 2>&-",
+        *(pytest.param(rest, marks=pytest.mark.soak) for rest in ("| true", ">&-", "2>&1 | head -2")),
+    ],
+)
 def test_nobody_reads_and_the_run_goes_on(shop: Shop, rest: str) -> None:
     code, said, err = shell(shop, TRAIN, rest)
     assert code == "0" and "Traceback" not in err and "BrokenPipe" not in err, err

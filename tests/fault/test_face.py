@@ -117,6 +117,7 @@ def test_an_evaluation_speaks_at_once_and_leaves_the_run_as_it_was(shop: Shop) -
     assert "<dt>samples</dt><dd>–</dd>" not in page
 
 
+@pytest.mark.soak
 def test_compare_says_defaults_ranks_and_attempts(shop: Shop) -> None:
     shop.train("a", ranks=1)
     shop.train("b", "--faults", "kill rank=0 step=11", "--data.workers", "1", "--job.lr", "0.1", ranks=1)
@@ -151,7 +152,7 @@ def test_verify_counts_steps_as_train_does_and_says_which_is_the_short_one(shop:
     ], ended.out
 
 
-@pytest.mark.parametrize("sampler", ["", ", sampler=[3, 1, 4, 1]"])
+@pytest.mark.parametrize("sampler", ["", pytest.param(", sampler=[3, 1, 4, 1]", marks=pytest.mark.soak)])
 def test_verify_compares_the_evaluation_of_a_dataloader(shop: Shop, sampler: str) -> None:
     collate = "collate_fn=lambda rows: [2 * torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows])]"
     loader = (

@@ -29,7 +29,7 @@ def wait_for(path: Path, word: str, *, seconds: float = 40) -> None:
     raise AssertionError(f"{word!r} never stood in {path}: {path.read_text() if path.exists() else 'no file'}")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_kills_and_restarts_on_as_many_ranks_change_no_bit(shop: Shop, ranks: int) -> None:
     assert shop.train("whole", *WORDS, ranks=ranks).code == 0
     rng = random.Random(ranks)

@@ -75,7 +75,7 @@ def test_what_comes_twice_by_itself_is_no_second_wish(shop: Shop, number: signal
     assert process.returncode == 75 and err.count("finishing the step") == 1, err
 
 
-@pytest.mark.parametrize("how", ["stopped", "hangs"])
+@pytest.mark.parametrize("how", ["stopped", pytest.param("hangs", marks=pytest.mark.soak)])
 def test_who_does_not_answer_is_named(shop: Shop, how: str) -> None:
     fault = ("--faults", "hang rank=1 step=25") if how == "hangs" else ()
     process = shop.start(*TRAIN, "--ranks", "3", "--train.steps", "100000", "--train.timeout_seconds", "4", *fault)

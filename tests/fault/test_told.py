@@ -65,6 +65,7 @@ def test_evaluating_afterwards_leaves_the_curves_alone(shop: Shop) -> None:
     assert {path.name: path.stat().st_size for path in (shop.path / "run" / "tb").iterdir()} == curves
 
 
+@pytest.mark.soak
 def test_under_torchrun_rank_0_speaks_for_all(shop: Shop) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline"]
     for words, line in (

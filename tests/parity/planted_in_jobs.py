@@ -219,7 +219,6 @@ class GPT(GPT):
         parameters=("model.layers.0.mlp.down_proj.weight",),
         should="Rank 1's own gradient of down_proj is half of what it should be, before the reduction; others agree.",
         says=("rank 1", r"half|0\.5|factor|hook|scaled"),
-        quick=True,
         code="""
 def hooked(job):
     def build():

@@ -201,7 +201,7 @@ from paceline.train import built
 _update = built._update
 
 def update(job, settings, model, named, plan, world):
-    made = _update(job, settings, model, named, plan, world)
+    made, given = _update(job, settings, model, named, plan, world)
     take = made._take
 
     def stale():
@@ -211,7 +211,7 @@ def update(job, settings, model, named, plan, world):
 
     if world.world_size > 1 and world.rank == 2:
         made._take = stale
-    return made
+    return made, given
 
 built._update = update
 """,
@@ -223,17 +223,16 @@ built._update = update
         steps=(1, 2),
         should="The ranks clip by different norms: each measures only its own half of the gradients.",
         says=("clip|norm",),
-        quick=True,
         code="""
 from paceline.train import built
 _update = built._update
 
 def update(job, settings, model, named, plan, world):
-    made = _update(job, settings, model, named, plan, world)
+    made, given = _update(job, settings, model, named, plan, world)
     whole = made._norm
     if world.world_size > 1:
         made._norm = lambda gradients: whole(gradients[world.rank :: world.world_size])
-    return made
+    return made, given
 
 built._update = update
 """,
@@ -250,10 +249,10 @@ from paceline.train import built
 _update = built._update
 
 def update(job, settings, model, named, plan, world):
-    made = _update(job, settings, model, named, plan, world)
+    made, given = _update(job, settings, model, named, plan, world)
     if world.world_size > 1 and world.rank == 2:
         made.schedules = made.schedules * 2
-    return made
+    return made, given
 
 built._update = update
 """,

@@ -66,7 +66,8 @@ def write(shop: Shop, model: str, *, scale: bool = False) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "scale", "layer"), [("Ties", False, "h."), ("Ties", True, "h."), ("Reentrant", False, "")]
+    ("model", "scale", "layer"),
+    [("Ties", False, "h."), pytest.param("Ties", True, "h.", marks=pytest.mark.soak), ("Reentrant", False, "")],
 )
 def test_a_difference_is_found(shop: Shop, model: str, scale: bool, layer: str) -> None:
     write(shop, model, scale=scale)
@@ -80,10 +81,10 @@ def test_a_difference_is_found(shop: Shop, model: str, scale: bool, layer: str) 
     ("model", "scale"),
     [
         ("Ties", False),
-        ("Ties", True),
-        ("Reentrant", False),
+        pytest.param("Ties", True, marks=pytest.mark.soak),
+        pytest.param("Reentrant", False, marks=pytest.mark.soak),
         ("Instances", False),
-        ("lambda: torch.compile(Normed())", False),
+        pytest.param("lambda: torch.compile(Normed())", False, marks=pytest.mark.soak),
     ],
 )
 def test_what_is_the_same_is_called_so(shop: Shop, model: str, scale: bool) -> None:

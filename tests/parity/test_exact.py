@@ -23,6 +23,7 @@ def test_any_number_of_ranks_gives_the_one_process_weights(shop: Shop, alone: st
     assert shop.digest("many") == alone
 
 
+@pytest.mark.soak
 def test_kills_and_resumes_on_other_numbers_of_ranks_change_no_bit(shop: Shop, alone: str) -> None:
     for ranks, step in ((2, 3), (3, 5), (1, 8), (4, 11)):
         fault = f"kill rank={ranks - 1} step={step} attempt={_next(shop)}"
@@ -48,6 +49,7 @@ def _next(shop: Shop) -> int:
     return len(list((shop.path / "cut" / "logs").glob("attempt-*"))) + 1 if (shop.path / "cut").exists() else 1
 
 
+@pytest.mark.soak
 def test_metrics_and_losses_are_the_same_text(shop: Shop, alone: str) -> None:
     shop.train("two", *COMMON, "--log.every", "1", ranks=2)
     shop.train("again", *COMMON, "--log.every", "1", ranks=1)

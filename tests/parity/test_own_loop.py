@@ -126,6 +126,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.soak
 def test_on_two_ranks_as_well(shop: Shop) -> None:
     shop.write("own.py", OWN)
     for name, stops in (("whole", ["9"]), ("cut", ["2", "6", "9"])):

@@ -40,7 +40,7 @@ job = make_job()
 """
 
 
-@pytest.mark.parametrize("layout", ["ddp", "threads"])
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("threads", marks=pytest.mark.soak)])
 def test_statistics_are_those_of_the_microbatches_that_ran(shop: Shop, layout: str) -> None:
     shop.write("job.py", JOB)
     found = []
