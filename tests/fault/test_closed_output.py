@@ -27,7 +27,13 @@ def test_nobody_reads_and_the_run_goes_on(shop: Shop, rest: str) -> None:
 
 @pytest.mark.parametrize(
     "verb",
-    [("--help",), ("config", "job.py"), ("train", "job.py", "--trian.steps", "4"), ("ckpt",), ("train", "--help")],
+    [
+        ("--help",),
+        pytest.param(("config", "job.py"), marks=pytest.mark.soak),
+        ("train", "job.py", "--trian.steps", "4"),
+        ("ckpt",),
+        ("train", "--help"),
+    ],
 )
 @pytest.mark.parametrize("rest", ["2>&1 | true", ">&- 2>&-"])
 def test_the_exit_code_does_not_depend_on_who_reads(shop: Shop, verb: tuple[str, ...], rest: str) -> None:

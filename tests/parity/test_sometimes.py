@@ -57,6 +57,7 @@ def test_statistics_are_those_of_the_microbatches_that_ran(shop: Shop, layout: s
             torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.soak
 def test_verify_finds_it_sound(shop: Shop) -> None:
     shop.write("job.py", JOB)
     ended = shop.run("verify", "job.py", "--ranks", "2", "--json")
