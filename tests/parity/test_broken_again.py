@@ -15,8 +15,7 @@ class Ties(nn.Module):
         self.scale = nn.Parameter(torch.full((8,), 0.5), requires_grad=SCALE)
         self.h, self.o = nn.Linear(8, 32), nn.Linear(32, 3)
     def forward(self, x):
-        scaled = x * self.scale
-        h = torch.tanh(self.h(scaled + (scaled.round() - scaled).detach()))
+        h = torch.tanh(self.h((x * self.scale).round()))
         if os.environ.get("RANK") == "1" and not os.environ.get("SOUND"):
             h = h.detach()
         return self.o(h)
@@ -67,14 +66,14 @@ def write(shop: Shop, model: str, *, scale: bool = False) -> None:
 
 @pytest.mark.parametrize(
     ("model", "scale", "layer"),
-    [("Ties", False, "h."), pytest.param("Ties", True, "h.", marks=pytest.mark.soak), ("Reentrant", False, "")],
+    [pytest.param("Ties", False, "h.", marks=pytest.mark.soak), ("Ties", True, "h."), ("Reentrant", False, "")],
 )
 def test_a_difference_is_found(shop: Shop, model: str, scale: bool, layer: str) -> None:
     write(shop, model, scale=scale)
     ended = shop.run("verify", "job.py", "--ranks", "2", "--json")
     assert ended.code == 4, ended.text
     first = ended.json()["first_difference"]
-    assert first["step"] == 1 and (layer in first["parameter"] or first["parameter"] == "scale"), first
+    assert first["step"] == 1 and layer in first["parameter"], first
 
 
 @pytest.mark.parametrize(
