@@ -16,7 +16,8 @@ from typing import Any
 
 from paceline.errors import CheckpointError, SaveError
 from paceline.spec.words import size
-from paceline.store.disk import sync_folder, write_text
+from paceline.store.disk import free_bytes, sync_folder, write_text
+from paceline.store.full import written
 from paceline.store.tensors import (
     TensorBytes,
     TensorEntry,
@@ -64,21 +65,17 @@ def save(folder: Path, *, step: int, files: Mapping[str, Sequence[TensorBytes]],
         SaveError: no space or no permission; older checkpoints are untouched.
     """
     aside = folder / f"{_ASIDE}{step_name(step)}-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
-        _check_space(folder, files)
-        aside.mkdir()
-        write_part(aside, files=files, state=state, step=step)
-        return commit(folder, aside, step=step)
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise SaveError(
-            f"step {step} could not be saved: {error.strerror or error}.",
-            where=str(folder),
-            cause=f"{size(free_bytes(folder))} are free there",
-            hint="free some space; older checkpoints are untouched",
-        ) from error
+    with written(f"step {step}", folder):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(folder)
+            _check_space(folder, files)
+            aside.mkdir()
+            write_part(aside, files=files, state=state, step=step)
+            return commit(folder, aside, step=step)
+        except OSError:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
 
 
 def write_part(aside: Path, *, files: Mapping[str, Sequence[TensorBytes]], state: Mapping[str, Any], step: int) -> None:
@@ -241,13 +238,6 @@ def remove_leftovers(folder: Path) -> None:
     for path in folder.glob(f"{_ASIDE}*"):
         if not _is_saving(path):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def free_bytes(folder: Path) -> int:
-    """Free space where `folder` is or will be."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
 
 
 def _is_saving(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,13 @@ from typing import Any
 def folder_bytes(folder: Path) -> int:
     """The bytes of all files in it, which is what a checkpoint takes."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space where `folder` is or will be."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def sync_folder(folder: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paceline.errors import SaveError
 from paceline.spec.words import size
-from paceline.store.checkpoints import free_bytes
+from paceline.store.disk import free_bytes
 
 
 @contextmanager
@@ -23,5 +23,5 @@ def written(what: str, folder: Path) -> Iterator[None]:
             f"{what} could not be written: {error.strerror or error}.",
             where=str(folder),
             cause=f"{size(free_bytes(folder))} are free there",
-            hint="free some space; the checkpoints are untouched",
+            hint="free some space; older checkpoints are untouched",
         ) from error

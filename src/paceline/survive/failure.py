@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from paceline.errors import DataError, PacelineError, user_line
+from paceline.errors import DataError, PacelineError, Problems, user_line
 from paceline.store.disk import write_text
 from paceline.survive.slate import read_slate, write_slate
 
@@ -60,14 +60,13 @@ def failure_of(error: BaseException, *, rank: int, step: int = 0) -> Failure:
     step = step or step_of(error)
     error = _in_our_words(error)
     line = user_line(error)
-    ours = isinstance(error, PacelineError)
     return Failure(
         rank=rank,
         kind=type(error).__name__,
         message=_message(error),
         where=str(line) if line else "",
         source=line.text if line else "",
-        screen=str(error) if ours else "",
+        screen=_screen(error) if isinstance(error, PacelineError) else "",
         exit_code=int(error.exit_code) if isinstance(error, PacelineError) else 1,
         monotonic_ns=time.monotonic_ns(),
         step=step,
@@ -92,9 +91,14 @@ def step_of(error: BaseException) -> int:
 
 def _message(error: BaseException) -> str:
     """What it says, and in which replica it was where a process has several."""
-    text = error.what if isinstance(error, PacelineError) and not hasattr(error, "problems") else _text(error)
+    text = error.what if isinstance(error, PacelineError) else _text(error)
     where = [note for note in getattr(error, "__notes__", ()) if str(note).startswith("in replica ")]
     return f"{text} ({where[0]})" if where else text
+
+
+def _screen(error: PacelineError) -> str:
+    """What it says in one line, then all the rest."""
+    return f"{error.what}.\n{error}" if isinstance(error, Problems) else str(error)
 
 
 def read_failure(folder: Path, rank: int, *, slate: int | None = None) -> Failure | None:
