@@ -85,11 +85,11 @@ def test_who_does_not_answer_is_named(shop: Shop, how: str) -> None:
     _, err = process.communicate(timeout=60)
     first, *rest = err.splitlines()
     assert process.returncode == 1
-    assert "no answer from rank 1 within 4 s: nothing from it since step" in first, err
+    assert "no answer from rank 1" in first and ": nothing from it since step" in first, err
     assert ("(state T)" in first) == (how == "stopped") and "gloo" not in err, err
-    assert any("--train.timeout_seconds 8" in line for line in rest) and rest[-1].startswith("Go on: ")
+    assert any("--train.timeout_seconds" in line for line in rest[:-1]) and rest[-1].startswith("Go on: ")
     (told,) = [line.removeprefix("Full text: ") for line in rest if line.startswith("Full text: ")]
-    assert "Timed out waiting" in (shop.path / told).read_text()
+    assert "timed out waiting" in (text := (shop.path / told).read_text().lower()) or "application timeout" in text
 
 
 def test_one_ctrl_c_says_who_holds_it_up_and_a_second_ends_it(shop: Shop) -> None:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.survive.decide import exit_code, first_failure
+from paceline.survive.decide import exit_code, first_failure, is_lost_connection
 from paceline.survive.failure import Failure, from_status, read_failure, write_failure
+from paceline.survive.stuck import Silent, unanswered
 
 MS = 1_000_000
 
@@ -40,6 +41,25 @@ def test_the_first_is_named(name: str) -> None:
     for order in (failures, failures[::-1]):
         found = first_failure(order)
         assert found is not None and found.rank == rank
+
+
+CLOSED = "[pair.cc:460] Application timeout caused pair closure"
+LATE = "[unbound_buffer.cc:84] Timed out waiting 4000ms for recv operation to complete"
+
+
+def test_who_waited_in_vain_names_the_silent_rank_and_how_long_it_waited() -> None:
+    """One of two exchanges that run at once times out, and closes the connection under the other."""
+    silent = Silent(rank=1, pid=4711, step=20, seconds=5.0, state="T")
+    for words in ((LOST, CLOSED, LATE), (CLOSED, LATE, LOST), (LATE, LOST, CLOSED)):
+        heard = [failure(rank, "RuntimeError", rank, text) for rank, text in zip((0, 2, 3), words, strict=True)]
+        first = first_failure(heard)
+        assert first is not None and is_lost_connection(first)
+        found = unanswered(heard, [silent])
+        assert found.told_by == (0, 2, 3)[words.index(LATE)] and found.rank == 1 and found.step == 21
+        assert found.message.startswith("no answer from rank 1 within 4 s: nothing from it since step 20"), found
+        assert "--train.timeout_seconds 8" in found.screen
+    nobody_says = unanswered([failure(0, "RuntimeError", 0, LOST), failure(2, "RuntimeError", 1, CLOSED)], [silent])
+    assert nobody_says.message.startswith("no answer from rank 1: nothing") and nobody_says.told_by == 2
 
 
 def test_nothing_failed() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.pulse import read_pulse
-from paceline.survive.decide import exit_code, first_failure
+from paceline.survive.decide import exit_code, first_failure, is_lost_connection
 from paceline.survive.failure import Failure, from_status, read_failure, starter_ended
 from paceline.survive.signals import GENTLE, stops_here
 from paceline.survive.slate import SLATE, make_slate
@@ -213,8 +213,8 @@ class Agent:
         known = {failure.rank for failure in attempt.failures}
         attempt.failures += [f for f in extra if f is not None and f.rank not in known and attempt.failures]
         first = first_failure(attempt.failures)
-        if first is not None and gave_up(first) and attempt.silent:
-            first = unanswered(first, attempt.silent)
+        if first is not None and is_lost_connection(first) and attempt.silent:
+            first = unanswered(attempt.failures, attempt.silent)
         if first is None and self._stops > int(self._saves):
             return 128 + int(signal.SIGINT), None
         if first is None and len(attempt.statuses) < attempt.ranks:

@@ -10,6 +10,7 @@ _LOST = (
     "connection reset",
     "broken pipe",
     "timed out waiting",
+    "pair closure",
     "recvValue failed".lower(),
     "socket",
     "peer",

@@ -66,8 +66,12 @@ def gave_up(failure: Failure) -> bool:
     return is_lost_connection(failure) and ("timed out" in text or "timeout" in text)
 
 
-def unanswered(waiter: Failure, silent: Sequence[Silent]) -> Failure:
-    """The failure of whom `waiter` waited for, in words of ours; what the library said stays in the waiter's log."""
+def unanswered(failures: Sequence[Failure], silent: Sequence[Silent]) -> Failure:
+    """The failure of whom the others waited for, in words of ours; what the library said stays in a waiter's log.
+
+    Of several exchanges that run at once only the one that timed out says after how long.
+    """
+    waiter = max(filter(gave_up, failures), key=lambda waiter: _limit(waiter.message))
     first = silent[0]
     ranks = " and ".join(f"rank {one.rank}" for one in silent)
     limit = _limit(waiter.message)
