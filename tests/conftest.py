@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 SMALL_JOB = """
+import os, time
 import torch, torch.nn as nn, torch.nn.functional as F
 import paceline as pl
 
@@ -29,6 +30,7 @@ class Net(nn.Module):
         return self.second(self.dropout(torch.tanh(self.norm(self.first(x)))))
 
 def loss(output, batch):
+    time.sleep(float(os.environ.get("PAUSE", 0)))
     kept = batch[-1] != 3
     return F.cross_entropy(output[kept], batch[-1][kept], reduction="sum"), kept.sum()
 
@@ -103,11 +105,11 @@ class Shop:
         return Ended(done.returncode, done.stdout, done.stderr)
 
     def start(self, *words: str, environ: dict[str, str] | None = None) -> "subprocess.Popen[str]":
-        """Start `paceline WORDS` here and don't wait."""
+        """Start `paceline WORDS` here and don't wait; its steps pause, to leave the processors to the other tests."""
         return subprocess.Popen(
             self.command(*words),
             cwd=self.path,
-            env=self.environ(environ),
+            env=self.environ({"PAUSE": "0.004", **(environ or {})}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -34,7 +34,7 @@ def test_kills_and_restarts_on_as_many_ranks_change_no_bit(shop: Shop, ranks: in
     assert shop.train("whole", *WORDS, ranks=ranks).code == 0
     rng = random.Random(ranks)
     attempt = 1
-    for _ in range(3):
+    for _ in range(2):
         fault = f"kill rank={rng.randrange(ranks)} step={rng.randrange(2, 12)} attempt={attempt}"
         ended = shop.train("cut", *WORDS, "--faults", fault, ranks=ranks)
         attempt += 1
