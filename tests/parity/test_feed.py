@@ -1,6 +1,7 @@
 """The feed: the same microbatches for any number of replicas and data workers, from any kind of data."""
 
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from paceline.errors import DataError, JobError
 from paceline.feed.feed import eval_feed, make_feed
 from paceline.feed.types import Cut
 from paceline.order.cursor import Cursor
+from paceline.survive.signals import STOP_SIGNALS
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -154,6 +156,7 @@ import sys, time, torch
 from paceline.feed.feed import make_feed
 from paceline.feed.types import Cut
 from paceline.order.cursor import Cursor
+from paceline.survive.signals import STOP_SIGNALS
 
 class Slow(torch.utils.data.Dataset):
     def __len__(self): return 100
@@ -194,6 +197,15 @@ def test_a_data_loaders_own_worker_settings_reach_the_workers() -> None:
     )  # fmt: skip
     found = read(loader, replicas=2)
     assert {value for _, (values,) in found.values() for value in values} == {7}
+
+
+def test_data_workers_outlive_every_signal_that_asks_their_rank_to_stop() -> None:
+    class Deaf(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            return int(all(signal.getsignal(number) == signal.SIG_IGN for number in STOP_SIGNALS))
+
+    found = read(DataLoader(Deaf(), batch_size=4, num_workers=1), replicas=1)
+    assert {value for _, (values,) in found.values() for value in values} == {1}
 
 
 def test_a_worker_init_that_splits_a_stream_by_workers_loses_nothing() -> None:

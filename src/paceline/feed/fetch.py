@@ -99,7 +99,7 @@ def worker_init(source: Source, *, alone: bool) -> Callable[[int], None]:
     then = source.loader.worker_init_fn if source.loader is not None else None
 
     def start(number: int) -> None:
-        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(name, signal.SIG_IGN)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
