@@ -35,7 +35,8 @@ import paceline as pl
 from paceline.spec.task import Task
 from paceline.start import Request, failure_screen, start
 from paceline.store.runs import RunFolder
-from paceline.train.session import Session, prepare
+from paceline.train.ready import prepare
+from paceline.train.session import Session
 from paceline.world import Place, World
 
 Step = Callable[[], object]

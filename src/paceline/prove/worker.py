@@ -26,7 +26,7 @@ from paceline.step.nested import mapped
 from paceline.store.disk import write_json
 from paceline.torch_private import guard_hooks
 from paceline.train.built import Built, build, lr_factor
-from paceline.train.session import Ready, join_world, prepare
+from paceline.train.ready import Ready, join_world, prepare
 from paceline.world import World
 
 _LOSS_SCALE = 1024.0

@@ -59,7 +59,6 @@ class Progress:
     waited: int = 0
     rule_best: float | None = None
     unjudged: bool = False
-    saves_seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """For a checkpoint."""

@@ -1,6 +1,5 @@
 """The one loop: step, log, perhaps evaluate, perhaps save, perhaps stop. It can't tell which step runs."""
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +9,6 @@ from paceline.events import EvalDone, Note, StepDone, Stream
 from paceline.faults import Faults
 from paceline.feed.feed import Feed
 from paceline.feed.types import StepInput
-from paceline.job import EarlyStopping
 from paceline.order.cursor import Cursor
 from paceline.place.replicate import untouched
 from paceline.pulse import Pulse
@@ -21,11 +19,12 @@ from paceline.train.built import Built, eval_batch_size
 from paceline.train.evaluate import Evaluator
 from paceline.train.handout import Handout
 from paceline.train.inputs import name_inputs
+from paceline.train.judge import Judge
 from paceline.train.length import Clock, Length, Progress, derived_interval, peak_gib
 from paceline.train.replicas import check_replicas
 from paceline.train.saving import Saver
 from paceline.train.statistics import statistics
-from paceline.train.wishes import best_rule, early_stopping, refuse_unknown_metrics
+from paceline.train.wishes import refuse_unknown_metrics
 
 
 class Loop:
@@ -65,7 +64,7 @@ class Loop:
         self.total_steps = length.total_steps(batch=batch, drop_last=drop_last)
         self.save_every = built.settings.checkpoint.every or derived_interval(self.total_steps)
         self.eval_every = built.settings.eval.every or derived_interval(self.total_steps)
-        self._rule = early_stopping(built.job)
+        self._judge = Judge(built.job, progress)
         self._evaluator = Evaluator(
             job=built.job,
             model=built.model,
@@ -79,7 +78,7 @@ class Loop:
     def batches(self) -> Iterator[StepInput]:
         """This replica's share of each step from where the run stands, until the run is over or stopped."""
         if self.progress.unjudged and not self.stopping:
-            self.save(best=self._judge(self.evaluate()))
+            self.save(best=self._improves(self.evaluate()))
         if self.stopping or self._is_over():
             return
         batches, self._clock = self._handout.loop(), Clock()
@@ -203,44 +202,15 @@ class Loop:
             self.progress.unjudged = True
             self.stopping, self.reason = True, self.reason or "signal"
             return False
-        return self._judge(event)
+        return self._improves(event)
 
-    def _judge(self, event: EvalDone) -> bool:
-        """Whether this is the best so far; and whether to stop early. The metrics are everybody's."""
-        self.progress.unjudged = False
-        metric, mode = best_rule(self.built.job)
-        value = event.metrics.get(metric)
-        if value is None:
-            known = ", ".join(event.metrics)
-            self.stream.emit(Note(text=f"best={metric!r} is no metric of this job ({known})", level="warning"))
-            return False
-        sign = 1.0 if mode == "max" else -1.0
-        best = self.progress.best
-        improved = not math.isnan(value) and (best is None or sign * value > sign * best)
-        self._patience(event)
-        if improved:
-            self.progress.best = value
-        return improved
-
-    def _patience(self, event: EvalDone) -> None:
-        rule = self._rule
-        if rule is None or rule.metric not in event.metrics:
-            return
-        value = event.metrics[rule.metric]
-        if self._better(rule, value):
-            self.progress.waited, self.progress.rule_best = 0, value
-            return
-        self.progress.waited += 1
-        if self.progress.waited >= rule.patience:
+    def _improves(self, event: EvalDone) -> bool:
+        verdict = self._judge.hear(event)
+        for note in verdict.notes:
+            self.stream.emit(note)
+        if verdict.ends:
             self.stopping, self.reason = True, "early"
-            text = f"early stop: {rule.metric} has not improved in {rule.patience} evaluations"
-            self.stream.emit(Note(text=text))
-
-    def _better(self, rule: EarlyStopping, value: float) -> bool:
-        best = self.progress.rule_best
-        if best is None or math.isnan(value):
-            return not math.isnan(value)
-        return (value - best if rule.mode == "max" else best - value) > rule.min_delta
+        return verdict.best
 
     def _count(self, result: StepResult) -> None:
         clock = self._clock
@@ -290,9 +260,9 @@ class Loop:
         return self.cursor.epoch + self.cursor.position / self.feed.num_samples
 
     def _is_over(self) -> bool:
-        if self._rule is not None and self.progress.waited >= self._rule.patience:
-            return True
-        return self._length.reached(self.cursor, tokens=self.progress.tokens, total=self.total_steps)
+        return self._judge.is_over or self._length.reached(
+            self.cursor, tokens=self.progress.tokens, total=self.total_steps
+        )
 
     def _beat(self) -> None:
         if self._pulse is not None:

@@ -30,7 +30,8 @@ from paceline.store.hold import Hold, hold
 from paceline.store.runs import RunFolder, new_run
 from paceline.survive.signals import stop_flag
 from paceline.talk import say
-from paceline.train.session import Ready, Session, join_world, prepare
+from paceline.train.ready import Ready, join_world, prepare
+from paceline.train.session import Session
 from paceline.watch.console import Tail
 from paceline.world import World
 

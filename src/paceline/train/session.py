@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,110 +14,28 @@ from paceline.feed.seeds import seed_sample
 from paceline.feed.source import read_source
 from paceline.feed.stream import checksum
 from paceline.feed.types import Cut
-from paceline.job import Job, load_job
-from paceline.measure.backends import built_in
+from paceline.job import Job
 from paceline.measure.environment import environment
 from paceline.order.cursor import Cursor
 from paceline.place.batchnorm import running
 from paceline.place.buffers import POLICIES
-from paceline.plan.machine import usable_cores
-from paceline.plan.settle import Cluster, Facts, Plan, settle
 from paceline.pulse import Pulse
-from paceline.spec.jobref import parse_jobref
-from paceline.spec.layout import parse_layout
-from paceline.spec.read import Asked, as_toml, merge
+from paceline.spec.read import as_toml
 from paceline.spec.settings import Settings
-from paceline.spec.task import Task
-from paceline.spec.update import parse_update
 from paceline.spec.words import many
 from paceline.store.checkpoints import Loaded
-from paceline.store.disk import read_json, write_json, write_text
+from paceline.store.disk import write_json, write_text
 from paceline.store.runs import RunFolder
 from paceline.streams import preserved
 from paceline.survive.signals import stop_flag
-from paceline.train.built import build, job_layer
+from paceline.train.built import build
 from paceline.train.length import Progress, length_of, often
 from paceline.train.loop import Loop
+from paceline.train.ready import Ready, as_first_cut
 from paceline.train.saving import Saver, find_checkpoint, goes_on, identity, restore, write_final
-from paceline.train.wishes import asked_of, notes, refuse_unheard, stopped_early
+from paceline.train.wishes import asked_of, notes, stopped_early
 from paceline.watch.sinks import CURVES, make_sinks
-from paceline.world import Place, World
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ready:
-    """A job with its settings and plan, before any process group is made."""
-
-    task: Task
-    job: Job
-    asked: Asked
-    settings: Settings
-    plan: Plan
-
-
-def prepare(task: Task, *, job: Job | None = None) -> Ready:
-    """Load the job, merge its settings under what was asked, and settle the plan."""
-    asked = Asked(values=dict(task.settings), origins=dict(task.origins))
-    if job is None:
-        params = {name[4:]: value for name, value in asked.values.items() if name.startswith("job.")}
-        job = load_job(parse_jobref(task.job), params=params)
-    asked = asked.over(job_layer(job), origin="job")
-    settings = merge(asked)
-    if task.verb == "train":
-        refuse_unheard(job, settings, evaluate_first=bool(task.options.get("evaluate_first")))
-    plan = _settled(task, job, settings, micro_batch_size=settings.train.micro_batch_size)
-    return Ready(task=task, job=job, asked=asked, settings=settings, plan=plan)
-
-
-def _settled(task: Task, job: Job, settings: Settings, *, micro_batch_size: int | None) -> Plan:
-    facts = Facts(
-        global_batch_size=settings.train.global_batch_size or job.global_batch_size,
-        micro_batch_size=micro_batch_size,
-        accumulation=settings.train.gradient_accumulation_steps,
-        one_thread=settings.train.exact or task.verb == "verify",
-        threads=settings.train.threads,
-        backend=settings.train.backend,
-        built_in=built_in(),
-    )
-    return settle(
-        layout=parse_layout(task.layout),
-        update=parse_update(task.update),
-        cluster=Cluster(ranks=task.ranks, device=task.device, cores=usable_cores()),
-        facts=facts,
-    )
-
-
-def as_first_cut(ready: Ready, *, folder: Path, world: World) -> Ready:
-    """A run keeps the microbatches of its first start on any number of ranks, unless others are asked for."""
-    path = folder / "plan.json"
-    saved = world.share_json(_first_plan(path) if world.is_main else None)
-    train, now = ready.settings.train, ready.plan
-    if train.micro_batch_size or train.gradient_accumulation_steps or saved is None:
-        return ready
-    if saved["global_batch_size"] != now.global_batch_size or saved["micro_batch_size"] == now.micro_batch_size:
-        return ready
-    plan = _settled(ready.task, ready.job, ready.settings, micro_batch_size=saved["micro_batch_size"])
-    note = f"batch: microbatches of {plan.micro_batch_size}, as this run was started"
-    return replace(ready, plan=replace(plan, notes=(*plan.notes, note)))
-
-
-def _first_plan(path: Path) -> dict[str, Any] | None:
-    """None where there is none that can be read: the checkpoint says what matters, this is a convenience."""
-    try:
-        found = read_json(path)
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) and {"global_batch_size", "micro_batch_size"} <= set(found) else None
-
-
-def join_world(ready: Ready) -> World:
-    """Meet the other ranks."""
-    return World.join(
-        place=Place.read(os.environ),
-        device_type=ready.plan.device,
-        backend=ready.plan.backend,
-        timeout_seconds=ready.settings.train.timeout_seconds,
-    )
+from paceline.world import World
 
 
 class Session:
