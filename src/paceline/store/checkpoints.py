@@ -179,7 +179,15 @@ def newest_good(folder: Path) -> tuple[Path | None, list[Refused]]:
             refused.append(Refused(path=path, reason=error.what))
         else:
             return path, refused
+    gone = folder / _said(folder, LATEST)
+    if not refused and gone != folder and not gone.exists():
+        refused.append(Refused(path=gone, reason="latest names it, and it is gone"))
     return None, refused
+
+
+def was_saved(folder: Path) -> bool:
+    """Whether a run has saved here, or was about to."""
+    return (folder / LATEST).exists() or any(folder.glob("step-*")) or any(folder.glob(f"{_ASIDE}*"))
 
 
 def _put_back(folder: Path) -> None:
@@ -210,12 +218,17 @@ def mark_best(folder: Path, path: Path) -> None:
 
 def marked(folder: Path, mark: str) -> Path | None:
     """What `latest` or `best` points to, if that is a checkpoint here."""
+    path = folder / _said(folder, mark)
+    return path if path != folder and path.is_dir() else None
+
+
+def _said(folder: Path, mark: str) -> str:
+    """The step that a mark names; empty where it can't be read."""
     try:
         name = (folder / mark).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
-        return None
-    path = folder / name
-    return path if _STEP.fullmatch(name) and path.is_dir() else None
+        return ""
+    return name if _STEP.fullmatch(name) else ""
 
 
 def prune(folder: Path, *, keep: int) -> list[Path]:

@@ -1,12 +1,13 @@
 """The run folder: what was asked, what was decided, what happened."""
 
+import os
 import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import UsageError
-from paceline.store.checkpoints import all_steps
+from paceline.store.checkpoints import all_steps, newest_good, was_saved
 
 ROOT = Path("runs")
 
@@ -74,6 +75,58 @@ def newest_run(name: str | None = None, *, root: Path = ROOT) -> RunFolder | Non
     return RunFolder(max(found, key=lambda path: path.name)) if found else None
 
 
+def newest_saved_run(name: str, *, root: Path = ROOT) -> RunFolder | None:
+    """The newest run of a job that has saved something; where none has, the newest."""
+    saved = [path for path in root.glob(f"{name}/*") if was_saved(RunFolder(path).checkpoints)]
+    return RunFolder(max(saved, key=lambda path: path.name)) if saved else newest_run(name, root=root)
+
+
+def run_of(checkpoint: Path) -> RunFolder:
+    """The run that a checkpoint was saved by, also where it was set aside there."""
+    whole = checkpoint.absolute()
+    places = [parent for parent in whole.parents if parent.name == RunFolder(parent.parent).checkpoints.name]
+    found = places[0].parent if places else whole.parent.parent
+    return RunFolder(found if checkpoint.is_absolute() else Path(os.path.relpath(found)))
+
+
+def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | None, str | None]:
+    """The folder to run in (None: a new one), and what to go on from: `newest`, a checkpoint, or nothing.
+
+    `run` is the folder that was asked for, or empty. `resume` is a run, a checkpoint, empty for the newest run of
+    `name`, or None: then a folder in which something was saved is gone on with. With both, `run` is a branch that
+    begins at the other's checkpoint; the same words again go on with the branch.
+
+    Raises:
+        UsageError: there is no such run or checkpoint.
+    """
+    own = RunFolder(Path(run)) if run else None
+    if resume is None:
+        return own, ("newest" if own is not None and was_saved(own.checkpoints) else None)
+    if not resume:
+        found = own or newest_saved_run(name)
+        if found is None or not found.path.is_dir():
+            raise UsageError(f"there is no run of {name} to go on with.", hint="the same without --resume")
+        return found, "newest"
+    origin, checkpoint = find_run(resume)
+    if own is None or own.path.resolve() == origin.path.resolve():
+        _check_not_aside(origin, checkpoint)
+        return origin, str(checkpoint or "newest")
+    if was_saved(own.checkpoints):
+        return own, "newest"
+    checkpoint = checkpoint or newest_good(origin.checkpoints)[0]
+    if checkpoint is None:
+        raise UsageError(f"{origin.path} has no checkpoint to begin from.", hint=f"paceline ckpt ls {origin.path}")
+    return own, str(checkpoint)
+
+
+def _check_not_aside(run: RunFolder, checkpoint: Path | None) -> None:
+    if checkpoint is not None and checkpoint.parent.resolve() != run.checkpoints.resolve():
+        raise UsageError(
+            f"{checkpoint} was set aside: {run.path} went on from an older checkpoint.",
+            hint=f"--resume {checkpoint} --run-dir runs/BRANCH to go on from it in a folder of its own",
+        )
+
+
 def find_run(text: str | None, *, root: Path = ROOT) -> tuple[RunFolder, Path | None]:
     """A run folder, and the checkpoint in it that was named, if one was; nothing means the newest run.
 
@@ -87,7 +140,7 @@ def find_run(text: str | None, *, root: Path = ROOT) -> tuple[RunFolder, Path | 
         return newest, None
     path = Path(text)
     if path.name.startswith("step-") and path.is_dir():
-        return RunFolder(path.parent.parent), path
+        return run_of(path), path
     if not path.is_dir():
         raise UsageError(f"there is no run {text}.", hint="ls runs/*/")
     run = RunFolder(path)

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,10 +25,9 @@ from paceline.spec.task import Task
 from paceline.start import EXACT_KERNELS, Request, failure_screen, start
 from paceline.step.generate import generate
 from paceline.step.result import StepResult
-from paceline.store.checkpoints import all_steps
 from paceline.store.disk import read_json
 from paceline.store.hold import Hold, hold
-from paceline.store.runs import RunFolder, new_run
+from paceline.store.runs import RunFolder, choose_run, new_run
 from paceline.survive.signals import stop_flag
 from paceline.talk import say
 from paceline.train.ready import Ready, join_world, prepare
@@ -68,7 +68,7 @@ class Run:
             ranks=count,
             device=kind,
             run=str(run_dir or ""),
-            resume=str(resume) if isinstance(resume, str | Path) else ("newest" if resume else None),
+            resume=str(resume) if isinstance(resume, str | Path) else ("" if resume else None),
             allow=tuple(allow),
             settings=dict(settings or {}),
             origins=dict.fromkeys(settings or {}, "Run(settings=)"),
@@ -253,16 +253,14 @@ def held_folder(task: Task, *, world: World) -> Hold | None:
 
 
 def with_folder(task: Task, *, make: bool = True) -> Task:
-    """The task with a run folder; a given one that holds a checkpoint is gone on with."""
-    values = task.as_json()
-    if not task.run:
-        values["run"] = str(new_run(Path(task.job.partition(":")[0]).stem).path) if make else ""
-        return Task.from_json(values)
-    run = RunFolder(Path(task.run))
+    """The task with a run folder, and what to go on from. In a world that others made rank 0 knows, and tells."""
+    if not make:
+        return task
+    name = Path(task.job.partition(":")[0]).stem
+    run, start = choose_run(name, run=task.run, resume=task.resume)
+    run = run or new_run(name)
     run.path.mkdir(parents=True, exist_ok=True)
-    if task.resume is None and all_steps(run.checkpoints):
-        values["resume"] = "newest"
-    return Task.from_json(values)
+    return replace(task, run=str(run.path), resume=start)
 
 
 def _world_size() -> int | None:

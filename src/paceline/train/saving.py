@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.errors import CheckpointError, ResumeError, SaveError
+from paceline.errors import CheckpointError, PacelineError, ResumeError, SaveError, raise_all
 from paceline.events import CheckpointRefused, CheckpointSaved, Event
 from paceline.feed.feed import Feed
 from paceline.order.cursor import Cursor
 from paceline.spec.task import Task
 from paceline.store.checkpoints import (
     Loaded,
-    all_steps,
     load,
     mark_best,
     marked,
     newest_good,
     prune,
     save,
+    was_saved,
 )
 from paceline.store.disk import folder_bytes, sync_folder, write_json
 from paceline.store.full import written
@@ -57,9 +57,13 @@ def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, A
 def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow: Sequence[str]) -> None:
     """Refuse a resume that would be another run.
 
+    Exact mode is computed by other kernels: where it may change, so may the last bits of data that a job computes.
+
     Raises:
         ResumeError: with every difference.
     """
+    if "exact" in allow and saved.get("exact") != now["exact"]:
+        now = {**now, "data": {**now["data"], "fingerprint": saved["data"]["fingerprint"]}}
     differing = {name: _difference(name, saved.get(name), now[name]) for name in now if name not in allow}
     changed = [name for name, text in differing.items() if text]
     if changed:
@@ -129,7 +133,7 @@ class Saver:
 
 def goes_on(task: Task) -> str | None:
     """What to go on from. Asked again once the folder is this run's: another may have saved there and ended since."""
-    if task.resume is None and task.verb == "train" and task.run and all_steps(RunFolder(Path(task.run)).checkpoints):
+    if task.resume is None and task.verb == "train" and task.run and was_saved(RunFolder(Path(task.run)).checkpoints):
         return "newest"
     return task.resume
 
@@ -168,8 +172,16 @@ def restore(loaded: Loaded, *, built: Built, identity: Mapping[str, Any], allow:
         CheckpointError: it is another model's.
         ResumeError: something else has changed that was not allowed to.
     """
-    load_model(loaded, built.model, unlisted=built.unlisted)
-    check_identity(loaded.state["identity"], identity, allow=allow)
+    problems: list[PacelineError] = []
+    try:
+        load_model(loaded, built.model, unlisted=built.unlisted)
+    except CheckpointError as error:
+        problems.append(error)
+    try:
+        check_identity(loaded.state["identity"], identity, allow=[*allow, *(["model"] if problems else [])])
+    except ResumeError as error:
+        problems.append(error)
+    raise_all(problems)
     load_update(loaded, model=built.model, update=built.update, given=built.given)
     load_grid(built.grid, loaded.state.get("grid", {}), [member.name for member in built.named])
     cursor = Cursor.from_json(loaded.state["cursor"])

@@ -23,9 +23,11 @@ from paceline.pulse import Pulse
 from paceline.spec.read import as_toml
 from paceline.spec.settings import Settings
 from paceline.spec.words import many
+from paceline.store.branch import set_aside
 from paceline.store.checkpoints import Loaded
 from paceline.store.disk import write_json, write_text
-from paceline.store.runs import RunFolder
+from paceline.store.full import written
+from paceline.store.runs import RunFolder, run_of
 from paceline.streams import preserved
 from paceline.survive.signals import stop_flag
 from paceline.train.built import build
@@ -46,8 +48,11 @@ class Session:
         self._began = time.monotonic()
         folder, self._resume = world.share_json([ready.task.run, goes_on(ready.task)])
         self.run = RunFolder(Path(folder))
+        start = Path(self._resume or "")
+        self._start = start if start.name.startswith("step-") else None
         if self._resume is not None:
-            ready = as_first_cut(ready, folder=self.run.path, world=world)
+            begun = run_of(self._start) if self._start is not None else self.run
+            ready = as_first_cut(ready, folder=begun.path, world=world)
         self.ready = ready
         self.built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
         loaded, events = self._found()
@@ -55,6 +60,7 @@ class Session:
         cursor = Cursor()
         if loaded is not None:
             cursor = restore(loaded, built=self.built, identity=self.identity, allow=ready.task.allow)
+            events += self._branched(loaded)
         self._feed = self._make_feed(cursor)
         self.stream = self._make_stream()
         self.loop = self._make_loop(cursor, loaded, target)
@@ -81,8 +87,16 @@ class Session:
     def _found(self) -> tuple[Loaded | None, list[Event]]:
         if self._resume is None:
             return None, []
-        step = Path(self._resume) if Path(self._resume).name.startswith("step-") else None
-        return find_checkpoint(self.run.checkpoints, asked=step, world=self.world)
+        return find_checkpoint(self.run.checkpoints, asked=self._start, world=self.world)
+
+    def _branched(self, loaded: Loaded) -> list[Event]:
+        """What comes after an older checkpoint of this run is kept apart, once the run does go on from it."""
+        here = loaded.path.parent.resolve() == self.run.checkpoints.resolve()
+        if not self.world.is_main or self._start is None or not here or self.ready.task.verb != "train":
+            return []
+        with written("what comes after it,", self.run.checkpoints):
+            aside = set_aside(self.run.checkpoints, start=loaded.path)
+        return [] if aside is None else [Note(text=f"what came after {loaded.path.name} was set aside in {aside}")]
 
     def _make_feed(self, cursor: Cursor) -> Any:
         plan, settings, job = self.ready.plan, self.ready.settings, self.ready.job
@@ -189,8 +203,13 @@ class Session:
         )
         scale = settings.train.lr_scaling
         lines.append(f"lr: {loop.built.update.optimizers[0].param_groups[0]['lr']:.3g} (scaling: {scale})")
+        if loaded is None and self._resume is not None:
+            lines.append("resumed: nothing had been saved, the run begins at its first step")
         if loaded is not None:
-            lines.append(f"resumed: {loaded.path.name}, {many(cursor.samples, 'sample')} consumed")
+            own = loaded.path.parent.resolve() == self.run.checkpoints.resolve()
+            lines.append(
+                f"resumed: {loaded.path.name if own else loaded.path}, {many(cursor.samples, 'sample')} consumed"
+            )
             lines += stopped_early(self.ready.job, loop.progress, step=cursor.step)
         return tuple(lines)
 

@@ -20,9 +20,8 @@ from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.spec.words import did_you_mean, many
 from paceline.start import Outcome, Request, failure_screen, start
-from paceline.store.checkpoints import all_steps
 from paceline.store.disk import read_json
-from paceline.store.runs import RunFolder, find_run, new_run, newest_run
+from paceline.store.runs import RunFolder, choose_run, new_run
 from paceline.talk import say
 from paceline.verbs.again import command_again
 from paceline.watch.console import Tail
@@ -106,14 +105,11 @@ def with_run(task: Task, *, resume: str | None) -> Task:
     if joined is not None and joined.rank != 0:
         return task
     name = parse_jobref(task.job).short
-    if resume is not None:
-        return _resumed(task, resume, name)
-    if task.run:
-        run = RunFolder(Path(task.run))
-        _make(run.path)
-        goes_on = "newest" if all_steps(run.checkpoints) else None
-        return replace(task, run=str(run.path), resume=goes_on)
-    return replace(task, run=str(new_run(name).path))
+    run, start = choose_run(name, run=task.run, resume=resume)
+    if run is None:
+        return replace(task, run=str(new_run(name).path))
+    _make(run.path)
+    return replace(task, run=str(run.path), resume=start)
 
 
 def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False) -> Answer:
@@ -185,16 +181,6 @@ def _joined(task: Task, entry: str, joined: Joined, one_thread: bool) -> Answer:
     code = child(entry, payload, threads=threads, go_on=go_on)
     stopped = f"Stopped and saved. Go on: {go_on}" if code == ExitCode.STOPPED and go_on else ""
     return Answer(exit_code=int(code), run=Path(task.run), screen=stopped, tells=joined.rank == 0)
-
-
-def _resumed(task: Task, resume: str, name: str) -> Task:
-    if resume:
-        run, checkpoint = find_run(resume)
-        return replace(task, run=str(run.path), resume=str(checkpoint or "newest"))
-    run_or_none = RunFolder(Path(task.run)) if task.run else newest_run(name)
-    if run_or_none is None or not run_or_none.path.is_dir():
-        raise UsageError(f"there is no run of {name} to go on with.", hint=f"paceline train {task.job}")
-    return replace(task, run=str(run_or_none.path), resume="newest")
 
 
 def _make(path: Path) -> None:

@@ -1,0 +1,106 @@
+"""Going on from where one wants: from an older checkpoint, in a folder of its own, and where nothing was saved."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.store.checkpoints import all_steps, save
+from paceline.store.runs import RunFolder, newest_saved_run, run_of
+from tests.conftest import Shop
+
+WORDS = ("--checkpoint.every", "4", "--checkpoint.keep", "9", "--eval.every", "4")
+CHANGED = ("--job.lr", "0.05", "--allow", "optimizer")
+OLDER = "checkpoints/step-00000004"
+SCRIPT = """
+import sys
+import paceline as pl
+from job import make_job
+with pl.Run(make_job(), ranks=1, resume=sys.argv[1], settings={"train.steps": 7}) as run:
+    print(f"from {run.folder.parent.name} at {run._live.loop.cursor.step}")
+    for batch in run.batches():
+        run.step(batch)
+"""
+
+
+def steps(run: Path) -> list[int]:
+    return [int(path.name[5:]) for path in all_steps(run / "checkpoints")]
+
+
+@pytest.fixture
+def begun(shop: Shop) -> Shop:
+    """A run of twelve steps, saved at 4, 8 and 12."""
+    ended = shop.train("run", *WORDS, ranks=1)
+    assert ended.code == 0 and steps(shop.path / "run") == [4, 8, 12], ended.text
+    return shop
+
+
+def test_what_came_after_an_older_checkpoint_is_set_aside_and_the_branch_is_gone_on_with(begun: Shop) -> None:
+    shop, run = begun, begun.path / "run"
+    branch = ("--resume", f"run/{OLDER}", *CHANGED, *WORDS)
+    ended = shop.run("train", "job.py", "--run-dir", "fork", "--ranks", "1", "--train.steps", "11", *branch)
+    assert ended.code == 0 and f"resumed: run/{OLDER}, 48 samples consumed" in ended.out, ended.text
+    assert steps(run) == [4, 8, 12] and steps(shop.path / "fork") == [8, 11]
+    again = shop.run("train", "job.py", "--run-dir", "fork", "--ranks", "1", "--train.steps", "11", *branch)
+    assert "resumed: step-00000011" in again.out and again.code == 0, again.text
+
+    best = (run / "checkpoints" / "best").read_text()
+    ended = shop.run("train", "job.py", "--ranks", "1", "--train.steps", "6", *branch)
+    aside = run / "checkpoints" / "after-step-00000004"
+    assert ended.code == 0 and f"was set aside in {aside.relative_to(shop.path)}" in ended.out, ended.text
+    assert steps(run) == [4, 6] and [path.name[-2:] for path in all_steps(aside)] == ["08", "12"]
+    assert best == "step-00000012\n" == (aside / "best").read_text()
+    ended = shop.run("train", "job.py", "--run-dir", "run", "--ranks", "1", "--train.steps", "11", *CHANGED[:2], *WORDS)
+    assert ended.code == 0 and "resumed: step-00000006" in ended.out, ended.text
+    assert shop.digest("run") == shop.digest("fork")
+
+    ended = shop.run("train", "job.py", "--ranks", "1", "--resume", str(aside / "step-00000008"))
+    assert ended.code == 2 and "--run-dir runs/BRANCH" in ended.err and run_of(aside / "step-00000008").path == run
+    ended = shop.run("evaluate", str(aside / "step-00000012"))
+    assert ended.code == 0 and steps(run) == [4, 6, 8, 11], ended.text
+
+
+def test_a_refused_branch_leaves_every_checkpoint_where_it_was(begun: Shop) -> None:
+    ended = begun.run("train", "job.py", "--ranks", "1", "--resume", f"run/{OLDER}", "--job.lr", "0.05")
+    assert ended.code == 2 and "lr was" in ended.err and steps(begun.path / "run") == [4, 8, 12]
+    ended = begun.run("train", "job.py", "--resume", f"run/{OLDER}", "--job.norm", "true", "--seed", "7")
+    assert ended.code == 2 and "another model" in ended.err and "seed: was 0, is 7" in ended.err, ended.err
+
+
+def test_checkpoints_that_are_gone_are_missed_and_a_run_that_saved_nothing_says_so(begun: Shop) -> None:
+    run = begun.path / "run"
+    for path in all_steps(run / "checkpoints"):
+        shutil.rmtree(path)
+    ended = begun.train("run", *WORDS, ranks=1)
+    assert ended.code == 2 and "latest names it, and it is gone" in ended.err, ended.text
+    (begun.path / "runs" / "job" / "2-died" / "logs").mkdir(parents=True)
+    ended = begun.run("train", "job.py", "--resume", "--train.steps", "2")
+    assert ended.code == 0 and "resumed: nothing had been saved, the run begins at its first step" in ended.out
+    assert "run: runs/job/2-died" in ended.out
+    (begun.path / "runs" / "job" / "3-died" / "logs").mkdir(parents=True)
+    ended = begun.run("train", "job.py", "--resume", "--train.steps", "3")
+    assert ended.code == 0 and "resumed: step-00000002" in ended.out and "run: runs/job/2-died" in ended.out, ended.text
+
+
+def test_a_script_branches_from_a_run_or_a_checkpoint(begun: Shop) -> None:
+    begun.write("own.py", SCRIPT)
+    for resume, step in (("run", 12), (f"run/{OLDER}", 4)):
+        command = [sys.executable, "-W", "ignore", "own.py", resume]
+        done = subprocess.run(command, cwd=begun.path, env=begun.environ(), capture_output=True, text=True, timeout=60)
+        assert f"at {step}" in done.stdout, done.stdout + done.stderr
+    assert steps(begun.path / "run") == [4, 7]
+
+
+def test_the_newest_run_that_has_saved_is_gone_on_with(tmp_path: Path) -> None:
+    assert newest_saved_run("job", root=tmp_path) is None
+    for name in ("1", "2", "3"):
+        (tmp_path / "job" / name).mkdir(parents=True)
+    newest = newest_saved_run("job", root=tmp_path)
+    assert newest is not None and newest.path.name == "3"
+    save(RunFolder(tmp_path / "job" / "2").checkpoints, step=3, files={}, state={})
+    newest = newest_saved_run("job", root=tmp_path)
+    assert newest is not None and newest.path.name == "2"
+    assert json.loads((newest.checkpoints / "step-00000003" / "manifest.json").read_text())["digest"]
