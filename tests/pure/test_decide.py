@@ -1,5 +1,6 @@
 """Who failed first, from what the ranks left behind."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,7 @@ def test_a_torn_file_is_no_failure(tmp_path: Path) -> None:
 def test_signals_are_told_by_name() -> None:
     assert "SIGKILL" in from_status(0, status=-9).message and "memory" in from_status(0, status=-9).message
     assert from_status(0, status=-64).kind == "signal" and from_status(0, status=3).kind == "exit"
+
+
+def test_a_rank_that_gave_up_in_native_code_is_explained() -> None:
+    assert "ranks do different things" in from_status(1, status=-int(signal.SIGABRT)).message

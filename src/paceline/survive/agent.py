@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.pulse import read_pulse
 from paceline.survive.decide import exit_code, first_failure, is_lost_connection
-from paceline.survive.failure import Failure, from_status, read_failure, starter_ended
+from paceline.survive.failure import Failure, from_status, left_alone, read_failure, starter_ended
 from paceline.survive.signals import GENTLE, stops_here
 from paceline.survive.slate import SLATE, make_slate
 from paceline.survive.stuck import Silent, find_silent, gave_up, process_state, still_waiting, unanswered
@@ -214,7 +214,10 @@ class Agent:
         attempt.failures += [f for f in extra if f is not None and f.rank not in known and attempt.failures]
         first = first_failure(attempt.failures)
         if first is not None and is_lost_connection(first) and attempt.silent:
-            first = unanswered(attempt.failures, attempt.silent)
+            return 1, unanswered(attempt.failures, attempt.silent)
+        done = [rank for rank, status in attempt.statuses.items() if status == 0]
+        if first is not None and is_lost_connection(first) and done:
+            return 1, left_alone(done[0], waiter=first)
         if first is None and self._stops > int(self._saves):
             return 128 + int(signal.SIGINT), None
         if first is None and len(attempt.statuses) < attempt.ranks:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from paceline.errors import DataError, PacelineError, Problems, user_line
+from paceline.errors import DataError, PacelineError, Problems, RunError, user_line
 from paceline.store.disk import write_text
 from paceline.survive.slate import read_slate, write_slate
 
@@ -120,6 +120,8 @@ def from_status(rank: int, *, status: int, step: int = 0) -> Failure:
         causes: dict[int, str] = {
             signal.SIGKILL: "killed from outside: the kernel when memory runs out, a scheduler, or a person",
             signal.SIGSEGV: "a crash in native code",
+            signal.SIGABRT: "native code gave up: the log's end says why. gloo does where ranks do different things at "
+            "once: one evaluates, saves or leaves the loop alone",
         }
         cause = causes.get(-status, "ended by a signal")
         return Failure(
@@ -132,6 +134,16 @@ def from_status(rank: int, *, status: int, step: int = 0) -> Failure:
         monotonic_ns=time.monotonic_ns(),
         step=step,
     )
+
+
+def left_alone(rank: int, *, waiter: Failure) -> Failure:
+    """A rank that ended as if all were done while another still waited for it."""
+    error = RunError(
+        f"the process left with exit code 0 while rank {waiter.rank} still waited for it.",
+        cause="only this rank left the loop, or its code called exit: every rank does the same steps",
+        hint="decide from values that all ranks have alike, as run.step()'s result",
+    )
+    return replace(waiter, rank=rank, kind="exit", message=error.what, screen=str(error), where="", source="")
 
 
 def starter_ended(status: int, *, pid: int, said: str) -> Failure:
