@@ -4,6 +4,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -206,6 +207,18 @@ def test_data_workers_outlive_every_signal_that_asks_their_rank_to_stop() -> Non
 
     found = read(DataLoader(Deaf(), batch_size=4, num_workers=1), replicas=1)
     assert {value for _, (values,) in found.values() for value in values} == {1}
+
+
+def test_a_data_worker_that_leaves_is_named() -> None:
+    class Leaving(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            if index == 30:
+                time.sleep(0.3)
+                raise SystemExit(0)
+            return torch.full((4,), index)
+
+    with pytest.raises(DataError, match="a data worker died"):
+        read(DataLoader(Leaving(), batch_size=4, num_workers=2), replicas=1)
 
 
 def test_a_worker_init_that_splits_a_stream_by_workers_loses_nothing() -> None:

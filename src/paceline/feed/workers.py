@@ -83,10 +83,11 @@ def guarded(iterator: Iterator[Any]) -> Iterator[Any]:
             value = next(iterator)
         except StopIteration:
             return
-        except RuntimeError as error:
+        except (RuntimeError, OSError, EOFError) as error:
+            said = str(error) if isinstance(error, RuntimeError) else "what it had read went with it"
             raise DataError(
-                f"a data worker died: {error}",
-                cause="it was killed, perhaps for memory, or a library in it crashed",
+                f"a data worker died: {said}",
+                cause="it was killed, perhaps for memory, a library in it crashed, or its code called exit",
                 hint="--data.workers 0 shows the error in the rank itself",
             ) from error
         yield value

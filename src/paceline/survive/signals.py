@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -37,7 +38,9 @@ class StopFlag:
         return self.signal is not None
 
     def install(self) -> None:
-        """Listen; the main thread calls this."""
+        """Listen; outside the main thread, where Python hears no signal, whoever runs the main thread decides."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number in stops_here():
             signal.signal(number, self._handle)
 
