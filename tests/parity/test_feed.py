@@ -4,7 +4,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -25,6 +24,7 @@ from torch.utils.data import (
 from paceline.errors import DataError, JobError
 from paceline.feed.feed import eval_feed, make_feed
 from paceline.feed.types import Cut
+from paceline.feed.workers import guarded
 from paceline.order.cursor import Cursor
 from paceline.survive.signals import STOP_SIGNALS
 
@@ -157,7 +157,6 @@ import sys, time, torch
 from paceline.feed.feed import make_feed
 from paceline.feed.types import Cut
 from paceline.order.cursor import Cursor
-from paceline.survive.signals import STOP_SIGNALS
 
 class Slow(torch.utils.data.Dataset):
     def __len__(self): return 100
@@ -209,16 +208,24 @@ def test_data_workers_outlive_every_signal_that_asks_their_rank_to_stop() -> Non
     assert {value for _, (values,) in found.values() for value in values} == {1}
 
 
-def test_a_data_worker_that_leaves_is_named() -> None:
+def test_a_data_worker_that_leaves_is_named_though_its_memory_goes_first() -> None:
     class Leaving(Noisy):
         def __getitem__(self, index: int) -> Any:
-            if index == 30:
-                time.sleep(0.3)
+            if torch.utils.data.get_worker_info() is not None:
                 raise SystemExit(0)
-            return torch.full((4,), index)
+            return index
 
     with pytest.raises(DataError, match="a data worker died"):
         read(DataLoader(Leaving(), batch_size=4, num_workers=2), replicas=1)
+
+    def sent() -> Iterator[int]:
+        yield 1
+        raise FileNotFoundError(2, "No such file or directory")
+
+    given = guarded(sent())
+    assert next(given) == 1
+    with pytest.raises(DataError, match="a data worker died: what it had read went with it"):
+        next(given)
 
 
 def test_a_worker_init_that_splits_a_stream_by_workers_loses_nothing() -> None:

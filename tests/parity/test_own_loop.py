@@ -3,6 +3,7 @@
 import multiprocessing
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,22 @@ def finish(run: pl.Run) -> None:
 
 def ended(run: pl.Run) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in run.model.state_dict().items()}
+
+
+def test_a_run_in_a_thread_trains_as_any_other(tmp_path: Path) -> None:
+    """A notebook or a server runs it so; Python hears signals in the main thread only."""
+    found: list[dict[str, Tensor]] = []
+
+    def train(folder: Path) -> None:
+        with run_in(folder) as run:
+            finish(run)
+            found.append(ended(run))
+
+    train(tmp_path / "main")
+    thread = threading.Thread(target=train, args=(tmp_path / "thread",))
+    thread.start()
+    thread.join()
+    assert len(found) == 2 and all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 DATA = {"indexed": {}, "stream": {"train_data": Stream()}}
