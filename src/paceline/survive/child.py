@@ -37,11 +37,11 @@ def live(request: Mapping[str, Any], *, failures: Path, slate: int | None) -> No
 
 
 def _script(argv: list[str]) -> int:
-    """As `__main__`."""
+    """As `__main__`; a script that ends without a word of its own has the code of its run."""
     sys.argv = list(argv)
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))
     runpy.run_path(argv[0], run_name="__main__")
-    return int(ExitCode.DONE)
+    return int(ExitCode.STOPPED if stop_flag.left_early else ExitCode.DONE)
 
 
 def _guarded(body: Callable[[], int], *, threads: int, tell: Callable[[BaseException], None]) -> int:

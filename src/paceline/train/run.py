@@ -21,7 +21,7 @@ from paceline.plan.machine import usable_cores, visible_gpus
 from paceline.plan.settle import Cluster, settle_threads
 from paceline.spec.layout import parse_layout
 from paceline.spec.task import Task
-from paceline.start import EXACT_KERNELS, Request, failure_screen, start
+from paceline.start import EXACT_KERNELS, Request, last_words, start
 from paceline.step.generate import generate
 from paceline.step.result import StepResult
 from paceline.store.checkpoints import all_steps
@@ -31,6 +31,7 @@ from paceline.store.runs import RunFolder, new_run
 from paceline.survive.signals import stop_flag
 from paceline.talk import say
 from paceline.train.ready import Ready, join_world, prepare
+from paceline.train.script import script_again
 from paceline.train.session import Session
 from paceline.watch.console import Tail
 from paceline.world import World
@@ -57,6 +58,7 @@ class Run:
         self.job = job
         self.exit_code = int(ExitCode.DONE)
         self._session: Session | None = None
+        self._is_named = bool(run_dir)
         kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
         asked = parse_layout(layout) if layout is not None else None
         count = ranks or (asked and asked.replicas) or _world_size() or (visible_gpus() if kind == "cuda" else 1) or 1
@@ -118,10 +120,28 @@ class Run:
         if error is None:
             self.exit_code = session.finish()
             session.close()
-            if self.exit_code and self._ready is None:
-                sys.exit(self.exit_code)
+            if self._ready is None:
+                self._hand_back(session)
         elif session.world.world_size == 1:
             session.close()
+
+    def _hand_back(self, session: Session) -> None:
+        """To the script: only where a signal asked for the end it goes no further."""
+        started_by_us = "PACELINE_ATTEMPT_FOLDER" in os.environ
+        stop_flag.left_early = bool(self.exit_code)
+        by_signal = bool(self.exit_code) and session.loop.reason == "signal"
+        if self.exit_code and session.world.is_main:
+            go_on = "" if started_by_us else f"Go on: {self._go_on(session.run.path)}"
+            stands = "Stopped and saved." if by_signal else f"The run stands at {session.loop.place}, saved."
+            if go_on or not by_signal:
+                say(f"{stands} {go_on}".rstrip(), sys.stderr)
+        if by_signal:
+            sys.exit(self.exit_code)
+        if not started_by_us:
+            stop_flag.remove()
+
+    def _go_on(self, folder: Path) -> str:
+        return script_again(detect(os.environ), folder=None if self._is_named else folder)
 
     def batches(self) -> Iterator[StepInput]:
         """This replica's share of each global batch, until the run is over or asked to stop."""
@@ -229,8 +249,8 @@ class Run:
         )
         outcome = start(request, on_start=follow)
         tails[-1].close()
-        if outcome.failure is not None:
-            say(failure_screen(outcome), sys.stderr)
+        if outcome.exit_code:
+            say(last_words(outcome, go_on=self._go_on(Path(task.run))), sys.stderr)
         return outcome.exit_code
 
 

@@ -1,0 +1,94 @@
+"""A script with a `pl.Run` in it: how it is left, with which code, and what it is told."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Ended, Shop
+
+SCRIPT = """
+import os, signal, sys
+import paceline as pl
+from job import make_job
+if __name__ == "__main__":
+    ranks, how = int(sys.argv[1]) or None, sys.argv[2]
+    settings = {"train.steps": 9, "eval.every": 4, "watch.to": ["console", "jsonl"]}
+    with pl.Run(make_job(), ranks=ranks, run_dir="run", settings=settings) as run:
+        for batch in run.batches():
+            if run._live.loop.cursor.step == 3 and how == "stop":
+                run.stop()
+            step = run.step(batch).step
+            if step == 3 and how.startswith("signal") and run.rank == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+            if step == 3 and how.endswith("break"):
+                break
+    print("below", run.rank, run.exit_code, signal.getsignal(signal.SIGINT) is signal.default_int_handler, flush=True)
+"""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def python(shop: Shop, *words: str) -> Ended:
+    command = [sys.executable, "-W", "ignore", *words]
+    done = subprocess.run(
+        command, cwd=shop.path, env=shop.environ(), capture_output=True, text=True, timeout=120, check=False
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def stands(shop: Shop) -> int:
+    return max(int(path.name[5:]) for path in (shop.path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"), [(1, "break"), (2, "break"), (1, "stop"), pytest.param(2, "stop", marks=pytest.mark.soak)]
+)
+def test_who_leaves_the_loop_goes_on_below_it(shop: Shop, ranks: int, how: str) -> None:
+    """`stop` comes where an evaluation is due: that it is left for later does not make it a signal."""
+    shop.write("own.py", SCRIPT)
+    step = 3 if how == "break" else 4
+    ended = python(shop, "own.py", str(ranks), how)
+    assert f"below 0 75 {ranks == 1}" in ended.out, ended.text
+    assert ended.code == (0 if ranks == 1 else 75), ended.text
+    assert f"The run stands at step {step} of 9, saved." in ended.text and stands(shop) == step
+    line = ended.err.splitlines()[-1]
+    assert f"own.py {ranks} {how}" in line
+    words = shlex.split(line.partition("Go on: ")[2])
+    words[-1] = "on"
+    again = python(shop, *words[1:])
+    assert again.code == 0 and "below 0 0" in again.out and stands(shop) == 9, again.text
+
+
+def test_so_does_every_rank_under_torchrun(shop: Shop) -> None:
+    shop.write("own.py", SCRIPT)
+    ended = python(shop, *TORCHRUN, "own.py", "0", "break")
+    assert ended.code == 0 and "ChildFailedError" not in ended.err, ended.text
+    assert "below 0 75 True" in ended.out and "below 1 75 True" in ended.out
+    assert ended.err.count("The run stands at step 3 of 9, saved. Go on: torchrun --nproc-per-node 2 own.py") == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (1, "signal"),
+        (1, "signal and break"),
+        (2, "signal"),
+        pytest.param(2, "signal and break", marks=pytest.mark.soak),
+    ],
+)
+def test_a_signal_ends_the_script_there(shop: Shop, ranks: int, how: str) -> None:
+    shop.write("own.py", SCRIPT)
+    ended = python(shop, "own.py", str(ranks), how)
+    assert ended.code == 75 and "below" not in ended.out, ended.text
+    last = ended.err.splitlines()[-1]
+    assert last.startswith("Stopped and saved. Go on: ") and "own.py" in last and "stands" not in ended.text
+
+
+def test_without_a_folder_of_its_own_the_line_says_what_to_write(shop: Shop) -> None:
+    shop.write("own.py", SCRIPT.replace('run_dir="run", ', ""))
+    ended = python(shop, "own.py", "1", "break")
+    (folder,) = (shop.path / "runs" / "own").iterdir()
+    place = Path("runs") / "own" / folder.name
+    assert ended.err.splitlines()[-1].endswith(f"own.py 1 break, with pl.Run(..., run_dir='{place}')"), ended.err
