@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import paceline as pl
+from paceline.errors import UsageError
 from tests.conftest import Ended, Shop
+from tests.parity.test_found import job
 
 SCRIPT = """
 import os, signal, sys
@@ -92,3 +95,11 @@ def test_without_a_folder_of_its_own_the_line_says_what_to_write(shop: Shop) -> 
     (folder,) = (shop.path / "runs" / "own").iterdir()
     place = Path("runs") / "own" / folder.name
     assert ended.err.splitlines()[-1].endswith(f"own.py 1 break, with pl.Run(..., run_dir='{place}')"), ended.err
+
+
+@pytest.mark.parametrize("settings", [{"train.stps": 3}, {"log.every": "often"}, {"watch.to": "consol"}])
+def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path: Path, settings: dict[str, str]) -> None:
+    with pytest.raises(UsageError) as refused:
+        pl.Run(job(), ranks=2, run_dir=tmp_path / "run", settings=settings)
+    assert refused.value.hint and refused.value.__cause__ is None
+    assert not (tmp_path / "run").exists()

@@ -20,6 +20,7 @@ from paceline.launch.meet import adopt
 from paceline.plan.machine import usable_cores, visible_gpus
 from paceline.plan.settle import Cluster, settle_threads
 from paceline.spec.layout import parse_layout
+from paceline.spec.read import Asked, merge
 from paceline.spec.task import Task
 from paceline.start import EXACT_KERNELS, Request, last_words, start
 from paceline.step.generate import generate
@@ -30,10 +31,12 @@ from paceline.store.hold import Hold, hold
 from paceline.store.runs import RunFolder, new_run
 from paceline.survive.signals import stop_flag
 from paceline.talk import say
+from paceline.train.built import job_layer
 from paceline.train.ready import Ready, join_world, prepare
 from paceline.train.script import script_again
 from paceline.train.session import Session
 from paceline.watch.console import Tail
+from paceline.watch.sinks import check_names
 from paceline.world import World
 
 
@@ -63,6 +66,8 @@ class Run:
         asked = parse_layout(layout) if layout is not None else None
         count = ranks or (asked and asked.replicas) or _world_size() or (visible_gpus() if kind == "cuda" else 1) or 1
         script = Path(sys.argv[0]).stem or "run"
+        asked_here = Asked().over(settings or {}, origin="Run(settings=)")
+        check_names(merge(asked_here.over(job_layer(job), origin="job")).watch.to)
         self._task = Task(
             verb="train",
             job=job.name or script,
@@ -72,8 +77,8 @@ class Run:
             run=str(run_dir or ""),
             resume=str(resume) if isinstance(resume, str | Path) else ("newest" if resume else None),
             allow=tuple(allow),
-            settings=dict(settings or {}),
-            origins=dict.fromkeys(settings or {}, "Run(settings=)"),
+            settings=asked_here.values,
+            origins=asked_here.origins,
         )
 
     @classmethod
