@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import paceline as pl
-from paceline.errors import UsageError
-from tests.conftest import Ended, Shop
+from paceline.errors import JobError, UsageError
+from tests.conftest import SMALL_JOB, Ended, Shop
 from tests.parity.test_found import job
 
 SCRIPT = """
@@ -103,3 +103,26 @@ def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path: Path, setti
         pl.Run(job(), ranks=2, run_dir=tmp_path / "run", settings=settings)
     assert refused.value.hint and refused.value.__cause__ is None
     assert not (tmp_path / "run").exists()
+
+
+def test_the_folder_may_be_a_setting_and_the_argument_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {"run_dir": tmp_path / "set", "train.steps": 1, "watch.to": "jsonl"}
+    for given, wanted in ((None, "set"), ("argument", "argument")):
+        with pl.Run(job(), ranks=1, run_dir=given, settings=settings) as run:
+            for batch in run.batches():
+                run.step(batch)
+            assert run.folder.resolve() == tmp_path / wanted
+        assert ("run_dir" in (run.folder / "config.toml").read_text()) == (given is None)
+    assert {path.name for path in tmp_path.iterdir()} == {"set", "argument"}
+
+
+def test_a_job_that_names_a_folder_is_refused_with_what_to_type(shop: Shop) -> None:
+    with pytest.raises(JobError, match="can't say where it runs") as refused:
+        pl.Run(job(settings={"run_dir": "runs/rec"}), ranks=1)
+    assert "--run-dir runs/rec" in refused.value.hint
+    named = SMALL_JOB.replace("max_grad_norm=1.0,", "max_grad_norm=1.0, settings={'run_dir': 'runs/rec'},")
+    shop.write("job.py", named)
+    for words in (("config", "job.py"), ("train", "job.py", "--train.steps", "1")):
+        ended = shop.run(*words)
+        assert ended.code == 2 and "--run-dir runs/rec" in ended.err, ended.text

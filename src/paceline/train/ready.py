@@ -15,7 +15,9 @@ from paceline.spec.read import Asked, merge
 from paceline.spec.settings import Settings
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
+from paceline.store.checkpoints import all_steps
 from paceline.store.disk import read_json
+from paceline.store.runs import RunFolder, new_run
 from paceline.train.built import job_layer
 from paceline.train.wishes import refuse_unheard
 from paceline.world import Place, World
@@ -95,3 +97,16 @@ def join_world(ready: Ready) -> World:
         backend=ready.plan.backend,
         timeout_seconds=ready.settings.train.timeout_seconds,
     )
+
+
+def with_folder(task: Task, *, make: bool = True) -> Task:
+    """The task with a run folder; a given one that holds a checkpoint is gone on with."""
+    values = task.as_json()
+    if not task.run:
+        values["run"] = str(new_run(Path(task.job.partition(":")[0]).stem).path) if make else ""
+        return Task.from_json(values)
+    run = RunFolder(Path(task.run))
+    run.path.mkdir(parents=True, exist_ok=True)
+    if task.resume is None and all_steps(run.checkpoints):
+        values["resume"] = "newest"
+    return Task.from_json(values)

@@ -25,14 +25,13 @@ from paceline.spec.task import Task
 from paceline.start import EXACT_KERNELS, Request, last_words, start
 from paceline.step.generate import generate
 from paceline.step.result import StepResult
-from paceline.store.checkpoints import all_steps
 from paceline.store.disk import read_json
 from paceline.store.hold import Hold, hold
-from paceline.store.runs import RunFolder, new_run
+from paceline.store.runs import RunFolder
 from paceline.survive.signals import stop_flag
 from paceline.talk import say
 from paceline.train.built import job_layer
-from paceline.train.ready import Ready, join_world, prepare
+from paceline.train.ready import Ready, join_world, prepare, with_folder
 from paceline.train.script import script_again
 from paceline.train.session import Session
 from paceline.watch.console import Tail
@@ -43,7 +42,7 @@ from paceline.world import World
 class Run:
     """A run of `job`. Started by plain Python with `ranks > 1`, the script starts again as that many workers.
 
-    `settings` are dotted names: `Run(job, ranks=2, settings={"train.steps": 100})`.
+    `settings` are dotted names: `Run(job, ranks=2, settings={"train.steps": 100})`; `run_dir=` wins over theirs.
     """
 
     def __init__(
@@ -61,12 +60,14 @@ class Run:
         self.job = job
         self.exit_code = int(ExitCode.DONE)
         self._session: Session | None = None
-        self._is_named = bool(run_dir)
         kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
         asked = parse_layout(layout) if layout is not None else None
         count = ranks or (asked and asked.replicas) or _world_size() or (visible_gpus() if kind == "cuda" else 1) or 1
         script = Path(sys.argv[0]).stem or "run"
-        asked_here = Asked().over(settings or {}, origin="Run(settings=)")
+        given = {name: value for name, value in (settings or {}).items() if name != "run_dir" or not run_dir}
+        asked_here = Asked().over(given, origin="Run(settings=)")
+        folder = str(run_dir or asked_here.values.get("run_dir") or "")
+        self._is_named = bool(folder)
         check_names(merge(asked_here.over(job_layer(job), origin="job")).watch.to)
         self._task = Task(
             verb="train",
@@ -74,7 +75,7 @@ class Run:
             layout=layout or ("single" if count == 1 else "ddp"),
             ranks=count,
             device=kind,
-            run=str(run_dir or ""),
+            run=folder,
             resume=str(resume) if isinstance(resume, str | Path) else ("newest" if resume else None),
             allow=tuple(allow),
             settings=asked_here.values,
@@ -275,19 +276,6 @@ def held_folder(task: Task, *, world: World) -> Hold | None:
     if problem is not None:
         raise UsageError(problem["what"], cause=problem["cause"], hint=problem["hint"])
     return found
-
-
-def with_folder(task: Task, *, make: bool = True) -> Task:
-    """The task with a run folder; a given one that holds a checkpoint is gone on with."""
-    values = task.as_json()
-    if not task.run:
-        values["run"] = str(new_run(Path(task.job.partition(":")[0]).stem).path) if make else ""
-        return Task.from_json(values)
-    run = RunFolder(Path(task.run))
-    run.path.mkdir(parents=True, exist_ok=True)
-    if task.resume is None and all_steps(run.checkpoints):
-        values["resume"] = "newest"
-    return Task.from_json(values)
 
 
 def _world_size() -> int | None:
