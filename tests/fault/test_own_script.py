@@ -126,3 +126,24 @@ def test_a_job_that_names_a_folder_is_refused_with_what_to_type(shop: Shop) -> N
     for words in (("config", "job.py"), ("train", "job.py", "--train.steps", "1")):
         ended = shop.run(*words)
         assert ended.code == 2 and "--run-dir runs/rec" in ended.err, ended.text
+
+
+@pytest.mark.parametrize("words", [["-"], ["-c"]])
+def test_a_script_that_is_no_file_is_not_started_again(shop: Shop, words: list[str]) -> None:
+    code = "import paceline as pl\nfrom job import make_job\nwith pl.Run(make_job(), ranks=2) as run: pass\n"
+    command = [sys.executable, "-W", "ignore", *words, *([code] if words == ["-c"] else [])]
+    done = subprocess.run(
+        command, input=code, cwd=shop.path, env=shop.environ(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1 and "this script is no file" in done.stderr, done.stderr
+    assert "ranks=1 works as it is" in done.stderr and "python mine.py" in done.stderr
+    assert not (shop.path / "runs").exists()
+
+
+def test_a_module_of_a_package_is_started_again_as_that(shop: Shop) -> None:
+    (shop.path / "pack").mkdir()
+    shop.write("pack/__init__.py", "")
+    shop.write("pack/job.py", SMALL_JOB)
+    shop.write("pack/own.py", SCRIPT.replace("from job", "from .job"))
+    ended = python(shop, "-m", "pack.own", "2", "on")
+    assert ended.code == 0 and "below 0 0" in ended.out, ended.text

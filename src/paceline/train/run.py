@@ -32,7 +32,7 @@ from paceline.survive.signals import stop_flag
 from paceline.talk import say
 from paceline.train.built import job_layer
 from paceline.train.ready import Ready, join_world, prepare, with_folder
-from paceline.train.script import script_again
+from paceline.train.script import script_again, script_to_start
 from paceline.train.session import Session
 from paceline.watch.console import Tail
 from paceline.watch.sinks import check_names
@@ -218,14 +218,16 @@ class Run:
         joined = detect(os.environ)
         if joined is not None:
             adopt(joined, os.environ)
-        self._task = with_folder(self._task, make=joined is None or joined.rank == 0)
         exact = bool(self._task.settings.get("train.exact"))
-        if joined is not None or (self._processes == 1 and not (exact and EXACT_KERNELS not in os.environ)):
+        stays = joined is not None or (self._processes == 1 and not (exact and EXACT_KERNELS not in os.environ))
+        script = [] if stays else script_to_start(ranks=self._processes)
+        self._task = with_folder(self._task, make=joined is None or joined.rank == 0)
+        if stays:
             if exact or self._processes < self._task.ranks:
                 torch.set_num_threads(self._threads)
             stop_flag.install()
             return
-        sys.exit(self._start_again())
+        sys.exit(self._start_again(script))
 
     @property
     def _processes(self) -> int:
@@ -237,7 +239,7 @@ class Run:
         cluster = Cluster(ranks=self._task.ranks, cores=usable_cores())
         return settle_threads(cluster=cluster, one=bool(self._task.settings.get("train.exact")), asked=asked)
 
-    def _start_again(self) -> int:
+    def _start_again(self, script: list[str]) -> int:
         task = self._task
         tails: list[Tail] = []
 
@@ -248,7 +250,7 @@ class Run:
         request = Request(
             ranks=self._processes,
             run=RunFolder(Path(task.run)),
-            script=[str(Path(sys.argv[0]).resolve()), *sys.argv[1:]],
+            script=script,
             payload=task.as_json(),
             threads=self._threads,
             exact=bool(task.settings.get("train.exact")),

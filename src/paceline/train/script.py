@@ -2,9 +2,31 @@
 
 import shlex
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+from paceline.errors import UsageError
 from paceline.launch.environments import Joined
+
+
+def script_to_start(*, ranks: int) -> list[str]:
+    """What a worker runs as `__main__`: the file and its words, or `-m`, a module and its words.
+
+    Raises:
+        UsageError: it came through the standard input or `python -c`, or is a notebook.
+    """
+    main = sys.modules["__main__"]
+    spec: ModuleSpec | None = getattr(main, "__spec__", None)
+    if spec is not None and spec.name != "__main__":
+        return ["-m", spec.name, *sys.argv[1:]]
+    if not getattr(main, "__file__", None) or sys.argv[0] in ("", "-", "-c") or not Path(sys.argv[0]).exists():
+        why = f"ranks={ranks} starts the script again in each rank" if ranks > 1 else "train.exact starts it again"
+        raise UsageError(
+            "this script is no file, so it can't be started again.",
+            cause=f"{why}; it came through the standard input or python -c, or is a notebook",
+            hint="save it as mine.py: python mine.py" + ("; ranks=1 works as it is" if ranks > 1 else ""),
+        )
+    return [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]
 
 
 def script_again(joined: Joined | None, *, folder: Path | None) -> str:
