@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import ExitCode
 from paceline.store.disk import write_json
 from paceline.store.hold import Hold, hold
 from paceline.store.runs import RunFolder
@@ -105,6 +106,18 @@ def _environ(request: Request) -> dict[str, str]:
         environ.setdefault(EXACT_KERNELS, "AVX2")
     environ["PYTHONUNBUFFERED"] = "1"
     return environ
+
+
+def last_words(outcome: Outcome, *, go_on: str) -> str:
+    """What is said last where it did not end well; `go_on` is the command that does, empty where there is none."""
+    if outcome.failure is not None:
+        # a refusal says itself what to change; the same words would be refused again
+        return failure_screen(outcome, go_on=go_on if outcome.exit_code != ExitCode.REFUSED else "")
+    if outcome.exit_code == ExitCode.STOPPED:
+        return f"Stopped and saved. Go on: {go_on}"
+    if outcome.exit_code:
+        return "Stopped at once." + (f" Go on from the last save: {go_on}" if go_on else "")
+    return ""
 
 
 def failure_screen(outcome: Outcome, *, go_on: str = "") -> str:

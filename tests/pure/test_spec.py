@@ -11,7 +11,7 @@ from paceline.launch.environments import detect
 from paceline.plan.settle import Cluster, Facts, settle
 from paceline.spec.jobref import job_defaults, parse_jobref
 from paceline.spec.layout import Kind, parse_layout
-from paceline.spec.read import as_toml, merge, read_asked
+from paceline.spec.read import Asked, as_toml, merge, read_asked
 from paceline.spec.update import Update
 
 
@@ -41,6 +41,27 @@ def test_all_problems_at_once() -> None:
         read_asked(file=None, overrides=["--train.stps", "1", "--seed", "x", "--train.precision", "fp8"])
     text = str(caught.value)
     assert "did you mean 'train.steps'" in text and "seed" in text and "fp8" in text
+
+
+def test_a_list_may_be_text_with_commas_wherever_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('watch.to = "console, jsonl"\n')
+    words = ["--watch.to", "console,jsonl"]
+    python = Asked().over({"watch": {"to": "console,jsonl"}, "run_dir": tmp_path}, origin="Run(settings=)")
+    for asked in (read_asked(file=file, overrides=[]), read_asked(file=None, overrides=words), python):
+        assert merge(asked).watch.to == ("console", "jsonl") and asked.values["watch.to"] == ["console", "jsonl"]
+    assert python.values["run_dir"] == str(tmp_path)
+
+
+def test_what_python_sets_is_checked_as_well() -> None:
+    wrong = {"train.stps": 1, "log.every": "often", "job.lr": 0.1, "wotch.to": "jsonl"}
+    with pytest.raises(Problems) as caught:
+        Asked().over(wrong, origin="Run(settings=)")
+    first, second, third, fourth = caught.value.problems
+    assert first.cause == "did you mean 'train.steps'?" and first.hint.startswith("one of train.steps, train.epochs")
+    assert "log.every = 'often'" in second.what and "make_job(lr=0.1)" in third.hint and "watch" in fourth.hint
+    assert {problem.where for problem in caught.value.problems} == {"Run(settings=)"}
+    assert "paceline config JOB" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,13 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError
 
+_LAUNCHERS = {
+    "torchrun": "torchrun --nproc-per-node {local}",
+    "mpirun": "mpirun -n {world}",
+    "mpiexec": "mpiexec -n {world}",
+    "srun": "srun --ntasks {world}",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
@@ -23,6 +30,12 @@ class Joined:
     def is_one_node(self) -> bool:
         """Whether all ranks are on this machine."""
         return self.local_world_size == self.world_size
+
+    @property
+    def launcher(self) -> list[str]:
+        """The words that start as many processes again; how machines meet is not known here."""
+        words = _LAUNCHERS.get(self.kind, "").format(local=self.local_world_size, world=self.world_size)
+        return words.split()
 
 
 def detect(environ: Mapping[str, str]) -> Joined | None:

@@ -1,5 +1,6 @@
 """Settings from defaults < job < file < command line, each value with its origin; all problems at once."""
 
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -23,8 +24,15 @@ class Asked:
     origins: dict[str, str] = field(default_factory=dict)
 
     def over(self, lower: Mapping[str, Any], *, origin: str) -> "Asked":
-        """These values on top of lower ones."""
-        return Asked(values={**lower, **self.values}, origins={**dict.fromkeys(lower, origin), **self.origins})
+        """These values on top of lower ones, which are Python's: a job's, or those of a `pl.Run`.
+
+        Raises:
+            UsageError, Problems: an unknown name, a value of the wrong type, a parameter of a job that is made already.
+        """
+        problems: list[PacelineError] = []
+        values = _layer(lower, origin, problems, is_made=True)
+        raise_all(problems)
+        return Asked(values={**values, **self.values}, origins={**dict.fromkeys(values, origin), **self.origins})
 
 
 def known_settings() -> dict[str, Any]:
@@ -53,12 +61,10 @@ def read_asked(*, file: Path | None, overrides: Sequence[str]) -> Asked:
         (f"file {file}", _from_file(file, problems)),
         ("command line", _from_words(overrides, problems)),
     ]
-    for origin, layer in layers:
-        for name, value in layer.items():
-            problem = _problem(name, value, origin)
-            if problem is not None:
-                problems.append(problem)
-            values[name], origins[name] = value, origin
+    for origin, given in layers:
+        layer = _layer(given, origin, problems)
+        values |= layer
+        origins |= dict.fromkeys(layer, origin)
     raise_all(problems)
     return Asked(values=values, origins=origins)
 
@@ -75,7 +81,7 @@ def merge(asked: Asked) -> Settings:
     try:
         return msgspec.convert(tree, Settings, strict=False)
     except msgspec.ValidationError as error:
-        raise UsageError(f"a setting can't be used: {error}.", hint="paceline config JOB") from error
+        raise UsageError(f"a setting can't be used: {error}.", hint="docs/settings.md lists all") from None
 
 
 def as_toml(asked: Asked) -> str:
@@ -85,6 +91,21 @@ def as_toml(asked: Asked) -> str:
         value = _toml_value(asked.values[name])
         lines.append(f"{name} = {value}  # {asked.origins.get(name, '')}")
     return "\n".join(lines) + "\n"
+
+
+def _layer(
+    tree: Mapping[str, Any], origin: str, problems: list[PacelineError], *, is_made: bool = False
+) -> dict[str, Any]:
+    """Values by dotted name, alike wherever they come from: a list may be text with commas, a path is text."""
+    found = {name: _plain(name, value) for name, value in _flat(tree, "")}
+    told = [_problem(name, value, origin, is_made=is_made) for name, value in found.items()]
+    problems += [problem for problem in told if problem is not None]
+    return found
+
+
+def _plain(name: str, value: Any) -> Any:
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return _items(value) if isinstance(value, str) and _is_list(name) else value
 
 
 def _leaves(cls: type, prefix: str) -> list[tuple[str, Any]]:
@@ -107,7 +128,7 @@ def _from_file(file: Path | None, problems: list[PacelineError]) -> dict[str, An
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         problems.append(UsageError(f"{file} can't be read: {error}.", where=str(file), hint='name = "value"'))
         return {}
-    return dict(_flat(tree, ""))
+    return tree
 
 
 def _flat(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
@@ -131,7 +152,7 @@ def _from_words(words: Sequence[str], problems: list[PacelineError]) -> dict[str
         if not equals:
             flag = not rest or rest[0].startswith("--")
             value = "true" if flag else rest.pop(0)
-        found[name] = _items(value) if _is_list(name) else value
+        found[name] = value
     return found
 
 
@@ -143,9 +164,12 @@ def _items(text: str) -> list[str]:
     return [item for item in text.replace(" ", "").split(",") if item]
 
 
-def _problem(name: str, value: Any, origin: str) -> UsageError | None:
+def _problem(name: str, value: Any, origin: str, *, is_made: bool) -> UsageError | None:
     if name.startswith(f"{JOB}.") and name.count(".") == 1:
-        return None
+        if not is_made:
+            return None
+        hint = f"make_job({name[4:]}={value!r})"
+        return UsageError(f"{name} is a parameter of a job, and this job is made already.", where=origin, hint=hint)
     known = known_settings()
     if name not in known:
         nearest = did_you_mean(name, known)
@@ -153,7 +177,7 @@ def _problem(name: str, value: Any, origin: str) -> UsageError | None:
             f"there is no setting {name!r}.",
             where=origin,
             cause=nearest,
-            hint="paceline config JOB shows all",
+            hint=_others(name) if is_made else "paceline config JOB shows all",
         )
     try:
         msgspec.convert(value, known[name], strict=False)
@@ -164,6 +188,14 @@ def _problem(name: str, value: Any, origin: str) -> UsageError | None:
             hint=f"the default is {default_of(name)!r}",
         )
     return None
+
+
+def _others(name: str) -> str:
+    """For Python, where no command shows them: the settings of the same group, else the groups."""
+    groups = dict.fromkeys(known.partition(".")[0] for known in known_settings())
+    group = name.partition(".")[0]
+    same = [known for known in known_settings() if known.startswith(f"{group}.")]
+    return f"one of {', '.join(same)}" if same else f"each begins with one of {', '.join(groups)}"
 
 
 def _toml_value(value: Any) -> str:

@@ -37,11 +37,15 @@ def live(request: Mapping[str, Any], *, failures: Path, slate: int | None) -> No
 
 
 def _script(argv: list[str]) -> int:
-    """As `__main__`."""
-    sys.argv = list(argv)
-    sys.path.insert(0, str(Path(argv[0]).resolve().parent))
-    runpy.run_path(argv[0], run_name="__main__")
-    return int(ExitCode.DONE)
+    """As `__main__`; a script that ends without a word of its own has the code of its run."""
+    is_module = argv[0] == "-m"
+    sys.argv = list(argv[1:] if is_module else argv)
+    sys.path.insert(0, str(Path.cwd() if is_module else Path(argv[0]).resolve().parent))
+    if is_module:
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(argv[0], run_name="__main__")
+    return int(ExitCode.STOPPED if stop_flag.left_early else ExitCode.DONE)
 
 
 def _guarded(body: Callable[[], int], *, threads: int, tell: Callable[[BaseException], None]) -> int:

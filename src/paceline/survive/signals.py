@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from types import FrameType
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 GENTLE = (signal.SIGUSR1, signal.SIGHUP)  # these ask again without meaning more: a terminal that closes sends several
@@ -31,6 +32,8 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.left_early = False  # a script's run is not over: whoever started this process for it is told
+        self._before: dict[int, Any] = {}
 
     @property
     def requested(self) -> bool:
@@ -42,7 +45,13 @@ class StopFlag:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in stops_here():
-            signal.signal(number, self._handle)
+            before = signal.signal(number, self._handle)
+            self._before.setdefault(number, before)
+
+    def remove(self) -> None:
+        """Listen no more: what was there before does again."""
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.requested and number not in GENTLE:

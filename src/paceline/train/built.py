@@ -68,8 +68,18 @@ class Built:
 
 
 def job_layer(job: Job) -> dict[str, Any]:
-    """The settings that a job brings; a file and the command line go over them."""
+    """The settings that a job brings; a file and the command line go over them.
+
+    Raises:
+        JobError: it names the run folder, which the command needs before it loads the job.
+    """
     layer = dict(job.settings or {})
+    if "run_dir" in layer:
+        raise JobError(
+            f"Job(settings={{'run_dir': {str(layer['run_dir'])!r}}}): a job can't say where it runs.",
+            cause="the run folder is there before the job is loaded",
+            hint=f"--run-dir {layer['run_dir']}, run_dir = ... in the file of --config, or pl.Run(job, run_dir=...)",
+        )
     for name in ("micro_batch_size", "max_grad_norm"):
         value = getattr(job, name)
         if value is not None:

@@ -166,8 +166,15 @@ class Loop:
             self.stream.emit(event)
         self._clock.saving += time.perf_counter() - began
 
+    @property
+    def place(self) -> str:
+        """Where the run stands, in words."""
+        return f"step {self.cursor.step}{f' of {self.total_steps}' if self.total_steps else ''}"
+
     def finish(self) -> ExitCode:
         """Save what is not saved, and say how it ended."""
+        if any(self.built.world.gather_json(self._stop.requested)):  # also between two steps, or after a break
+            self.reason = "signal"
         if self._saver.last_saved != self.cursor.step:
             self.save()
         over = self._is_over() and not self.progress.unjudged
@@ -175,7 +182,7 @@ class Loop:
 
     def request_stop(self) -> None:
         """Stop after this step; every rank calls this."""
-        self.stopping = True
+        self.stopping, self.reason = True, self.reason or "asked"
 
     def _after(self, result: StepResult) -> None:
         settings = self.built.settings

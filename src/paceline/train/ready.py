@@ -16,6 +16,7 @@ from paceline.spec.settings import Settings
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.store.disk import read_json
+from paceline.store.runs import choose_run, new_run
 from paceline.train.built import job_layer
 from paceline.train.wishes import refuse_unheard
 from paceline.world import Place, World
@@ -95,3 +96,14 @@ def join_world(ready: Ready) -> World:
         backend=ready.plan.backend,
         timeout_seconds=ready.settings.train.timeout_seconds,
     )
+
+
+def with_folder(task: Task, *, make: bool = True) -> Task:
+    """The task with a run folder, and what to go on from. In a world that others made rank 0 knows, and tells."""
+    if not make:
+        return task
+    name = Path(task.job.partition(":")[0]).stem
+    run, start = choose_run(name, run=task.run, resume=task.resume)
+    run = run or new_run(name)
+    run.path.mkdir(parents=True, exist_ok=True)
+    return replace(task, run=str(run.path), resume=start)

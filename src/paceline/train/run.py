@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,25 +20,29 @@ from paceline.launch.meet import adopt
 from paceline.plan.machine import usable_cores, visible_gpus
 from paceline.plan.settle import Cluster, settle_threads
 from paceline.spec.layout import parse_layout
+from paceline.spec.read import Asked, merge
 from paceline.spec.task import Task
-from paceline.start import EXACT_KERNELS, Request, failure_screen, start
+from paceline.start import EXACT_KERNELS, Request, last_words, start
 from paceline.step.generate import generate
 from paceline.step.result import StepResult
 from paceline.store.disk import read_json
 from paceline.store.hold import Hold, hold
-from paceline.store.runs import RunFolder, choose_run, new_run
+from paceline.store.runs import RunFolder
 from paceline.survive.signals import stop_flag
 from paceline.talk import say
-from paceline.train.ready import Ready, join_world, prepare
+from paceline.train.built import job_layer
+from paceline.train.ready import Ready, join_world, prepare, with_folder
+from paceline.train.script import script_again, script_to_start
 from paceline.train.session import Session
 from paceline.watch.console import Tail
+from paceline.watch.sinks import check_names
 from paceline.world import World
 
 
 class Run:
     """A run of `job`. Started by plain Python with `ranks > 1`, the script starts again as that many workers.
 
-    `settings` are dotted names: `Run(job, ranks=2, settings={"train.steps": 100})`.
+    `settings` are dotted names: `Run(job, ranks=2, settings={"train.steps": 100})`; `run_dir=` wins over theirs.
     """
 
     def __init__(
@@ -61,17 +64,22 @@ class Run:
         asked = parse_layout(layout) if layout is not None else None
         count = ranks or (asked and asked.replicas) or _world_size() or (visible_gpus() if kind == "cuda" else 1) or 1
         script = Path(sys.argv[0]).stem or "run"
+        given = {name: value for name, value in (settings or {}).items() if name != "run_dir" or not run_dir}
+        asked_here = Asked().over(given, origin="Run(settings=)")
+        folder = str(run_dir or asked_here.values.get("run_dir") or "")
+        self._is_named = bool(folder)
+        check_names(merge(asked_here.over(job_layer(job), origin="job")).watch.to)
         self._task = Task(
             verb="train",
             job=job.name or script,
             layout=layout or ("single" if count == 1 else "ddp"),
             ranks=count,
             device=kind,
-            run=str(run_dir or ""),
+            run=folder,
             resume=str(resume) if isinstance(resume, str | Path) else ("" if resume else None),
             allow=tuple(allow),
-            settings=dict(settings or {}),
-            origins=dict.fromkeys(settings or {}, "Run(settings=)"),
+            settings=asked_here.values,
+            origins=asked_here.origins,
         )
 
     @classmethod
@@ -118,10 +126,28 @@ class Run:
         if error is None:
             self.exit_code = session.finish()
             session.close()
-            if self.exit_code and self._ready is None:
-                sys.exit(self.exit_code)
+            if self._ready is None:
+                self._hand_back(session)
         elif session.world.world_size == 1:
             session.close()
+
+    def _hand_back(self, session: Session) -> None:
+        """To the script: only where a signal asked for the end it goes no further."""
+        started_by_us = "PACELINE_ATTEMPT_FOLDER" in os.environ
+        stop_flag.left_early = bool(self.exit_code)
+        by_signal = bool(self.exit_code) and session.loop.reason == "signal"
+        if self.exit_code and session.world.is_main:
+            go_on = "" if started_by_us else f"Go on: {self._go_on(session.run.path)}"
+            stands = "Stopped and saved." if by_signal else f"The run stands at {session.loop.place}, saved."
+            if go_on or not by_signal:
+                say(f"{stands} {go_on}".rstrip(), sys.stderr)
+        if by_signal:
+            sys.exit(self.exit_code)
+        if not started_by_us:
+            stop_flag.remove()
+
+    def _go_on(self, folder: Path) -> str:
+        return script_again(detect(os.environ), folder=None if self._is_named else folder)
 
     def batches(self) -> Iterator[StepInput]:
         """This replica's share of each global batch, until the run is over or asked to stop."""
@@ -192,14 +218,16 @@ class Run:
         joined = detect(os.environ)
         if joined is not None:
             adopt(joined, os.environ)
-        self._task = with_folder(self._task, make=joined is None or joined.rank == 0)
         exact = bool(self._task.settings.get("train.exact"))
-        if joined is not None or (self._processes == 1 and not (exact and EXACT_KERNELS not in os.environ)):
+        stays = joined is not None or (self._processes == 1 and not (exact and EXACT_KERNELS not in os.environ))
+        script = [] if stays else script_to_start(ranks=self._processes)
+        self._task = with_folder(self._task, make=joined is None or joined.rank == 0)
+        if stays:
             if exact or self._processes < self._task.ranks:
                 torch.set_num_threads(self._threads)
             stop_flag.install()
             return
-        sys.exit(self._start_again())
+        sys.exit(self._start_again(script))
 
     @property
     def _processes(self) -> int:
@@ -211,7 +239,7 @@ class Run:
         cluster = Cluster(ranks=self._task.ranks, cores=usable_cores())
         return settle_threads(cluster=cluster, one=bool(self._task.settings.get("train.exact")), asked=asked)
 
-    def _start_again(self) -> int:
+    def _start_again(self, script: list[str]) -> int:
         task = self._task
         tails: list[Tail] = []
 
@@ -222,15 +250,15 @@ class Run:
         request = Request(
             ranks=self._processes,
             run=RunFolder(Path(task.run)),
-            script=[str(Path(sys.argv[0]).resolve()), *sys.argv[1:]],
+            script=script,
             payload=task.as_json(),
             threads=self._threads,
             exact=bool(task.settings.get("train.exact")),
         )
         outcome = start(request, on_start=follow)
         tails[-1].close()
-        if outcome.failure is not None:
-            say(failure_screen(outcome), sys.stderr)
+        if outcome.exit_code:
+            say(last_words(outcome, go_on=self._go_on(Path(task.run))), sys.stderr)
         return outcome.exit_code
 
 
@@ -250,17 +278,6 @@ def held_folder(task: Task, *, world: World) -> Hold | None:
     if problem is not None:
         raise UsageError(problem["what"], cause=problem["cause"], hint=problem["hint"])
     return found
-
-
-def with_folder(task: Task, *, make: bool = True) -> Task:
-    """The task with a run folder, and what to go on from. In a world that others made rank 0 knows, and tells."""
-    if not make:
-        return task
-    name = Path(task.job.partition(":")[0]).stem
-    run, start = choose_run(name, run=task.run, resume=task.resume)
-    run = run or new_run(name)
-    run.path.mkdir(parents=True, exist_ok=True)
-    return replace(task, run=str(run.path), resume=start)
 
 
 def _world_size() -> int | None:

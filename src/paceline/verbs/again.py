@@ -6,13 +6,6 @@ from typing import Any
 from paceline.launch.environments import Joined
 from paceline.spec.task import Task
 
-_LAUNCHERS = {
-    "torchrun": "torchrun --nproc-per-node {local} -m",
-    "mpirun": "mpirun -n {world}",
-    "mpiexec": "mpiexec -n {world}",
-    "srun": "srun --ntasks {world}",
-}
-
 
 def command_again(task: Task, joined: Joined | None = None) -> str:
     """`paceline train` with the run's folder and every setting that was given; faults are not asked for again.
@@ -23,8 +16,7 @@ def command_again(task: Task, joined: Joined | None = None) -> str:
     if joined is None:
         words += ["--ranks", str(task.ranks)]
     else:
-        launcher = _LAUNCHERS.get(joined.kind, "").format(local=joined.local_world_size, world=joined.world_size)
-        words = [*launcher.split(), *words]
+        words = [*joined.launcher, *(["-m"] if joined.kind == "torchrun" else []), *words]
     if task.layout != ("single" if task.ranks == 1 else "ddp"):
         words += ["--layout", task.layout]
     if task.update != "sync":

@@ -19,7 +19,7 @@ from paceline.spec.read import Asked, merge, read_asked
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.spec.words import did_you_mean, many
-from paceline.start import Outcome, Request, failure_screen, start
+from paceline.start import Outcome, Request, last_words, start
 from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, choose_run, new_run
 from paceline.talk import say
@@ -155,16 +155,7 @@ def read_answer(task: Task, verb: str) -> Any:
 
 
 def _answer(task: Task, outcome: Outcome) -> Answer:
-    go_on = command_again(task)
-    screen = ""
-    if outcome.failure is not None:
-        # a refusal says itself what to change; the same words would be refused again
-        again = task.verb == "train" and outcome.exit_code != ExitCode.REFUSED
-        screen = failure_screen(outcome, go_on=go_on if again else "")
-    elif outcome.exit_code == ExitCode.STOPPED:
-        screen = f"Stopped and saved. Go on: {go_on}"
-    elif outcome.exit_code:
-        screen = "Stopped at once." + (f" Go on from the last save: {go_on}" if task.verb == "train" else "")
+    screen = last_words(outcome, go_on=command_again(task) if task.verb == "train" else "")
     return Answer(exit_code=outcome.exit_code, run=Path(task.run), seconds=outcome.seconds, screen=screen)
 
 

@@ -1,0 +1,38 @@
+"""The script that a `pl.Run` is in: how it was started, and how it is started again."""
+
+import shlex
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+from paceline.errors import UsageError
+from paceline.launch.environments import Joined
+
+
+def script_to_start(*, ranks: int) -> list[str]:
+    """What a worker runs as `__main__`: the file and its words, or `-m`, a module and its words.
+
+    Raises:
+        UsageError: it came through the standard input or `python -c`, or is a notebook.
+    """
+    main = sys.modules["__main__"]
+    spec: ModuleSpec | None = getattr(main, "__spec__", None)
+    if spec is not None and spec.name != "__main__":
+        return ["-m", spec.name, *sys.argv[1:]]
+    if not getattr(main, "__file__", None) or sys.argv[0] in ("", "-", "-c") or not Path(sys.argv[0]).exists():
+        why = f"ranks={ranks} starts the script again in each rank" if ranks > 1 else "train.exact starts it again"
+        raise UsageError(
+            "this script is no file, so it can't be started again.",
+            cause=f"{why}; it came through the standard input or python -c, or is a notebook",
+            hint="save it as mine.py: python mine.py" + ("; ranks=1 works as it is" if ranks > 1 else ""),
+        )
+    return [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]
+
+
+def script_again(joined: Joined | None, *, folder: Path | None) -> str:
+    """The script's own command line; with `folder`, what to write into it so that it goes on there."""
+    words = list(sys.orig_argv)
+    if joined is not None and joined.kind == "torchrun":
+        words = [word for word in words[1:] if word != "-u"]  # which torchrun has put there
+    line = shlex.join([*(joined.launcher if joined is not None else []), *words])
+    return line if folder is None else f"{line}, with pl.Run(..., run_dir={str(folder)!r})"
