@@ -191,7 +191,7 @@ class Session:
         lines.append(f"lr: {loop.built.update.optimizers[0].param_groups[0]['lr']:.3g} (scaling: {scale})")
         if loaded is not None:
             lines.append(f"resumed: {loaded.path.name}, {many(cursor.samples, 'sample')} consumed")
-            lines += stopped_early(self.ready.job, loop.progress, step=cursor.step)
+            lines += [*loop.anew, *stopped_early(self.ready.job, loop.progress, step=cursor.step)]
         return tuple(lines)
 
 
