@@ -1,8 +1,8 @@
 """What the verbs that start processes share: task, run folder, start or join, and how it ended."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from paceline.spec.read import Asked, merge, read_asked
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.spec.words import did_you_mean, many
-from paceline.start import Outcome, Request, failure_screen, start
+from paceline.start import Outcome, Request, failure_keys, failure_screen, start
 from paceline.store.checkpoints import all_steps
 from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, find_run, new_run, newest_run
@@ -53,6 +53,8 @@ class Answer:
     seconds: float = 0.0
     screen: str = ""
     value: Any = None
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """What the screen says, for `--json`."""
     tells: bool = True
     """False on the other ranks of a world that others made: rank 0 prints for all."""
 
@@ -159,17 +161,18 @@ def read_answer(task: Task, verb: str) -> Any:
 
 
 def _answer(task: Task, outcome: Outcome) -> Answer:
-    go_on = command_again(task)
+    # a refusal says itself what to change; the same words would be refused again
+    again = task.verb == "train" and outcome.exit_code not in (ExitCode.DONE, ExitCode.REFUSED)
+    go_on = command_again(task) if again else ""
     screen = ""
     if outcome.failure is not None:
-        # a refusal says itself what to change; the same words would be refused again
-        again = task.verb == "train" and outcome.exit_code != ExitCode.REFUSED
-        screen = failure_screen(outcome, go_on=go_on if again else "")
+        screen = failure_screen(outcome, go_on=go_on)
     elif outcome.exit_code == ExitCode.STOPPED:
         screen = f"Stopped and saved. Go on: {go_on}"
     elif outcome.exit_code:
-        screen = "Stopped at once." + (f" Go on from the last save: {go_on}" if task.verb == "train" else "")
-    return Answer(exit_code=outcome.exit_code, run=Path(task.run), seconds=outcome.seconds, screen=screen)
+        screen = "Stopped at once." + (f" Go on from the last save: {go_on}" if go_on else "")
+    keys = failure_keys(outcome, go_on=go_on)
+    return Answer(exit_code=outcome.exit_code, run=Path(task.run), seconds=outcome.seconds, screen=screen, keys=keys)
 
 
 def _joined(task: Task, entry: str, joined: Joined, one_thread: bool) -> Answer:
