@@ -120,16 +120,32 @@ def last_words(outcome: Outcome, *, go_on: str) -> str:
     return ""
 
 
+def failure_keys(outcome: Outcome, *, go_on: str = "") -> dict[str, Any]:
+    """What the failure screen says, by key: those of a refusal, then who, when, the log and what goes on."""
+    failure = outcome.failure
+    if failure is None:
+        return {"go_on": go_on} if go_on else {}
+    said = {"error": failure.kind, "what": failure.message, "where": failure.where, "cause": "", "hint": ""}
+    said |= {name: value for name, value in failure.said.items() if value and not (name == "where" and failure.where)}
+    who = {"rank": None if failure.rank == STARTER else failure.rank, "step": failure.step}
+    return {**said, **who, "log": str(_log_of(outcome, failure)), "go_on": go_on}
+
+
+def _log_of(outcome: Outcome, failure: Failure) -> Path:
+    """Where the full text is; of what starts the ranks, beside theirs."""
+    teller = failure.rank if failure.told_by is None else failure.told_by
+    return outcome.attempt_folder if failure.rank == STARTER else outcome.attempt_folder / f"rank-{teller}.log"
+
+
 def failure_screen(outcome: Outcome, *, go_on: str = "") -> str:
     """One screen: who failed first, where, why, and the command that goes on."""
     failure = outcome.failure
     if failure is None:
         return ""
     again = [f"Go on: {go_on}"] if go_on else []
-    teller = failure.rank if failure.told_by is None else failure.told_by
-    log = outcome.attempt_folder / f"rank-{teller}.log"
+    log = _log_of(outcome, failure)
     if failure.rank == STARTER:
-        return "\n".join([f"FAILED: {failure.screen}", f"What the ranks said: {outcome.attempt_folder}", *again])
+        return "\n".join([f"FAILED: {failure.screen}", f"What the ranks said: {log}", *again])
     at = f" at step {failure.step}" if failure.step else ""
     place = f"{failure.where}, " if failure.where else ""
     what = f"killed by {failure.message}" if failure.kind == "signal" else f"{failure.kind}: {failure.message}"

@@ -178,3 +178,30 @@ def test_the_examples_sample_is_text_to_read() -> None:
     run = SimpleNamespace(generate=lambda prompt, **_: torch.tensor([[*b"a = 1\n\x00\x07\x1b[31m", 200, 255, 9]]))
     found = job.on_eval(run)
     assert found is not None and found["sample"] == "a = 1\n···[31m···"
+
+
+def test_the_answer_for_a_script_says_what_the_screen_says(shop: Shop) -> None:
+    spoilt = "kept = batch[-1] != 3\n    if os.environ.get('SPOIL'): raise KeyError('no such column')"
+    shop.write("job.py", SMALL_JOB.replace("kept = batch[-1] != 3", spoilt, 1))
+    words = ("train", "job.py", "--ranks", "2", "--run-dir", "run", "--eval.every", "2", "--json", "--train.steps")
+    done = shop.run(*words, "4").json()
+    measured = rows(shop.path / "run")
+    assert done["exit_code"] == 0 and done["step"] == 4 and done["digest"] == shop.digest("run")
+    assert done["evaluation"]["step"] == 4
+    assert done["evaluation"]["metrics"]["loss"] == [row["eval/loss"] for row in measured if "eval/loss" in row][-1]
+
+    ended = shop.run(*words, "6", environ={"SPOIL": "1"})
+    failed = ended.json()
+    assert ended.code == failed["exit_code"] == 1
+    assert (failed["error"], failed["what"], failed["step"]) == ("KeyError", "'no such column'", 5)
+    assert re.search(r"job\.py:\d+$", failed["where"]) and failed["rank"] in (0, 1)
+    assert "no such column" in (shop.path / failed["log"]).read_text()
+    assert failed["go_on"].startswith("paceline train job.py --run-dir run --ranks 2")
+    assert "digest" not in failed and "evaluation" not in failed
+
+    refused = shop.run(*words, "6", "--job.batch", "6").json()
+    assert (refused["exit_code"], refused["error"], refused["go_on"]) == (2, "ResumeError", "")
+    assert "global_batch_size" in refused["what"] and refused["hint"].startswith("--allow")
+    for verb in (("verify", "job.py", "--ranks", "2"), ("evaluate", "run")):
+        ended = shop.run(*verb, "--json", environ={"SPOIL": "1"})
+        assert (ended.code, ended.json()["error"], ended.json()["go_on"]) == (1, "KeyError", ""), verb

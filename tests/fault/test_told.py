@@ -41,6 +41,14 @@ def test_finite_inputs_are_not_accused_and_no_parameter_is_named_where_none_is_b
     assert "gradients are not finite in bias." in str(update.refusal(step=3, loss=1.0))
 
 
+def test_a_size_that_was_given_is_not_said_to_follow_from_the_ranks(shop: Shop) -> None:
+    words = ("--job.norm", "true")
+    assert "batch norm:" not in shop.train("run", *words, "--train.micro_batch_size", "4", ranks=3, steps=2).out
+    said = shop.train("run", *words, ranks=1, steps=4).out
+    assert "batch: microbatches of 4, as this run was started" in said
+    assert "batch norm:" not in said, said
+
+
 def test_a_run_tells_what_it_decided_and_had_ended(shop: Shop) -> None:
     shop.write("job.py", SMALL_JOB.replace(OPTION, OPTION + "        early_stopping=2,\n"))
     words = ("--job.lr", "0.0", "--job.norm", "true", "--eval.every", "2")
@@ -50,7 +58,7 @@ def test_a_run_tells_what_it_decided_and_had_ended(shop: Shop) -> None:
     saved = re.findall(r"saved \S+step-0*(\d+)[^|]*\| (\S+ KiB)", said)
     listed = re.findall(r"step +(\d+) +(\S+ KiB)", shop.run("ckpt", "ls", "run").out)
     assert set(listed) <= set(saved) and listed
-    again = shop.train("run", *words, "--train.micro_batch_size", "6", steps=100).out
+    again = shop.train("run", *words, steps=100).out
     assert "this run had stopped early at step 6: loss has not improved in 2 evaluations" in again
     assert "batch norm:" not in again
     shop.run("report", "run")

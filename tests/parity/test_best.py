@@ -82,6 +82,19 @@ def test_what_is_consolidated_is_the_model_that_was_evaluated(shop: Shop) -> Non
     assert shop.digest("run") == shop.digest("plain"), "the digest is that of the weights in training"
 
 
+def test_another_metric_on_going_on_has_a_best_of_its_own(shop: Shop) -> None:
+    option = '        max_grad_norm=1.0, best="{}",\n'
+    shop.write("job.py", SMALL_JOB.replace("        max_grad_norm=1.0,\n", option.format("loss:min")))
+    assert "(best)" in shop.train("run", "--eval.every", "2", steps=4).out
+    shop.write("job.py", SMALL_JOB.replace("        max_grad_norm=1.0,\n", option.format("accuracy:max")))
+    said = shop.train("run", "--eval.every", "2", steps=8).out
+    assert "best: by accuracy:max from here on" in said, said
+    assert "step-00000006 (best)" in said, said
+    marked = int((shop.path / "run" / "checkpoints" / "best").read_text().strip().removeprefix("step-"))
+    assert marked >= 6
+    assert "best: by" not in shop.train("run", "--eval.every", "2", steps=9).out
+
+
 def test_an_average_that_is_not_there_is_refused(shop: Shop) -> None:
     assert shop.train("run", steps=2).code == 0
     ended = shop.run("ckpt", "consolidate", "run", "--average", "--to", "average")

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 import paceline as pl
 from paceline.errors import JobError
 from paceline.order.cursor import Cursor
 from paceline.train.length import Length
-from paceline.train.saving import without_aliases
+from paceline.verbs import ckpt
 from tests.conftest import Shop
 
 
@@ -115,17 +116,32 @@ def test_the_logged_learning_rate_is_the_step_s_own(tmp_path: Path) -> None:
     assert [row["lr"] for row in rows(tmp_path) if "lr" in row] == [0.1, 0.05, 0.025]
 
 
-def test_only_names_that_share_memory_are_left_out() -> None:
-    class Net(nn.Module):
-        _tied_weights_keys = ("b.weight",)
+class Tied(nn.Module):
+    """As models of transformers are: one weight under two names, of which it says that it makes the second itself."""
 
-        def __init__(self, tied: bool) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-            if tied:
-                self.b.weight = self.a.weight
+    _tied_weights_keys = ("out.weight",)
 
-    assert "b.weight" in without_aliases(Net(False)) and "b.weight" not in without_aliases(Net(True))
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(7, 4), nn.Linear(4, 7)
+        if tied:
+            self.out.weight = self.words.weight
+
+    def forward(self, x: Any) -> Any:
+        return self.out(self.words(x))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_weight_is_consolidated_under_each_of_its_names(tmp_path: Path, tied: bool) -> None:
+    x = torch.arange(24) % 7
+    data = torch.utils.data.TensorDataset(x, x)
+    trained(job(model=lambda: Tied(tied), train_data=data, eval_data=None), tmp_path / "run", train_steps=3)
+    stored = load_file(tmp_path / "run" / "consolidated" / "model.safetensors")
+    assert torch.equal(stored["words.weight"], stored["out.weight"]) == tied
+    assert not Tied(tied).load_state_dict(stored).missing_keys
+    ckpt.consolidate(str(tmp_path / "run"), to=tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert set(again) == set(stored) and all(torch.equal(again[name], stored[name]) for name in again)
 
 
 def test_expanded_buffers_changed_optimizers_closed_pipes_and_broken_plans(shop: Shop) -> None:

@@ -126,6 +126,19 @@ def test_every_tenth_step_only(tmp_path: Path) -> None:
     assert [record.step for record in read_recording(tmp_path / "a")] == [0, 1, 4]
 
 
+def test_recordings_of_unequal_length_say_what_was_not_compared(tmp_path: Path) -> None:
+    plain(tmp_path / "a")
+    plain(tmp_path / "b")
+    lines = (tmp_path / "b" / "rank-0.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "b" / "rank-0.jsonl").write_text("".join(lines[:5]))
+    assert "were compared" not in pl.compare(tmp_path / "a", tmp_path / "a").text
+    found = pl.compare(tmp_path / "a", tmp_path / "b")
+    assert found.exit_code == 0
+    assert found.text.startswith("bitwise: 4 steps")
+    assert f"only steps in both were compared: the first recording has {STEPS}, the other 4" in found.text
+    assert (found.recordings[0]["steps"], found.recordings[0]["recorded"]) == (4, (STEPS, 4))
+
+
 def test_a_closure_is_looked_at_after_it_has_run(tmp_path: Path) -> None:
     plain(tmp_path / "a")
     model = build()

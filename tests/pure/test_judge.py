@@ -43,3 +43,43 @@ def test_a_best_that_on_eval_leaves_out_is_told_and_the_rule_is_heard_all_the_sa
     rule = pl.EarlyStopping(metric="loss", mode="min", patience=1)
     values = [{"loss": 1.0, "score": 3.0}, {"loss": 1.0}]
     assert heard(values, best="score:max", early_stopping=rule) == [(True, False, 0), (False, True, 2)]
+
+
+def judged(progress: Progress, values: list[dict[str, float]], **options: Any) -> tuple[Judge, list[bool]]:
+    """A part of a run that begins with this progress, as a checkpoint gave it back."""
+    job = pl.Job(model=torch.nn.Identity, train_data=[0], optimizer=torch.optim.SGD, global_batch_size=1, **options)
+    judge = Judge(job, progress)
+    events = [EvalDone(step=1, split="eval", metrics=value, samples=1, seconds=0.0) for value in values]
+    return judge, [judge.hear(event).best for event in events]
+
+
+def test_another_metric_or_mode_on_going_on_begins_anew_and_says_so() -> None:
+    progress = Progress()
+    assert judged(progress, [{"loss": 2.0, "near": 0.2}], best="loss:min")[0].anew == ()
+    progress = Progress.from_json(progress.as_json())
+    judge, best = judged(progress, [], best="near:max")
+    assert "best: by near:max from here on" in judge.anew[0] and "by loss:min" in judge.anew[0]
+    assert judged(progress, [], best="loss:min")[0].anew == (), "nothing was judged by the other: the old mark holds"
+    judge, best = judged(progress, [{"loss": 2.1, "near": 0.2}, {"loss": 1.0, "near": 0.1}], best="near:max")
+    assert best == [True, False]
+    assert judged(progress, [{"loss": 1.0, "near": 0.15}], best="near:max")[1] == [False]
+    assert judged(progress, [{"loss": 1.0, "near": 0.15}], best="near:min")[1] == [True]
+
+
+def test_patience_of_another_metric_is_counted_anew() -> None:
+    progress = Progress()
+    values = [{"loss": 2.0, "near": 0.2}] * 3
+    assert judged(progress, values, best="loss:min", early_stopping=2)[0].is_over
+    progress = Progress.from_json(progress.as_json())
+    assert judged(progress, [], best="loss:min", early_stopping=2)[0].is_over, "by the same rule it has ended"
+    judge, _ = judged(progress, [], best="near:max", early_stopping=2)
+    assert not judge.is_over
+    assert "early stopping: by near:max from here on, counted anew; it was by loss:min" in judge.anew
+    assert not judged(progress, values[:2], best="near:max", early_stopping=2)[0].is_over
+    assert judged(progress, values[:1], best="near:max", early_stopping=2)[0].is_over
+
+
+def test_a_checkpoint_that_does_not_say_its_rule_is_taken_by_the_job_s() -> None:
+    progress = Progress.from_json({"tokens": 1.0, "best": 2.0, "waited": 1, "rule_best": 2.0})
+    judge, best = judged(progress, [{"loss": 2.5}], early_stopping=2)
+    assert (judge.anew, best, judge.is_over) == ((), [False], True)

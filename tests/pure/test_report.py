@@ -6,12 +6,13 @@ import math
 import os
 import re
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.events import EvalDone, Event, RunStarted, StepDone
+from paceline.events import EvalDone, Event, RunEnded, RunStarted, StepDone
 from paceline.store.runs import RunFolder
 from paceline.survive.failure import write_failure
 from paceline.verbs.compare import compare
@@ -291,7 +292,22 @@ def test_the_keys_of_the_answer_are_fixed(tmp_path: Path) -> None:
     found = compare(*runs(tmp_path, [1.0], [1.0]))
     keys = {"exit_code", "text", "runs", "settings", "losses", "recordings", "first_difference", "page"}
     assert set(vars(found)) == keys
-    assert set(found.losses[0]) == {"run", "common", "first", "beyond_floor", "floor", "largest"}
+    assert set(found.losses[0]) == {"run", "common", "until", "steps", "first", "beyond_floor", "floor", "largest"}
+
+
+def test_a_run_s_steps_are_those_it_came_to_and_not_those_it_logged(tmp_path: Path) -> None:
+    short, long = RunFolder(tmp_path / "short"), RunFolder(tmp_path / "long")
+    record(short, started(1), step(20), step(40), RunEnded(status="stopped", step=45, exit_code=75))
+    record(long, started(1), step(20), step(40), step(60), RunEnded(status="done", step=60, exit_code=0))
+    found = compare(short.path, long.path)
+    assert [one["steps"] for one in found.runs] == [45, 60]
+    assert "on all 2 logged steps in common; compared to step 40: the first has 45 steps, this one 60" in found.text
+    assert (found.losses[0]["steps"], found.losses[0]["until"]) == ((45, 60), 40)
+    assert "<dd>45</dd>" in page(short)
+    assert "compared to" not in compare(long.path, long.path).text
+    time.sleep(0.002)
+    record(short, started(2, resumed_from=30), step(32))
+    assert read_history(short).reached() == 32, "what a later attempt went back over does not count"
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,22 @@ def test_a_job_is_checked_without_importing_it(tmp_path: Path) -> None:
             parse_jobref(str(job))
 
 
+def test_a_name_that_only_a_function_keeps_to_itself_is_no_job(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        "def make_job():\n    mk = [1]\n    return mk\ntry:\n    from a import job\nexcept ImportError:\n    job = None\n"
+    )
+    with pytest.raises(PacelineError, match=r"job\.py defines no mk") as refused:
+        parse_jobref(f"{job}:mk")
+    assert "one of make_job" in refused.value.hint
+    with pytest.raises(PacelineError, match=r"defines no make_jb") as refused:
+        parse_jobref(f"{job}:make_jb")
+    assert refused.value.cause == "did you mean 'make_job'?"
+    assert [parse_jobref(f"{job}:{name}").name for name in ("make_job", "job")] == ["make_job", "job"]
+    job.write_text("def set_up():\n    global job\n    job = 1\nset_up()\n")
+    assert parse_jobref(str(job)).name is None
+
+
 def test_settings_and_options_are_told_apart() -> None:
     own, settings = split_settings(
         ["--train.steps", "5", "job.py", "--nproc-per-node=2", "--seed", "1", "--json", "--train.exact"]

@@ -16,7 +16,8 @@ _NAMED = 3
 class Comparison:
     """The verdict on two recordings; `first` is None where they differ by rounding at most.
 
-    `unjudged`: parameters whose gradient is lost in rounding, so that they say nothing.
+    `steps` are those in both, `recorded` what each has. `unjudged`: parameters whose gradient is lost in rounding, so
+    that they say nothing.
     """
 
     verdict: str
@@ -24,6 +25,7 @@ class Comparison:
     text: str
     first: dict[str, Any] | None = None
     unjudged: tuple[str, ...] = ()
+    recorded: tuple[int, int] = (0, 0)
 
 
 def compare_recordings(
@@ -37,21 +39,22 @@ def compare_recordings(
     pairs = [(r, by_step[r.step, r.optimizer]) for r in a if (r.step, r.optimizer) in by_step]
     if not same_ranks:
         pairs = [(replace(one, batch=None), replace(other, batch=None)) for one, other in pairs]
-    steps = len({one.step for one, _ in pairs if one.step})
+    steps, recorded = _num_steps([one for one, _ in pairs]), (_num_steps(a), _num_steps(b))
     if not steps:
-        return Comparison(verdict="different", steps=0, text="the recordings have no step in common", first={"step": 0})
+        text = "the recordings have no step in common"
+        return Comparison(verdict="different", steps=0, text=text, first={"step": 0}, recorded=recorded)
     worst = 0.0
     doubt = Doubt(pairs, floor=floor)
     for one, other in pairs:
         found = _first_in(one, other, floor, doubt)
         if found is not None:
             text = f"different: first at {_place(found)}, {found['kind']} of {found['parameter']}: {found['cause']}"
-            return Comparison(verdict="different", steps=steps, text=text, first=found)
+            return Comparison(verdict="different", steps=steps, text=text, first=found, recorded=recorded)
         worst = max(worst, _distance(one, other, doubt.names))
     unjudged = tuple(doubt.names)
     verdict = "rounding" if worst or unjudged else "bitwise"
-    text = f"{verdict}: {many(steps, 'step')}, at most {worst:.1e} apart{_left_out(unjudged)}"
-    return Comparison(verdict=verdict, steps=steps, text=text, unjudged=unjudged)
+    text = f"{verdict}: {many(steps, 'step')}, at most {worst:.1e} apart{_left_out(unjudged)}{_beyond(steps, recorded)}"
+    return Comparison(verdict=verdict, steps=steps, text=text, unjudged=unjudged, recorded=recorded)
 
 
 def ranks_part(ranks: Sequence[Sequence[Record]], *, floor: float = ROUNDING) -> dict[str, Any] | None:
@@ -75,6 +78,18 @@ def _left_out(names: Sequence[str]) -> str:
         return ""
     rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"; not judged, as their gradient is lost in rounding: {', '.join(names[:_NAMED])}{rest}"
+
+
+def _num_steps(records: Sequence[Record]) -> int:
+    """How many steps it has; the start is none."""
+    return len({record.step for record in records if record.step})
+
+
+def _beyond(steps: int, recorded: tuple[int, int]) -> str:
+    """What is in one alone has been compared with nothing."""
+    if recorded == (steps, steps):
+        return ""
+    return f"; only steps in both were compared: the first recording has {recorded[0]:,}, the other {recorded[1]:,}"
 
 
 def _place(found: Mapping[str, Any]) -> str:

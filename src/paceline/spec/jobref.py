@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import JobError, UsageError
+from paceline.spec.words import did_you_mean
 
 FACTORY, OBJECT = "make_job", "job"
 
@@ -86,26 +87,31 @@ def _check(ref: JobRef) -> None:
     tree = _tree(ref.path)
     if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body):
         return
-    names = _defined(tree.body)
+    names = _defined(tree)
     wanted = [ref.name] if ref.name else [FACTORY, OBJECT]
     if not names & set(wanted):
+        functions = [function.name for function in _functions(tree)]
+        meant = f"{ref.path}:NAME, one of {', '.join(functions)}" if functions else ""
         raise JobError(
             f"{ref.path.name} defines no {' or '.join(wanted)}.",
             where=str(ref.path),
-            hint="def make_job() -> pl.Job: return pl.Job(...)",
+            cause=did_you_mean(ref.name, functions) if ref.name else "",
+            hint=(ref.name and meant) or "def make_job() -> pl.Job: return pl.Job(...)",
         )
 
 
-def _defined(body: list[ast.stmt]) -> set[str]:
+def _defined(tree: ast.Module) -> set[str]:
+    """The names that the module itself has; what a function or a class keeps to itself is none of them."""
     names: set[str] = set()
-    for node in body:
+    rest: list[ast.AST] = [tree]
+    while rest:
+        node = rest.pop()
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.If | ast.Try | ast.With):
-            names |= _defined(node.body) | _defined(getattr(node, "orelse", []))
-        for part in ast.walk(node):
-            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                names.add(part.id)
-    return names
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            rest += ast.iter_child_nodes(node)
+    return names | {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}

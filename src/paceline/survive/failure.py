@@ -8,8 +8,9 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import DataError, PacelineError, Problems, RunError, user_line
 from paceline.store.disk import write_text
@@ -26,7 +27,7 @@ class Failure:
     """Why a rank ended. `kind` is the exception's name, or `signal` or `exit` where there is no exception.
 
     `step` is the number of the step in which it was, 0 before the first. `told_by` is the rank whose log has the
-    full text where that is another one.
+    full text where that is another one. `said` is what an error of ours says, by key.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class Failure:
     monotonic_ns: int = 0
     step: int = 0
     told_by: int | None = None
+    said: dict[str, Any] = field(default_factory=dict)
 
 
 def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 0, slate: int | None = None) -> None:
@@ -49,7 +51,7 @@ def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 
     except OSError:
         if slate is None:
             return
-        short = replace(failure, message=failure.message[:_WIDTH], screen="", source="")
+        short = replace(failure, message=failure.message[:_WIDTH], screen="", source="", said={})
         with suppress(OSError):
             if not write_slate(slate, rank=rank, text=json.dumps(asdict(failure))):
                 write_slate(slate, rank=rank, text=json.dumps(asdict(short)))
@@ -70,6 +72,7 @@ def failure_of(error: BaseException, *, rank: int, step: int = 0) -> Failure:
         exit_code=int(error.exit_code) if isinstance(error, PacelineError) else 1,
         monotonic_ns=time.monotonic_ns(),
         step=step,
+        said=error.as_json() if isinstance(error, PacelineError) else {},
     )
 
 
@@ -143,7 +146,10 @@ def left_alone(rank: int, *, waiter: Failure) -> Failure:
         cause="only this rank left the loop, or its code called exit: every rank does the same steps",
         hint="decide from values that all ranks have alike, as run.step()'s result",
     )
-    return replace(waiter, rank=rank, kind="exit", message=error.what, screen=str(error), where="", source="")
+    return replace(
+        waiter, rank=rank, kind="exit", message=error.what, screen=str(error), where="", source="",
+        said={**error.as_json(), "error": "exit"},
+    )  # fmt: skip
 
 
 def starter_ended(status: int, *, pid: int, said: str) -> Failure:

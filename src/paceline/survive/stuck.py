@@ -78,9 +78,11 @@ def unanswered(failures: Sequence[Failure], silent: Sequence[Silent]) -> Failure
     what = f"no answer from {ranks}{f' within {limit:g} s' if limit else ''}: {first}"
     longer = f"--train.timeout_seconds {2 * limit:.0f}" if limit else "a larger --train.timeout_seconds"
     error = RunError(what, cause=_cause(first), hint=_hint(first, longer))
+    said = {**error.as_json(), "error": TIMEOUT}
     return replace(
-        waiter, rank=first.rank, kind=TIMEOUT, message=what, screen=str(error), step=first.step + 1, told_by=waiter.rank
-    )
+        waiter, rank=first.rank, kind=TIMEOUT, message=what, screen=str(error), step=first.step + 1,
+        told_by=waiter.rank, said=said,
+    )  # fmt: skip
 
 
 def still_waiting(silent: Sequence[Silent], *, seconds: float) -> str:

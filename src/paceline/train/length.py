@@ -4,7 +4,7 @@ import math
 import resource
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import torch
@@ -52,18 +52,23 @@ class Length:
 
 @dataclass
 class Progress:
-    """What the loop remembers beside the cursor; saved with it. `unjudged`: a stop came before a due evaluation."""
+    """What the loop remembers beside the cursor; saved with it.
+
+    `best_of` and `rule_of` are the metric and mode (`loss:min`) that `best` and `rule_best` belong to. `unjudged`: a
+    stop came before a due evaluation.
+    """
 
     tokens: float = 0.0
     best: float | None = None
+    best_of: str = ""
     waited: int = 0
     rule_best: float | None = None
+    rule_of: str = ""
     unjudged: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """For a checkpoint."""
-        names = ("tokens", "best", "waited", "rule_best", "unjudged")
-        return {name: getattr(self, name) for name in names}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
@@ -71,8 +76,10 @@ class Progress:
         return cls(
             tokens=value.get("tokens", 0.0),
             best=value.get("best"),
+            best_of=value.get("best_of", ""),
             waited=value.get("waited", 0),
             rule_best=value.get("rule_best"),
+            rule_of=value.get("rule_of", ""),
             unjudged=value.get("unjudged", False),
         )
 

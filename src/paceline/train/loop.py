@@ -65,6 +65,7 @@ class Loop:
         self.save_every = built.settings.checkpoint.every or derived_interval(self.total_steps)
         self.eval_every = built.settings.eval.every or derived_interval(self.total_steps)
         self._judge = Judge(built.job, progress)
+        self.anew = self._judge.anew
         self._evaluator = Evaluator(
             job=built.job,
             model=built.model,

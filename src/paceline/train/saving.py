@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from paceline.errors import CheckpointError, PacelineError, ResumeError, SaveError, raise_all
 from paceline.events import CheckpointRefused, CheckpointSaved, Event
 from paceline.feed.feed import Feed
@@ -233,25 +230,14 @@ def consolidate(built: Built, folder: Path) -> Path:
 def _consolidate(built: Built, folder: Path, *, aside: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    state = without_aliases(built.model)
-    write_tensors(aside / "model.safetensors", [to_bytes(name, value) for name, value in state.items()])
+    tensors = [to_bytes(name, value) for name, value in tensors_of(built.model).items()]  # a tied one under each name
+    write_tensors(aside / "model.safetensors", tensors)
     config: Any = getattr(built.model, "config", None)
     if hasattr(config, "to_dict"):
         write_json(aside / "config.json", config.to_dict())
     sync_folder(aside)
     shutil.rmtree(folder, ignore_errors=True)
     aside.rename(folder)
-
-
-def without_aliases(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights by name; of a model that ties weights, without the names that it says it makes again itself.
-
-    The attribute is on models of transformers that happen not to be tied too, so the storage decides.
-    """
-    state = {name: value.detach() for name, value in tensors_of(model).items()}
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    kept = {value.data_ptr() for name, value in state.items() if name not in tied}
-    return {name: value for name, value in state.items() if name not in tied or value.data_ptr() not in kept}
 
 
 def best_path(folder: Path) -> Path | None:

@@ -198,9 +198,8 @@ class Session:
         lines.append(f"precision: {settings.train.precision}{', exact' if settings.train.exact else ''}")
         if any(running(self.built.model)):
             lines.append(f"buffers: {settings.train.buffers}, {POLICIES[settings.train.buffers]}")
-        lines += notes(
-            self.ready.job, settings, model=self.built.model, micro_batch_size=self.ready.plan.micro_batch_size
-        )
+        micro, goes_on = self.ready.plan.micro_batch_size, self._resume is not None
+        lines += notes(self.ready.job, settings, model=self.built.model, micro_batch_size=micro, goes_on=goes_on)
         scale = settings.train.lr_scaling
         lines.append(f"lr: {loop.built.update.optimizers[0].param_groups[0]['lr']:.3g} (scaling: {scale})")
         if loaded is None and self._resume is not None:
@@ -210,7 +209,7 @@ class Session:
             lines.append(
                 f"resumed: {loaded.path.name if own else loaded.path}, {many(cursor.samples, 'sample')} consumed"
             )
-            lines += stopped_early(self.ready.job, loop.progress, step=cursor.step)
+            lines += [*loop.anew, *stopped_early(self.ready.job, loop.progress, step=cursor.step)]
         return tuple(lines)
 
 

@@ -79,11 +79,17 @@ def asked_of(job: Job) -> dict[str, Any]:
     return {name: str(value) for name, value in found.items() if value is not None}
 
 
-def notes(job: Job, settings: Settings, *, model: nn.Module, micro_batch_size: int) -> Iterator[str]:
-    """Lines for the banner."""
+def notes(
+    job: Job, settings: Settings, *, model: nn.Module, micro_batch_size: int, goes_on: bool = False
+) -> Iterator[str]:
+    """Lines for the banner. A run that goes on has its microbatches from its first start, which has told of them."""
     train = settings.train
-    given = train.micro_batch_size or train.gradient_accumulation_steps
-    if not given and train.buffers != "sync_bn" and any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
+    settled = goes_on or train.micro_batch_size or train.gradient_accumulation_steps
+    if (
+        not settled
+        and train.buffers != "sync_bn"
+        and any(isinstance(module, _BATCH_NORMS) for module in model.modules())
+    ):
         yield (
             f"batch norm: over microbatches of {micro_batch_size}, which follow from the ranks at the first start and "
             f"are part of the training; --train.micro_batch_size {micro_batch_size} keeps them on any number"

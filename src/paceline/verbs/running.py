@@ -1,8 +1,8 @@
 """What the verbs that start processes share: task, run folder, start or join, and how it ended."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from paceline.spec.read import Asked, merge, read_asked
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.spec.words import did_you_mean, many
-from paceline.start import Outcome, Request, last_words, start
+from paceline.start import Outcome, Request, failure_keys, last_words, start
 from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, choose_run, new_run
 from paceline.talk import say
@@ -52,6 +52,8 @@ class Answer:
     seconds: float = 0.0
     screen: str = ""
     value: Any = None
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """What the screen says, for `--json`."""
     tells: bool = True
     """False on the other ranks of a world that others made: rank 0 prints for all."""
 
@@ -155,8 +157,11 @@ def read_answer(task: Task, verb: str) -> Any:
 
 
 def _answer(task: Task, outcome: Outcome) -> Answer:
-    screen = last_words(outcome, go_on=command_again(task) if task.verb == "train" else "")
-    return Answer(exit_code=outcome.exit_code, run=Path(task.run), seconds=outcome.seconds, screen=screen)
+    # a refusal says itself what to change; the same words would be refused again
+    again = task.verb == "train" and outcome.exit_code not in (ExitCode.DONE, ExitCode.REFUSED)
+    go_on = command_again(task) if again else ""
+    screen, keys = last_words(outcome, go_on=go_on), failure_keys(outcome, go_on=go_on)
+    return Answer(exit_code=outcome.exit_code, run=Path(task.run), seconds=outcome.seconds, screen=screen, keys=keys)
 
 
 def _joined(task: Task, entry: str, joined: Joined, one_thread: bool) -> Answer:

@@ -11,11 +11,11 @@ from paceline.spec.words import many, size
 from paceline.verbs import ckpt as ckpt_verbs
 from paceline.verbs import config as config_verb
 from paceline.verbs import new as new_verb
+from paceline.verbs import train as train_verb
 from paceline.verbs.compare import compare
 from paceline.verbs.evaluate import evaluate
 from paceline.verbs.report import report
 from paceline.verbs.running import Answer, Common
-from paceline.verbs.train import train
 from paceline.verbs.verify import verify
 
 Printed = tuple[int, Any, str]
@@ -161,7 +161,7 @@ def _new(options: NewOptions, _: list[str]) -> Printed:
 def _train(options: TrainOptions, settings: list[str]) -> Printed:
     allow = [name for name in options.allow.split(",") if name]
     resume = "" if options.resume == "newest" else options.resume
-    answer = train(
+    answer = train_verb.train(
         options.job,
         common=options.common(),
         overrides=settings,
@@ -173,24 +173,27 @@ def _train(options: TrainOptions, settings: list[str]) -> Printed:
         return 0, answer.value, "\n".join(f"{k}: {v}" for k, v in (answer.value or {}).items())
     if not answer.tells:
         return answer.exit_code, None, ""
-    return answer.exit_code, _summary(answer), answer.screen or (f"run: {answer.run}" if answer.run.name else "")
+    value = {**_summary(answer), **(train_verb.came_to(answer) if options.json else {})}
+    return answer.exit_code, value, answer.screen or (f"run: {answer.run}" if answer.run.name else "")
 
 
 def _verify(options: VerifyOptions, settings: list[str]) -> Printed:
     answer = verify(
         options.job, common=options.common(), overrides=settings, steps=options.steps, against=options.against
     )
-    return answer.exit_code, answer.value if answer.tells else None, answer.screen if answer.tells else ""
+    if not answer.tells:
+        return answer.exit_code, None, ""
+    return answer.exit_code, _summary(answer) if answer.value is None else answer.value, answer.screen
 
 
 def _evaluate(options: EvaluateOptions, _: list[str]) -> Printed:
     common = Common(ranks=options.ranks, quiet=options.json)
     answer = evaluate(options.run, split=options.split, best=options.best, common=common)
-    value = answer.value or {}
     if not answer.tells:
         return answer.exit_code, None, ""
     if answer.exit_code:
-        return answer.exit_code, value, answer.screen
+        return answer.exit_code, _summary(answer), answer.screen
+    value = answer.value
     lines = [f"{name} {number:.6f}" for name, number in value["metrics"].items()]
     of = ", its average (ema)" if value["average"] else ""
     lines.append(f"{many(value['samples'], 'sample')} of {value['split']}_data, each once; step {value['step']}{of}")
@@ -234,7 +237,7 @@ def _ckpt(options: CkptOptions, _: list[str]) -> Printed:
 
 
 def _summary(answer: Answer) -> Mapping[str, Any]:
-    return {"exit_code": answer.exit_code, "run": str(answer.run), "seconds": answer.seconds}
+    return {"exit_code": answer.exit_code, "run": str(answer.run), "seconds": answer.seconds, **answer.keys}
 
 
 VERBS: dict[str, Verb] = {

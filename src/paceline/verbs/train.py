@@ -3,8 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from paceline.errors import ExitCode
+from paceline.store.checkpoints import LATEST, marked, step_of
+from paceline.store.runs import RunFolder
 from paceline.verbs.running import Answer, Common, execute, make_task, with_run
+from paceline.watch.history import json_or_none, read_history
 
 ENTRY = "paceline.train.worker:train"
 
@@ -26,3 +31,19 @@ def train(
     task = with_run(task, resume=resume)
     task = replace(task, allow=tuple(allow), options={"evaluate_first": evaluate_first})
     return execute(task, entry=ENTRY, common=common)
+
+
+def came_to(answer: Answer) -> dict[str, Any]:
+    """Of a run that ended whole: its last step, its last evaluation and, where it was written, the weights' digest."""
+    run = RunFolder(answer.run)
+    latest = marked(run.checkpoints, LATEST)
+    if answer.exit_code not in (ExitCode.DONE, ExitCode.STOPPED) or latest is None:
+        return {}
+    step, weights = step_of(latest), json_or_none(run.path / "weights.json")
+    found: dict[str, Any] = {"step": step}
+    told = [event for event in read_history(run).of("EvalDone") if event.get("step", step + 1) <= step]
+    if told:
+        found["evaluation"] = {name: told[-1].get(name) for name in ("step", "split", "metrics")}
+    if answer.exit_code == ExitCode.DONE and isinstance(weights, dict) and weights.get("step") == step:
+        found["digest"] = weights.get("digest")
+    return found

@@ -54,6 +54,11 @@ class History:
         """Samples seen, over steps."""
         return _points(sorted((e.get("step"), e.get("samples")) for e in _kept(self.of(_STEP), self.starts)))
 
+    def reached(self) -> int:
+        """The step the run came to, logged or not, as far as its files say."""
+        told = _kept([event for event in self.events if isinstance(event.get("step"), int)], self.starts)
+        return max([0, *self.steps, *(_whole(event.get("step")) for event in told)])
+
     def names(self) -> list[str]:
         """Every name that a step has."""
         return sorted({name for record in self.steps.values() for name in record} - {"step", "time"})

@@ -68,7 +68,7 @@ def _head(history: History, answer: dict[str, Any] | None) -> str:
     facts = [
         ("status", status_of(history)),
         ("layout", f"{started.get('layout', '?')} × {started.get('ranks', '?')}"),
-        ("steps", f"{max(history.steps, default=0):,}{of_total}"),
+        ("steps", f"{history.reached():,}{of_total}"),
         ("samples", f"{samples[-1][1]:,.0f}" if samples else "–"),
         ("loss", number(last.get("loss"))),
     ]

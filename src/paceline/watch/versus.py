@@ -40,10 +40,15 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """Where the logged losses of a run leave those of the first: at all, and by more than `floor` of the loss."""
+    """Where the logged losses of a run leave those of the first: at all, and by more than `floor` of the loss.
+
+    `steps` are how far the first run came and how far this one; `until` is the last logged step of both.
+    """
 
     run: str
     common: int
+    until: int
+    steps: tuple[int, int]
     first: int | None
     beyond_floor: int | None
     floor: float
@@ -54,6 +59,17 @@ class Parting:
         """In words."""
         if not self.common:
             return "no logged step in common"
+        return f"{self._where}{self._until}"
+
+    @property
+    def _until(self) -> str:
+        """Of runs that did not come equally far, what was compared."""
+        if self.steps[0] == self.steps[1]:
+            return ""
+        return f"; compared to step {self.until:,}: the first has {self.steps[0]:,} steps, this one {self.steps[1]:,}"
+
+    @property
+    def _where(self) -> str:
         if self.first is None:
             return f"equal in every digit on all {self.common} logged steps in common"
         if self.beyond_floor is None:
@@ -99,6 +115,8 @@ def partings(sides: Sequence[Side], *, floor: float) -> list[Parting]:
             Parting(
                 run=side.name,
                 common=len(pairs),
+                until=max((int(step) for step, _, _ in pairs), default=0),
+                steps=(sides[0].history.reached(), side.history.reached()),
                 first=next((step for step, size in apart if size > 0), None),
                 beyond_floor=next((step for step, size in apart if size > floor), None),
                 floor=floor,
@@ -156,7 +174,7 @@ def _side(name: str, run: RunFolder) -> Side:
         "ranks": ", then ".join(ranks),
         "attempts": len(history.starts),
     }
-    result["steps"] = max(history.steps, default=0)
+    result["steps"] = history.reached()
     result |= {n: last[n] for n in sorted(last) if n == "loss" or n.startswith(("loss/", "eval/"))}
     result["memory/peak_gib"] = last.get("memory/peak_gib")
     weights = json_or_none(run.path / "weights.json")
