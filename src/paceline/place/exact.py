@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from paceline.errors import RunError
 from paceline.place.replicate import second_gradient
 from paceline.place.units import Named, cut_units
 from paceline.world import World
@@ -20,6 +21,7 @@ from paceline.world import World
 VALUE_BITS = 51
 HEADROOM_BITS = 8
 LEAST_BITS = 24
+LOWEST, HIGHEST = -1074, 971  # a float64 has no bit below the one; adding 1.5 * 2^(52+k) overflows above the other
 MOST_MICROBATCHES = 1 << 12
 _CHUNK = 1 << 16
 
@@ -38,13 +40,13 @@ class Grid:
         if exponent is None:
             return False
         top = math.frexp(largest)[1]
-        return LEAST_BITS <= top - exponent <= VALUE_BITS
+        return top - exponent <= VALUE_BITS and (top - exponent >= LEAST_BITS or exponent == LOWEST)
 
     def follow(self, index: int, largest: float) -> None:
         """Set the grid for gradients of this size, with room to grow."""
         if largest > 0.0 and math.isfinite(largest):
             top = math.frexp(largest)[1]
-            self.exponents[index] = max(top + HEADROOM_BITS - VALUE_BITS, -1000)
+            self.exponents[index] = min(max(top + HEADROOM_BITS - VALUE_BITS, LOWEST), HIGHEST)
 
 
 class _Unit:
@@ -100,7 +102,11 @@ class ExactReducer:
         """Nothing to collect: the hooks have."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Add over ranks; leave gradients in `.grad`, or set a better grid and answer False."""
+        """Add over ranks; leave gradients in `.grad`, or set a better grid and answer False.
+
+        Raises:
+            RunError: no grid holds gradients of this size; on every rank alike.
+        """
         while self._next < len(self._units):
             self._launch_next()
         largest = self._joint_largest()
@@ -112,6 +118,7 @@ class ExactReducer:
                 if fits:
                     member.parameter.grad = self._gradient(member, part, largest[member.index], divisor)
         for member in self._named:
+            _check_size(member.name, largest[member.index][0])
             self._grid.follow(member.index, largest[member.index][0])
         return fits
 
@@ -193,6 +200,24 @@ class ExactReducer:
                 value.div_(divisor)
             flat[start : start + _CHUNK].copy_(value)
         return gradient if math.isfinite(size) else gradient.fill_(math.nan)
+
+
+def _check_size(name: str, largest: float) -> None:
+    if math.isfinite(largest) and math.frexp(largest)[1] > HIGHEST + VALUE_BITS:
+        raise RunError(
+            f"the gradient of {name} reaches {largest:.3g}: exact mode adds what is below 2**{HIGHEST + VALUE_BITS}.",
+            cause="a learning rate too high, a loss that was scaled up, or a division by almost zero",
+            hint="a smaller --job.lr or loss, or leave --train.exact out",
+        )
+
+
+def no_grid(*, step: int, attempts: int) -> RunError:
+    """What to say where gradients were of another size each time a step was run."""
+    return RunError(
+        f"step {step}: exact mode found no grid for gradients that had another size in each of {attempts} runs.",
+        cause="a forward or a loss that gives other values for the same batch each time: a counter, a clock",
+        hint="the same values for the same weights and batch, or leave --train.exact out",
+    )
 
 
 def magic(exponent: int) -> float:

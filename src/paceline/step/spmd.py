@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import JobError, RunError
+from paceline.errors import JobError
 from paceline.place.batchnorm import StatisticsTape
 from paceline.place.buffers import BufferPolicy
+from paceline.place.exact import no_grid
 from paceline.place.replicate import Reducer
 from paceline.place.sync_bn import Rounds
 from paceline.step.given import Given
@@ -97,7 +98,7 @@ class SpmdStep:
             if self.parts.reducer.finish(divisor=joint.divisor() if divide else None):
                 break
         else:
-            raise RunError("the exact sum found no grid that holds this step's gradients.")
+            raise no_grid(step=self.step + 1, attempts=MOST_ATTEMPTS)
         self.parts.tape.fold(num_micro=given.num_micro)
         self._settle_buffers(joint)
         ended = time.perf_counter()

@@ -122,8 +122,13 @@ class Update:
         )
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        wanted = self._max_grad_norm is not None or self._check
-        return nn.utils.get_total_norm(gradients) if wanted and gradients else None
+        """Of finite gradients it may be too large for their own type; on a GPU nobody looks, since that would wait."""
+        if not gradients or (self._max_grad_norm is None and not self._check):
+            return None
+        norm = nn.utils.get_total_norm(gradients)
+        if norm.device.type == "cpu" and not math.isfinite(norm.item()):
+            return _wide_norm(gradients, otherwise=norm)
+        return norm
 
     @staticmethod
     def _finite(loss: float, norm: Tensor | None) -> bool:
@@ -149,6 +154,16 @@ class Update:
             self.scaler.update()
         for schedule in self.schedules:
             schedule.step()
+
+
+def _wide_norm(gradients: Sequence[Tensor], *, otherwise: Tensor) -> Tensor:
+    """In float64, of the gradients divided by the largest magnitude; `otherwise` where that is not finite."""
+    largest = torch.stack([torch.linalg.vector_norm(g, math.inf).double() for g in gradients if g.numel()]).max()
+    if not math.isfinite(largest.item()):
+        return otherwise
+    parts = [torch.linalg.vector_norm(g / largest).double() for g in gradients]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(parts)) * largest
+    return norm
 
 
 def named_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> list[list[list[str]]]:
