@@ -1,6 +1,8 @@
 """What was asked: layouts, settings with origins, jobs checked without importing them."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from paceline.launch.environments import detect
 from paceline.plan.settle import Cluster, Facts, settle
 from paceline.spec.jobref import job_defaults, parse_jobref
 from paceline.spec.layout import Kind, parse_layout
-from paceline.spec.read import as_toml, merge, read_asked
+from paceline.spec.read import Asked, as_toml, merge, read_asked
 from paceline.spec.update import Update
 
 
@@ -41,6 +43,39 @@ def test_all_problems_at_once() -> None:
         read_asked(file=None, overrides=["--train.stps", "1", "--seed", "x", "--train.precision", "fp8"])
     text = str(caught.value)
     assert "did you mean 'train.steps'" in text and "seed" in text and "fp8" in text
+
+
+def test_what_the_job_brings_has_its_range_too() -> None:
+    asked = read_asked(file=None, overrides=["--log.every=5"])
+    lower = {"train.max_grad_norm": -1.0, "train.stps": 3, "log.every": 0}
+    with pytest.raises(Problems) as caught:
+        merge(asked.over(lower, origin="job"))
+    assert [(problem.where, problem.what) for problem in caught.value.problems] == [
+        ("job", "train.max_grad_norm = -1.0: expected a number, above 0."),
+        ("job", "there is no setting 'train.stps'."),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("train.steps", [0, 10**18], [-1, 10**18 + 1, 0.5]),
+        ("train.epochs", ["1e-9", 0.5, 1], [0, -1, "nan", "inf"]),
+        ("train.max_grad_norm", [1, "0.1", "inf"], [0, -1, "nan", "-inf"]),
+        ("train.timeout_seconds", [0.5, 600], [0, -1, "nan", "inf", 1e12]),
+        ("train.threads", [1, 1024], [0, -1, 1025]),
+        ("data.workers", [0, 3], [-1, 2.5]),
+        ("checkpoint.keep", [1], [0, -1]),
+        ("seed", [-1, 0, 10**30], [0.5, "nan"]),
+    ],
+)
+def test_ranges(name: str, good: list[Any], bad: list[Any]) -> None:
+    for value in good:
+        merge(Asked(values={name: value}))
+    for value in bad:
+        with pytest.raises(UsageError, match=re.escape(f"{name} = {value!r}: expected")) as caught:
+            merge(Asked(values={name: value}, origins={name: "somewhere"}))
+        assert caught.value.where == "somewhere" and caught.value.hint
 
 
 @pytest.mark.parametrize(

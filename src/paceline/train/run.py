@@ -21,6 +21,7 @@ from paceline.launch.meet import adopt
 from paceline.plan.machine import usable_cores, visible_gpus
 from paceline.plan.settle import Cluster, settle_threads
 from paceline.spec.layout import parse_layout
+from paceline.spec.read import Asked, merge
 from paceline.spec.task import Task
 from paceline.start import EXACT_KERNELS, Request, failure_screen, start
 from paceline.step.generate import generate
@@ -73,6 +74,7 @@ class Run:
             settings=dict(settings or {}),
             origins=dict.fromkeys(settings or {}, "Run(settings=)"),
         )
+        merge(Asked(values=self._task.settings, origins=self._task.origins))
 
     @classmethod
     def worker(cls, task: Task) -> Self:

@@ -8,7 +8,7 @@ from typing import Any
 from paceline.errors import JobError, PacelineError, user_line
 from paceline.plugins import resolve
 from paceline.spec.jobref import JobRef, job_defaults, parse_jobref
-from paceline.spec.read import Asked, default_of, known_settings, read_asked
+from paceline.spec.read import Asked, default_of, known_settings, merge, read_asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,12 @@ def config(job: str, *, file: Path | None = None, overrides: Sequence[str] = ())
 
     Raises:
         JobError: the job can't be loaded.
+        UsageError, Problems: a value that its setting can't have.
     """
     ref = parse_jobref(job)
     asked = read_asked(file=file, overrides=overrides)
     asked = asked.over(_by_job(ref, asked), origin="job")
+    merge(asked)
     found = [
         Setting(name=name, value=asked.values.get(name, default_of(name)), origin=asked.origins.get(name, "default"))
         for name in known_settings()
