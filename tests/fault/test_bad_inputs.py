@@ -127,6 +127,9 @@ def test_refused_before_a_process_starts(
 LATE: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "import fails": ("import nowhere_to_be_found", (), 1, "nowhere_to_be_found"),
     "make_job raises": ("def make_job():\n    raise ValueError('no data today')", (), 1, "no data today"),
+    "a job that leaves, as if it was saved": ("import sys\ndef make_job():\n    sys.exit(75)", (), 1, "the job called sys.exit(75) at"),
+    "a loss that leaves, as if it was done": (
+        "BASE(loss=lambda o, b: __import__('sys').exit(0))", (), 1, "the job called sys.exit(0) at"),
     "make_job gives no job": ("def make_job():\n    return 3", (), 2, "gave a int"),
     "no optimizer": ("BASE(optimizer=lambda named: None)", (), 2, "NoneType"),
     "half an optimizer": (

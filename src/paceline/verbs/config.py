@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import JobError, PacelineError, user_line
+from paceline.errors import JobError, PacelineError, called_exit, user_line
 from paceline.plugins import resolve
 from paceline.spec.jobref import JobRef, job_defaults, parse_jobref
 from paceline.spec.read import Asked, default_of, known_settings, merge, read_asked
@@ -54,6 +54,8 @@ def _by_job(ref: JobRef, asked: Asked) -> dict[str, Any]:
         found: dict[str, Any] = layer(load(ref, params=params))
     except PacelineError:
         raise
+    except SystemExit as error:
+        raise called_exit(error) from error
     except Exception as error:
         raise JobError(
             f"{ref} can't be loaded: {type(error).__name__}: {error}", where=str(user_line(error) or ref)
