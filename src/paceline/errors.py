@@ -132,6 +132,18 @@ def raise_all(problems: Sequence[PacelineError]) -> None:
         raise Problems(problems)
 
 
+def called_exit(error: SystemExit) -> RunError:
+    """A `sys.exit` in the job's own code, which says nothing of the run: done or saved is for the run to say."""
+    line = user_line(error)
+    found = RunError(
+        f"the job called sys.exit({'' if error.code is None else repr(error.code)}){f' at {line}' if line else ''}.",
+        cause="the run was not over, and only the run itself says that it is done",
+        hint="raise an exception there, or leave the call out; early_stopping= ends a run by a rule",
+    )
+    found.__notes__ = list(getattr(error, "__notes__", ()))
+    return found.with_traceback(error.__traceback__)
+
+
 @dataclass(frozen=True, kw_only=True)
 class UserLine:
     """The innermost line of the user's own code in a traceback."""

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import JobError, PacelineError
+from paceline.errors import JobError, PacelineError, raise_all
 from paceline.spec.jobref import JobRef
 
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -146,16 +147,54 @@ def _like(name: str, default: Any, value: Any) -> Any:
 
 
 def _checked(ref: JobRef, job: Job) -> Job:
+    refuse_job(job, where=str(ref))
+    return job
+
+
+def refuse_job(job: Job, *, where: str) -> None:
+    """Refuse values that no job can have.
+
+    Raises:
+        JobError, Problems: with all of them.
+    """
     problems: list[PacelineError] = []
-    if not isinstance(job.global_batch_size, int) or job.global_batch_size < 1:
-        problems.append(JobError(f"global_batch_size is {job.global_batch_size!r}, expected a count of samples."))
+    if type(job.global_batch_size) is not int or job.global_batch_size < 1:
+        problems.append(
+            JobError(
+                f"global_batch_size={job.global_batch_size!r} is no count of samples.",
+                hint="global_batch_size=64: 1 or more",
+            )
+        )
     if job.train_data is None:
         problems.append(JobError("train_data is None.", hint="give a dataset with __len__ and __getitem__"))
     for name in ("model", "optimizer"):
         if not callable(getattr(job, name)):
             problems.append(JobError(f"{name} is not callable.", hint=f"{name}=lambda ...: ..."))
+    if job.loss_over not in ("samples", "batch"):
+        problems.append(JobError(f"loss_over={job.loss_over!r} is not known.", hint='loss_over="samples" or "batch"'))
+    if job.ema is not None and not 0.0 < job.ema < 1.0:
+        problems.append(JobError(f"ema={job.ema} is no decay between 0 and 1.", hint="ema=0.999"))
+    problems += _unheard_rule(job.early_stopping)
     for problem in problems:
-        problem.where = problem.where or str(ref)
-    if problems:
-        raise problems[0]
-    return job
+        problem.where = problem.where or where
+    raise_all(problems)
+
+
+def _unheard_rule(rule: EarlyStopping | int | None) -> list[PacelineError]:
+    """What is wrong with a rule to stop early."""
+    if rule is None:
+        return []
+    patience = rule.patience if isinstance(rule, EarlyStopping) else rule
+    found: list[PacelineError] = []
+    if type(patience) is not int or patience < 1:
+        found.append(
+            JobError(
+                f"early_stopping={rule!r}: the patience is no count of evaluations.",
+                hint="early_stopping=3: 1 or more; leave it out to train to the end",
+            )
+        )
+    if isinstance(rule, EarlyStopping) and rule.mode not in ("min", "max"):
+        found.append(JobError(f"early_stopping={rule!r}: mode is not known.", hint='mode="min" or "max"'))
+    if isinstance(rule, EarlyStopping) and not 0.0 <= rule.min_delta < math.inf:
+        found.append(JobError(f"early_stopping={rule!r}: min_delta is no amount.", hint="min_delta=0.0 or more"))
+    return found

@@ -10,7 +10,7 @@ import pytest
 import paceline as pl
 from paceline.errors import ExitCode
 from paceline.prove.guesses import Facts, guesses
-from paceline.spec.read import default_of, known_settings
+from paceline.spec.read import default_of, known_settings, range_of
 from tests.docs.page import ROOT
 
 DOCS = ROOT / "docs"
@@ -42,6 +42,19 @@ def test_every_setting_stands_there_with_its_default() -> None:
             assert default == shown(value), f"{name}: the page says {default!r}, the default is {shown(value)!r}"
         else:
             assert not re.fullmatch(r"\d+|true|false", default), f"{name} has no default, the page says {default!r}"
+
+
+def test_every_setting_stands_there_with_its_range() -> None:
+    lines = [line.strip("| ").split("|") for line in (DOCS / "settings.md").read_text().splitlines() if "`" in line]
+    listed = {cells[0].strip(" `"): cells[2].strip() for cells in lines if len(cells) == 4}
+    assert {name: listed.get(name) for name in known_settings()} == {name: range_of(name) for name in known_settings()}
+
+
+def test_every_number_has_a_range_or_may_be_any() -> None:
+    numbers = [
+        name for name, kind in known_settings().items() if not range_of(name) and kind in (int, float, int | None)
+    ]
+    assert numbers == ["seed"]
 
 
 def test_every_option_of_a_verb_is_known() -> None:

@@ -27,6 +27,25 @@ EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     "wrong type": (("train", "job.py", "--train.steps", "many"), "many"),
     "wrong choice": (("train", "job.py", "--train.precision", "fp8"), "fp8"),
     "wrong policy": (("train", "job.py", "--train.buffers", "avg"), "avg"),
+    "an ascent": (
+        ("train", "job.py", "--train.max_grad_norm", "-1"),
+        "max_grad_norm = '-1': expected a number, above 0",
+    ),
+    "an evaluation of nothing": (
+        ("train", "job.py", "--eval.batch_size", "-1"),
+        "batch_size = '-1': expected a number",
+    ),
+    "no pass at all": (("train", "job.py", "--train.epochs", "0"), "epochs = '0': expected a number, above 0"),
+    "passes without an end": (("train", "job.py", "--train.epochs", "inf"), "at most 1,000,000"),
+    "an interval of nothing": (("train", "job.py", "--log.every", "0"), "log.every = '0': expected a number, 1 to"),
+    "steps below none": (("train", "job.py", "--train.steps", "-5"), "train.steps = '-5': expected a number, 0 to"),
+    "a timeout that is no number": (("train", "job.py", "--train.timeout_seconds=nan"), "'nan': expected a number"),
+    "more threads than a process has": (("train", "job.py", "--train.threads", "100000"), "1 to 1,024"),
+    "out of range in a file": (("verify", "job.py", "--config", "range.toml"), "where: file range.toml"),
+    "two out of range": (
+        ("train", "job.py", "--data.workers", "-1", "--checkpoint.every", "0"),
+        "2. checkpoint.every = '0': expected a number",
+    ),
     "unknown section": (("train", "job.py", "--trian.steps", "3"), "trian.steps"),
     "unknown option": (("train", "job.py", "--rank", "3"), "did you mean '--ranks'"),
     "unknown parameter": (("train", "job.py", "--job.lrr", "3"), "did you mean 'lr'"),
@@ -82,6 +101,7 @@ def full_shop(shop: Shop) -> Shop:
     shop.write("empty.py", "x = 1\n")
     shop.write("broken.toml", "train = [\n")
     shop.write("unknown.toml", "[train]\nspeed = 3\n")
+    shop.write("range.toml", "[eval]\nevery = 0\n")
     shop.write("digits_cnn.py", "# mine\n")
     (shop.path / "plain").mkdir()
     return shop
@@ -107,6 +127,9 @@ def test_refused_before_a_process_starts(
 LATE: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "import fails": ("import nowhere_to_be_found", (), 1, "nowhere_to_be_found"),
     "make_job raises": ("def make_job():\n    raise ValueError('no data today')", (), 1, "no data today"),
+    "a job that leaves, as if it was saved": ("import sys\ndef make_job():\n    sys.exit(75)", (), 1, "the job called sys.exit(75) at"),
+    "a loss that leaves, as if it was done": (
+        "BASE(loss=lambda o, b: __import__('sys').exit(0))", (), 1, "the job called sys.exit(0) at"),
     "make_job gives no job": ("def make_job():\n    return 3", (), 2, "gave a int"),
     "no optimizer": ("BASE(optimizer=lambda named: None)", (), 2, "NoneType"),
     "half an optimizer": (
@@ -162,6 +185,10 @@ LATE: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "a best without data": ("BASE(eval_data=None, best='loss:min')", (), 2, "eval_data="),
     "a rule without data": ("BASE(eval_data=None, early_stopping=3)", (), 2, "eval_data="),
     "an average that is no decay": ("BASE(ema=2.0)", (), 2, "ema=2.0"),
+    "four values that no job can have": (
+        "BASE(ema=0.0, early_stopping=0, loss_over='batches', global_batch_size=0)", (), 2, "4. early_stopping=0"),
+    "settings of a job out of range": (
+        "BASE(max_grad_norm=-1.0, micro_batch_size=0, settings={'log.every': 0})", (), 2, "3. train.max_grad_norm = -1.0"),
     "a metric without a count": ("BASE(metrics={'m': lambda o, b: 3.0})", (), 2, "the metric 'm'"),
     "parameter of wrong type": ("BASE_FACTORY", ("--job.lr", "fast"), 2, "--job.lr=fast"),
 }  # fmt: skip

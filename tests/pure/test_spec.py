@@ -1,6 +1,8 @@
 """What was asked: layouts, settings with origins, jobs checked without importing them."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +64,38 @@ def test_what_python_sets_is_checked_as_well() -> None:
     assert "log.every = 'often'" in second.what and "make_job(lr=0.1)" in third.hint and "watch" in fourth.hint
     assert {problem.where for problem in caught.value.problems} == {"Run(settings=)"}
     assert "paceline config JOB" not in str(caught.value)
+
+
+def test_what_the_job_brings_has_its_range_too() -> None:
+    with pytest.raises(Problems) as caught:
+        Asked().over({"train.max_grad_norm": -1.0, "train.stps": 3, "log.every": 0}, origin="job")
+    assert [(problem.where, problem.what) for problem in caught.value.problems] == [
+        ("job", "train.max_grad_norm = -1.0: expected a number, above 0."),
+        ("job", "there is no setting 'train.stps'."),
+        ("job", "log.every = 0: expected a number, 1 or more."),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("train.steps", [0, 10**18], [-1, 10**18 + 1, 0.5]),
+        ("train.epochs", ["1e-9", 0.5, 1], [0, -1, "nan", "inf"]),
+        ("train.max_grad_norm", [1, "0.1", "inf"], [0, -1, "nan", "-inf"]),
+        ("train.timeout_seconds", [0.5, 600], [0, -1, "nan", "inf", 1e12]),
+        ("train.threads", [1, 1024], [0, -1, 1025]),
+        ("data.workers", [0, 3], [-1, 2.5]),
+        ("checkpoint.keep", [1], [0, -1]),
+        ("seed", [-1, 0, 10**30], [0.5, "nan"]),
+    ],
+)
+def test_ranges(name: str, good: list[Any], bad: list[Any]) -> None:
+    for value in good:
+        merge(Asked(values={name: value}))
+    for value in bad:
+        with pytest.raises(UsageError, match=re.escape(f"{name} = {value!r}: expected")) as caught:
+            merge(Asked(values={name: value}, origins={name: "somewhere"}))
+        assert caught.value.where == "somewhere" and caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,15 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from paceline.errors import PacelineError, UsageError, raise_all
-from paceline.spec.settings import Settings
+from paceline.spec.settings import MOST, Settings
 from paceline.spec.words import did_you_mean
 
 JOB = "job"
@@ -35,9 +37,22 @@ class Asked:
         return Asked(values={**values, **self.values}, origins={**dict.fromkeys(values, origin), **self.origins})
 
 
-def known_settings() -> dict[str, Any]:
+@cache
+def known_settings() -> Mapping[str, Any]:
     """Every dotted name with its type."""
-    return dict(_leaves(Settings, ""))
+    return MappingProxyType(dict(_leaves(Settings, "")))
+
+
+def range_of(name: str) -> str:
+    """The range of a setting that is a number, in words; nothing where any will do."""
+    kind = known_settings()[name]
+    bounds = next((m for part in (kind, *get_args(kind)) for m in getattr(part, "__metadata__", ())), None)
+    if bounds is None:
+        return ""
+    most = f"{bounds.le:,.12g}" if bounds.le not in (None, MOST) else ""
+    if bounds.gt is not None:
+        return f"above {bounds.gt}" + (f", at most {most}" if most else "")
+    return f"{bounds.ge} to {most}" if most else f"{bounds.ge} or more"
 
 
 def default_of(name: str) -> Any:
@@ -70,7 +85,13 @@ def read_asked(*, file: Path | None, overrides: Sequence[str]) -> Asked:
 
 
 def merge(asked: Asked) -> Settings:
-    """The typed settings: defaults, with what was asked on top."""
+    """The typed settings: defaults, with what was asked on top.
+
+    Raises:
+        UsageError, Problems: a value that its setting can't have, whoever brought it.
+    """
+    found = [_problem(name, value, asked.origins.get(name, ""), is_made=False) for name, value in asked.values.items()]
+    raise_all([problem for problem in found if problem is not None])
     tree: dict[str, Any] = {}
     for name, value in asked.values.items():
         *path, leaf = name.split(".")
@@ -110,7 +131,7 @@ def _plain(name: str, value: Any) -> Any:
 
 def _leaves(cls: type, prefix: str) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     for item in fields(cls):
         name, kind = prefix + item.name, hints[item.name]
         found += _leaves(kind, f"{name}.") if is_dataclass(kind) and isinstance(kind, type) else [(name, kind)]
@@ -182,10 +203,11 @@ def _problem(name: str, value: Any, origin: str, *, is_made: bool) -> UsageError
     try:
         msgspec.convert(value, known[name], strict=False)
     except msgspec.ValidationError as error:
+        limits, default = range_of(name), default_of(name)
         return UsageError(
-            f"{name} = {value!r}: {str(error).lower()}.",
+            f"{name} = {value!r}: {f'expected a number, {limits}' if limits else str(error).lower()}.",
             where=origin,
-            hint=f"the default is {default_of(name)!r}",
+            hint="leave it out" if default is None else f"the default is {default!r}",
         )
     return None
 

@@ -1,43 +1,54 @@
-"""Every setting with its one dotted name, its type and its default."""
+"""Every setting with its one dotted name, its type and range, and its default."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 Backend = Literal["auto", "nccl", "gloo", "mpi", "ucc"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Buffers = Literal["fold", "broadcast", "mean", "sync_bn"]
+
+MOST = 10**18
+Count = Annotated[int, Meta(ge=1, le=MOST)]
+CountOrZero = Annotated[int, Meta(ge=0, le=MOST)]
+Norm = Annotated[float, Meta(gt=0)]
+Epochs = Annotated[float, Meta(gt=0, le=1_000_000)]
+Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
+Threads = Annotated[int, Meta(ge=1, le=1024)]
+Workers = Annotated[int, Meta(ge=0, le=1024)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """How long, how precisely and how carefully to train."""
 
-    steps: int | None = None
-    epochs: float | None = None
-    samples: int | None = None
-    tokens: int | None = None
-    global_batch_size: int | None = None
-    micro_batch_size: int | None = None
-    gradient_accumulation_steps: int | None = None
-    max_grad_norm: float | None = None
+    steps: CountOrZero | None = None
+    epochs: Epochs | None = None
+    samples: Count | None = None
+    tokens: Count | None = None
+    global_batch_size: Count | None = None
+    micro_batch_size: Count | None = None
+    gradient_accumulation_steps: Count | None = None
+    max_grad_norm: Norm | None = None
     precision: Precision = "fp32"
     exact: bool = False
     on_nonfinite: Literal["stop", "skip"] = "stop"
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     buffers: Buffers = "fold"
     compile: bool = False
-    threads: int | None = None
-    check_every: int = 100
+    threads: Threads | None = None
+    check_every: CountOrZero = 100
     backend: Backend = "auto"
-    timeout_seconds: float = 600.0
+    timeout_seconds: Seconds = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """How data is read."""
 
-    workers: int = 0
-    shards: int | None = None
+    workers: Workers = 0
+    shards: Count | None = None
     drop_last: bool = False
     sample_seeds: Literal["auto", "always", "never"] = "auto"
 
@@ -46,15 +57,15 @@ class Data:
 class Eval:
     """When and in what portions to evaluate."""
 
-    every: int | None = None
-    batch_size: int | None = None
+    every: Count | None = None
+    batch_size: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
     """What is written about each step."""
 
-    every: int = 10
+    every: Count = 10
     statistics: bool = False
 
 
@@ -62,8 +73,8 @@ class Log:
 class Checkpoint:
     """When to save, and what to keep."""
 
-    every: int | None = None
-    keep: int = 3
+    every: Count | None = None
+    keep: Count = 3
     consolidated: Literal["last", "none"] = "last"
 
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from paceline.errors import ExitCode, PacelineError
+from paceline.errors import ExitCode, PacelineError, called_exit
 from paceline.plugins import resolve
 from paceline.survive.decide import is_lost_connection
 from paceline.survive.failure import Failure, current_rank, failure_of, print_traceback, write_failure
@@ -28,12 +28,20 @@ def live(request: Mapping[str, Any], *, failures: Path, slate: int | None) -> No
     argv: list[str] = request.get("script") or []
 
     def body() -> int:
-        return _script(argv) if argv else int(resolve(request["entry"])(request["payload"]))
+        return _script(argv) if argv else _entered(request["entry"], request["payload"])
 
     def tell(error: BaseException) -> None:
         write_failure(failures, rank=current_rank(), error=error, slate=slate)
 
     _leave(_guarded(body, threads=int(request["threads"]), tell=tell))
+
+
+def _entered(entry: str, payload: Mapping[str, Any]) -> int:
+    """What the entry answers. A script may leave with any code; from an entry a `sys.exit` is the job's alone."""
+    try:
+        return int(resolve(entry)(payload))
+    except SystemExit as error:
+        raise called_exit(error) from error
 
 
 def _script(argv: list[str]) -> int:
@@ -93,7 +101,7 @@ def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int, go_on: s
     torch.set_num_threads(threads)
     stop_flag.install()
     try:
-        return int(resolve(entry)(payload))
+        return _entered(entry, payload)
     except BaseException as error:
         failure = failure_of(error, rank=current_rank())
         if not isinstance(error, PacelineError) and not is_lost_connection(failure):

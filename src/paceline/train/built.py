@@ -201,8 +201,6 @@ def _check_asked(job: Job, settings: Settings, plan: Plan) -> None:
         )
     if job.loss_over == "batch":
         problems += _check_whole(job, settings, plan)
-    if job.ema is not None and not 0.0 < job.ema < 1.0:
-        problems.append(JobError(f"ema={job.ema} is no decay between 0 and 1.", hint="ema=0.999"))
     best_rule(job)
     raise_all(problems)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.job import Job, load_job
+from paceline.job import Job, load_job, refuse_job
 from paceline.measure.backends import built_in
 from paceline.plan.machine import usable_cores
 from paceline.plan.settle import Cluster, Facts, Plan, settle
@@ -39,6 +39,8 @@ def prepare(task: Task, *, job: Job | None = None) -> Ready:
     if job is None:
         params = {name[4:]: value for name, value in asked.values.items() if name.startswith("job.")}
         job = load_job(parse_jobref(task.job), params=params)
+    else:
+        refuse_job(job, where=job.name or task.job)
     asked = asked.over(job_layer(job), origin="job")
     settings = merge(asked)
     if task.verb == "train":

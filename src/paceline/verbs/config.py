@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import JobError, PacelineError, user_line
+from paceline.errors import JobError, PacelineError, called_exit, user_line
 from paceline.plugins import resolve
 from paceline.spec.jobref import JobRef, job_defaults, parse_jobref
-from paceline.spec.read import Asked, default_of, known_settings, read_asked
+from paceline.spec.read import Asked, default_of, known_settings, merge, read_asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,12 @@ def config(job: str, *, file: Path | None = None, overrides: Sequence[str] = ())
 
     Raises:
         JobError: the job can't be loaded.
+        UsageError, Problems: a value that its setting can't have.
     """
     ref = parse_jobref(job)
     asked = read_asked(file=file, overrides=overrides)
     asked = asked.over(_by_job(ref, asked), origin="job")
+    merge(asked)
     found = [
         Setting(name=name, value=asked.values.get(name, default_of(name)), origin=asked.origins.get(name, "default"))
         for name in known_settings()
@@ -52,6 +54,8 @@ def _by_job(ref: JobRef, asked: Asked) -> dict[str, Any]:
         found: dict[str, Any] = layer(load(ref, params=params))
     except PacelineError:
         raise
+    except SystemExit as error:
+        raise called_exit(error) from error
     except Exception as error:
         raise JobError(
             f"{ref} can't be loaded: {type(error).__name__}: {error}", where=str(user_line(error) or ref)
