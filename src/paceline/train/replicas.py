@@ -29,7 +29,7 @@ def check_replicas(model: nn.Module, *, world: World, step: int) -> None:
     raise DesyncError(
         f"at step {step} the replicas are no longer equal: {named[first][0]} differs on rank "
         f"{', '.join(map(str, others))} from rank 0 ({len(differing)} of {len(named)} parameters differ).",
-        cause="code that changes weights on some ranks only, or an optimizer that draws its own random numbers",
+        cause="code that changes weights on some ranks only, or an optimizer whose options or draws are a rank's own",
         hint="look for `if rank == 0:` around anything that writes to the model",
     )
 
