@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from paceline.feed.epoch import Agree
 from paceline.feed.fetch import Fetcher, Wanted, checked
 from paceline.feed.once import stream_once
+from paceline.feed.same_order import refuse_apart, refuse_other
 from paceline.feed.seeds import draws_random
 from paceline.feed.source import Collate, Order, Source, read_source
 from paceline.feed.stream import StreamFeed
@@ -55,7 +56,8 @@ def make_feed(
 ) -> Feed:
     """The feed of one replica, starting at `cursor`.
 
-    `agree` gathers a JSON value of every replica; with it, replicas share the reading of a stream.
+    `agree` gathers a JSON value of every replica; with it, replicas share the reading of a stream, and compare an
+    order of the user's own.
     """
     source = read_source(data, collate=collate, order=order, workers=workers, name="train_data")
     if not source.is_indexed:
@@ -63,7 +65,13 @@ def make_feed(
             source=source, cut=cut, cursor=cursor, seed=seed, sample_seeds=sample_seeds, shards=shards, agree=agree
         )
     return IndexedFeed(
-        source=source, seed=seed, cut=cut, cursor=cursor, sample_seeds=sample_seeds, pin_memory=pin_memory
+        source=source,
+        seed=seed,
+        cut=cut,
+        cursor=cursor,
+        sample_seeds=sample_seeds,
+        pin_memory=pin_memory,
+        agree=agree,
     )
 
 
@@ -71,9 +79,20 @@ class IndexedFeed:
     """A feed over samples that can be asked for by index: resuming costs nothing."""
 
     def __init__(
-        self, *, source: Source, seed: int, cut: Cut, cursor: Cursor, sample_seeds: str, pin_memory: bool
+        self,
+        *,
+        source: Source,
+        seed: int,
+        cut: Cut,
+        cursor: Cursor,
+        sample_seeds: str,
+        pin_memory: bool,
+        agree: Agree | None = None,
     ) -> None:
         self._cut = cut
+        self._agree = agree
+        self._gives_order = source.gives_order
+        self._begun: Mapping[str, Any] = {}
         self._cursor = cursor
         self._order = Order(order=source.order, num_samples=len(source.data), seed=seed)
         self.num_samples: int | None = self._order.size(cursor.epoch)
@@ -87,7 +106,11 @@ class IndexedFeed:
     def __iter__(self) -> Iterator[StepInput]:
         """Endless: epoch after epoch."""
         fetched = self._workers.start(self._ahead())
+        epoch: int | None = None
         for batch, plans in self._plans():
+            if batch.after.epoch != epoch:
+                epoch = batch.after.epoch
+                self._begin(epoch)
             if fetched is not None and not plans:
                 next(fetched)
             micro = tuple(
@@ -110,15 +133,30 @@ class IndexedFeed:
             yield from [wanted for _, wanted in plans] or [Wanted(epoch=batch.after.epoch, indices=())]
 
     def state(self) -> Mapping[str, Any]:
-        """Nothing beside the cursor."""
-        return {}
+        """The order that the present epoch was begun with."""
+        return dict(self._begun)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take back."""
+        """Remember the order that is to be gone on with."""
+        self._begun = state
 
     def close(self) -> None:
         """Stop the data workers."""
         self._workers.close()
+
+    def _begin(self, epoch: int) -> None:
+        """At an epoch's first batch, on every replica: is its order everybody's, and the one it was begun with?
+
+        Raises:
+            DesyncError: a replica has another order.
+            ResumeError: the run stopped in this epoch and had another order then.
+        """
+        name, what = self._order.name(epoch), self._gives_order
+        if self._order.is_own and self._agree is not None:
+            refuse_apart(self._agree(name), what=what, when=f", in epoch {epoch}")
+        if self._begun.get("epoch") == epoch and "order" in self._begun:
+            refuse_other(name, saved=str(self._begun["order"]), what=what, when=f", in epoch {epoch}")
+        self._begun = {"epoch": epoch, "order": name}
 
     def _plans(self) -> Iterator[tuple[Batch, list[tuple[int, Wanted]]]]:
         cursor, cut = self._cursor, self._cut
@@ -150,10 +188,12 @@ def eval_feed(
     workers: int = 0,
     name: str = "eval_data",
     totals: dict[str, list[int]] | None = None,
+    agree: Agree | None = None,
 ) -> Iterator[LocalMicro]:
     """Every sample exactly once over all replicas: no padding, and replicas may hold different counts.
 
-    `totals` is given what a stream's shards have turned out to be, so that replicas can compare it.
+    `totals` is given what a stream's shards have turned out to be, so that replicas can compare it. With
+    `agree`, which gathers a JSON value of every replica, an order of the user's own is compared first.
     """
     source = read_source(data, collate=collate, order=None, workers=workers, name=name)
     if not source.is_indexed:
@@ -163,6 +203,8 @@ def eval_feed(
         )
         return
     order = Order(order=source.order or "sequential", num_samples=len(source.data), seed=seed)
+    if order.is_own and agree is not None:
+        refuse_apart(agree(order.name(0)), what=f"{source.gives_order} of {name}", when="")
     total = order.size(0)
     starts = list(range(0, total, batch_size))
     fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=False)

@@ -1,5 +1,6 @@
 """What the user gave as data, brought to one form: something to index or to iterate, an order, and settings."""
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,12 @@ class Source:
     def is_indexed(self) -> bool:
         """Whether any sample can be asked for by its index."""
         return is_indexed(self.data)
+
+    @property
+    def gives_order(self) -> str:
+        """What the order comes from, in words."""
+        own = self.loader is not None and self.order is self.loader.sampler
+        return "the DataLoader's sampler" if own else "order="
 
 
 def is_indexed(data: Any) -> bool:
@@ -125,6 +132,17 @@ class Order:
         self._total = num_samples
         self._seed = seed
         self._epochs: dict[int, Permutation | Positions] = {}
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the user gives it, so that it may be anything."""
+        return self._order is not None and not (isinstance(self._order, str) and self._order == "sequential")
+
+    def name(self, epoch: int) -> str:
+        """What tells it from others; of the user's, a checksum."""
+        if not self.is_own:
+            return self._order or "shuffled"
+        return f"{zlib.crc32(np.ascontiguousarray(self._of(epoch)).tobytes()):08x}"
 
     def size(self, epoch: int) -> int:
         """Samples in this epoch."""

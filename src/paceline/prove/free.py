@@ -28,10 +28,12 @@ from paceline.streams import key, seed_all
 from paceline.train.apart import tensors_of
 from paceline.train.built import Built
 from paceline.train.evaluate import Evaluated, Evaluator
+from paceline.train.replicas import averaged, first_apart
 
 _DRIFT = 1e-3
 _EVALUATED_BATCHES = 4
 _METRIC = 1e-6
+_PART = "the runs part over several steps though each step alone agrees: optimizer state or schedule"
 
 
 def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say) -> Finding:
@@ -40,11 +42,14 @@ def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say)
     start: dict[str, Tensor] = {}
     right_losses: list[float] = []
     if reference is not None:
-        start = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
+        start = {name: tensor.clone() for name, tensor in _trained(reference).items()}
         right_losses = _alone(reference, steps, backwards=False)
     steps = built.world.share_json(len(right_losses))
     say(many(steps, "step"))
     losses = [built.step.run(given).loss for given in _first(built, steps)]
+    apart = first_apart(built.model, world=built.world, ema=built.update.ema)
+    if apart is not None:
+        finding.blame(step=steps, parameter=apart.name, cause=f"the replicas are no longer equal: {apart}")
     evaluated = _evaluated(built)
     if reference is not None and steps:
         other = reference.again()
@@ -91,20 +96,35 @@ def _judge(
     steps: int,
 ) -> None:
     """Drift is measured against what a disturbance does, and against how far training has moved the tensor at all."""
-    right, other = dict(reference.model.named_parameters()), dict(disturbed.model.named_parameters())
+    right, other = _trained(reference), _trained(disturbed)
     bad: dict[str, float] = {}
-    for name, weight in built.model.named_parameters():
+    for name, weight in _of_layout(built).items():
         apart = distance(weight, right[name])
         floor = max(MARGIN * distance(other[name], right[name]), _DRIFT * distance(right[name], start[name]))
         verdict = judged(apart, floor)
         finding.note(verdict, difference=apart, floor=floor)
         if verdict == DIFFERENT:
             bad[name] = apart / max(floor, 1e-300)
-    finding.count("weights", len(right))
+    finding.count("weights", len(right) - len(reference.average.tensors))
+    if reference.average.tensors:
+        finding.count("averages", len(reference.average.tensors))
     if bad:
         name = max(bad, key=lambda key: bad[key])
-        cause = "the runs part over several steps though each step alone agrees: optimizer state or schedule"
+        weights = any(name in bad for name, _ in built.model.named_parameters())
+        cause = _PART if weights else "the weights agree and their average does not: another decay, or steps left out"
         finding.blame(step=steps, parameter=name, cause=f"{cause} ({len(bad)} of {len(right)})")
+
+
+def _trained(reference: Reference) -> dict[str, Tensor]:
+    """Weights, and their averages, which are what is evaluated and handed over."""
+    average = reference.average.tensors
+    weights = {name: p.detach() for name, p in reference.model.named_parameters()}
+    return weights | dict(zip(averaged(list(average)), average.values(), strict=True))
+
+
+def _of_layout(built: Built) -> dict[str, Tensor]:
+    weights, ema = {name: p.detach() for name, p in built.model.named_parameters()}, built.update.ema
+    return weights if ema is None else weights | dict(zip(averaged(ema.names), ema.averages, strict=True))
 
 
 def _evaluated(built: Built) -> Evaluated | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import DesyncError
 from paceline.feed.feed import Feed, make_feed
 from paceline.feed.stream import checksum
 from paceline.feed.types import Cut, StepInput
@@ -63,7 +64,11 @@ class Lockstep:
 
     def _step(self, cursor: Cursor, at: At) -> None:
         self._take_over()
-        given = self._given(cursor)
+        try:
+            given = self._given(cursor)
+        except DesyncError as error:  # on every rank
+            self.finding.blame(step=at.number, parameter="(data)", cause=f"data order: {error.what.rstrip('.')}")
+            return
         self._built.step.step = cursor.step
         judge = None
         if self._reference is not None:

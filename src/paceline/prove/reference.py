@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from paceline.job import Job
 from paceline.prove.alone import alone
+from paceline.prove.average import Average
 from paceline.prove.forward import Forward
 from paceline.prove.reading import Reading, merged
 from paceline.prove.weighed import weighed
@@ -91,10 +92,11 @@ class Reference:
     def __init__(self, *, job: Job, spec: Spec, cast: Callable[[Any], Any]) -> None:
         self.job = job
         self.spec = spec
-        self._cast = cast
+        self.cast = cast
         seed_all(key(spec.seed, "build"))
         self.model: nn.Module = job.model().to(spec.device)
         self._forward = Forward(job, self.model)
+        self.average = Average(self.model, decay=job.ema)
         self._stream = 0
         self._calls = Calls()
         for number, block in enumerate(random_blocks(self.model)):
@@ -115,7 +117,7 @@ class Reference:
 
     def with_spec(self, **changes: Any) -> "Reference":
         """The same from its start, with something else in its `Spec`."""
-        return Reference(job=self.job, spec=replace(self.spec, **changes), cast=self._cast)
+        return Reference(job=self.job, spec=replace(self.spec, **changes), cast=self.cast)
 
     def _optimizers(self) -> tuple[list[Optimizer], list[Any]]:
         made = self.job.optimizer([(n, p) for n, p in self.model.named_parameters() if p.requires_grad])
@@ -130,7 +132,7 @@ class Reference:
         batch = self.reading.batch(epoch=at.epoch, position=at.position, size=spec.global_batch_size)
         parts = [tuple(batch[i : i + spec.micro_batch_size]) for i in range(0, len(batch), spec.micro_batch_size)]
         read = self.reading.read
-        return [Micro(samples=part, data=self._cast(read(epoch=at.epoch, part=part))) for part in parts]
+        return [Micro(samples=part, data=self.cast(read(epoch=at.epoch, part=part))) for part in parts]
 
     def joined(self, pieces: Sequence[Micro], *, epoch: int) -> list[Micro]:
         """The microbatches as normalisation sees them: those of one round as one, under sync_bn."""
@@ -144,7 +146,7 @@ class Reference:
         return found
 
     def _anew(self, epoch: int, part: tuple[int, ...]) -> Callable[[], Any]:
-        return lambda: self._cast(self.reading.read(epoch=epoch, part=part))
+        return lambda: self.cast(self.reading.read(epoch=epoch, part=part))
 
     @alone()
     def gradient(
@@ -210,6 +212,7 @@ class Reference:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.max_grad_norm)
         for optimizer in self.optimizers:
             optimizer.step()
+        self.average.update(self.model)
         for schedule in self.schedules:
             schedule.step()
 
@@ -258,10 +261,6 @@ class Reference:
     def _precision(self) -> AbstractContextManager[None]:
         enabled = self.spec.autocast is not None
         return torch.autocast(self.spec.device, dtype=self.spec.autocast or torch.bfloat16, enabled=enabled)
-
-    def cast(self, data: Any) -> Any:
-        """A batch in the precision of this run."""
-        return self._cast(data)
 
     def _collect(
         self, total: dict[str, Tensor], part: dict[str, Tensor], largest: dict[str, float], keep: Collection[str]

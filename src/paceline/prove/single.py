@@ -22,6 +22,10 @@ _DRAWS = (
     "the job: the same batch twice has other gradients; the model or loss draws numbers of its own "
     "(a random generator that is not seeded anew for each microbatch), or keeps state that is no buffer"
 )
+_ORDER = (
+    "the job: the order of the samples is another one when it is asked for again; order= or the DataLoader's sampler "
+    "draws from a generator that is not seeded, or keeps one from epoch to epoch"
+)
 _START = At(step=0, epoch=0, position=0)
 
 
@@ -40,6 +44,9 @@ def _twice(make: Callable[[], Reference], finding: Finding) -> None:
             finding.blame(step=1, parameter=name, cause="the job: built twice from one seed, the model is not the same")
             return
     one, other = first.pieces(_START), second.pieces(_START)
+    if [piece.samples for piece in one] != [piece.samples for piece in other]:
+        finding.blame(step=1, parameter="(data)", cause=_ORDER)
+        return
     differing = _other_contents(one, other)
     if differing is not None:
         cause = f"the job: microbatch {differing} read twice is not the same; train_data draws numbers of its own"

@@ -130,6 +130,7 @@ class Evaluator:
             workers=workers,
             name=name,
             totals=totals,
+            agree=self._world.gather_json,
         )
 
     def _measure(

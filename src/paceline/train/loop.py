@@ -73,6 +73,7 @@ class Loop:
             seed=built.settings.seed,
             autocast=built.step.autocast,
         )
+        self._began = self._checked = cursor.step
         self._last: StepResult | None = None
         self._before: StepInput | None = None
 
@@ -162,6 +163,7 @@ class Loop:
     def save(self, *, best: bool = False) -> None:
         """Save now; every rank calls this."""
         began = time.perf_counter()
+        self._check()
         self._faults.fire("save", step=self.cursor.step)
         for event in self._saver.save(cursor=self.cursor, feed=self.feed, extra=self.progress.as_json(), best=best):
             self.stream.emit(event)
@@ -191,8 +193,9 @@ class Loop:
         over = self._is_over()
         if result.agreed.stop:
             self.stopping, self.reason = True, "signal"
-        if settings.train.check_every and step % settings.train.check_every == 0:
-            check_replicas(self.built.model, world=self.built.world, step=step)
+        every = settings.train.check_every
+        if step == self._began + 1 or (every and step % every == 0):
+            self._check()
         if step % settings.log.every == 0 or over or step == 1:
             self._log(result)
             self._warn(first=step == 1)
@@ -201,6 +204,13 @@ class Loop:
         if improved or step % self.save_every == 0 or over or self.stopping:
             self.save(best=improved)
         self._beat()
+
+    def _check(self) -> None:
+        """Compare the replicas, unless this step's have been, or `train.check_every` says never."""
+        if self.built.settings.train.check_every and self._checked != self.cursor.step:
+            built = self.built
+            check_replicas(built.model, world=built.world, step=self.cursor.step, ema=built.update.ema)
+            self._checked = self.cursor.step
 
     def _evaluated(self) -> bool:
         """Evaluate, unless asked to stop before or meanwhile: then it is done first when the run goes on."""

@@ -135,7 +135,8 @@ class Session:
     def _make_loop(self, cursor: Cursor, loaded: Loaded | None, target: Any) -> Loop:
         settings, task = self.ready.settings, self.ready.task
         if loaded is not None:
-            self._feed.restore(loaded.state["feed"])
+            place = loaded.state["feed"]
+            self._feed.restore({k: v for k, v in place.items() if k != "order" or "order" not in task.allow})
         extra = loaded.state.get("extra", {}) if loaded else {}
         return Loop(
             built=self.built,

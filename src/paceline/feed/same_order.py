@@ -1,0 +1,41 @@
+"""An order of the user's own is a promise: the same on every rank, and the same when an epoch is gone on with."""
+
+from collections.abc import Sequence
+
+from paceline.errors import DesyncError, ResumeError
+
+_ORDER = "order=lambda num_samples, epoch, seed: numpy.random.default_rng([seed, epoch]).permutation(num_samples)"
+_SAMPLER = "torch.randperm(n) without a generator of its own in __iter__: torch's is seeded for each epoch"
+
+
+def refuse_apart(names: Sequence[str], *, what: str, when: str) -> None:
+    """Compare what every rank's order is; every rank raises alike.
+
+    Raises:
+        DesyncError: a rank's is not rank 0's.
+    """
+    others = [rank for rank, name in enumerate(names) if name != names[0]]
+    if others:
+        raise DesyncError(
+            f"{what} gives another order on rank {', '.join(map(str, others))} than on rank 0{when}.",
+            cause="it draws from a generator that is not seeded, or asks for the rank",
+            hint=_hint(what),
+        )
+
+
+def refuse_other(name: str, *, saved: str, what: str, when: str) -> None:
+    """Compare the order that an epoch is gone on with and the one that it was begun with.
+
+    Raises:
+        ResumeError: it is another.
+    """
+    if name != saved:
+        raise ResumeError(
+            f"{what} gives another order than the one that was begun with{when}.",
+            cause="a generator that is not seeded or goes on from epoch to epoch, or another order= than before",
+            hint=f"{_hint(what)}; or --allow order: some samples come twice in this epoch, others never",
+        )
+
+
+def _hint(what: str) -> str:
+    return _ORDER if what.startswith("order=") else _SAMPLER
