@@ -147,3 +147,14 @@ def test_a_module_of_a_package_is_started_again_as_that(shop: Shop) -> None:
     shop.write("pack/own.py", SCRIPT.replace("from job", "from .job"))
     ended = python(shop, "-m", "pack.own", "2", "on")
     assert ended.code == 0 and "below 0 0" in ended.out, ended.text
+
+
+def test_a_second_run_in_started_processes_is_refused_and_the_first_is_whole(shop: Shop) -> None:
+    body = SCRIPT.replace('run_dir="run"', "run_dir=folder").replace(
+        "    with", "    for folder in ('run', 'two'):\n     with"
+    )
+    shop.write("own.py", body)
+    ended = python(shop, "own.py", "2", "whole")
+    assert ended.code == 2 and "a second pl.Run in processes that were started for the first" in ended.err, ended.text
+    assert stands(shop) == 9 and not (shop.path / "two").exists()
+    assert python(shop, "own.py", "1", "whole").code == 0 and (shop.path / "two" / "weights.json").exists()

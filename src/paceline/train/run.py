@@ -94,6 +94,7 @@ class Run:
         run.job = run._ready.job
         return run
 
+    _is_second = False
     _ready: Ready | None = None
     _hold: Hold | None = None
 
@@ -213,6 +214,7 @@ class Run:
             return
         folder = os.environ.get("PACELINE_ATTEMPT_FOLDER")
         if folder:
+            self._refuse_second()
             given = read_json(Path(folder) / "request.json")["payload"]
             self._task = Task.from_json({**self._task.as_json(), **{n: given[n] for n in ("run", "attempt", "resume")}})
             return
@@ -229,6 +231,17 @@ class Run:
             stop_flag.install()
             return
         sys.exit(self._start_again(script))
+
+    @staticmethod
+    def _refuse_second() -> None:
+        """The processes that were started for a Run, their folder and their meeting point are that Run's."""
+        if Run._is_second:
+            raise UsageError(
+                "a second pl.Run in processes that were started for the first one.",
+                cause="several ranks start the script again from its first line, for one Run that is entered once",
+                hint="a script, or a paceline train, for each; with ranks=1 or under torchrun a script may have several",
+            )
+        Run._is_second = True
 
     @property
     def _processes(self) -> int:
