@@ -239,7 +239,7 @@ class Run:
             raise UsageError(
                 "a second pl.Run in processes that were started for the first one.",
                 cause="several ranks start the script again from its first line, for one Run that is entered once",
-                hint="a script, or a paceline train, for each; with ranks=1 or under torchrun a script may have several",
+                hint="a script or a paceline train for each; with ranks=1 or under torchrun a script may have several",
             )
         Run._is_second = True
 
