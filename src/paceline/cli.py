@@ -29,7 +29,7 @@ usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.modu
 
 Every setting has one dotted name: --train.steps 100, --train.exact, --job.lr 1e-3, --seed 1.
 `paceline VERB --help` shows a verb's options. Exit codes: 0 done, 1 failed, 2 refused, 3 machine, 4 different,
-75 stopped and saved: start me again."""
+75 stopped and saved: start me again, 130 interrupted, stopped at once."""
 
 _ALIASES = {
     "--nproc-per-node": "--ranks",
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PacelineError as error:
         return _refuse(error, as_json=as_json)
     except KeyboardInterrupt:
-        return 130
+        return int(ExitCode.INTERRUPTED)
 
 
 def entry() -> None:

@@ -17,6 +17,7 @@ class ExitCode(IntEnum):
     MACHINE = 3
     DIFFERENT = 4
     STOPPED = 75
+    INTERRUPTED = 130
 
 
 class PacelineError(Exception):

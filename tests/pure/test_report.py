@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from paceline.store.runs import RunFolder
 from paceline.survive.failure import write_failure
 from paceline.verbs.compare import compare
 from paceline.watch.files import JsonlSink
-from paceline.watch.history import read_history
+from paceline.watch.history import Mark, read_history
 from paceline.watch.report import page
 from paceline.watch.smooth import band, columns, is_noisy, running_mean
+from paceline.watch.svg import Curve, chart
 from paceline.watch.trouble import show_failures
 
 
@@ -251,6 +253,23 @@ def test_the_answer_of_a_verify_beside_the_run_is_found(tmp_path: Path) -> None:
     assert "verify: rounding" in page(run)
     write(other, answer_verify={**ANSWER, "ranks": 5})
     assert "verify:" not in page(run)
+
+
+@pytest.mark.parametrize("at", [[50, 51, 52, 53, 54, 190], [95, 99, 103, 107], list(range(2, 200, 5))])
+def test_labels_of_resumes_are_not_written_over_one_another_and_count_them_all(at: list[int]) -> None:
+    marks = [Mark(step=step, text="resumed") for step in at]
+    drawn = chart("loss", [Curve(name="loss", points=[(1.0, 1.0), (200.0, 2.0)])], marks=marks)
+    assert drawn.count('class="mark"') == len(at)
+    labels = re.findall(
+        r'<text x="([\d.]+)" y="(\d+)" class="tick[^"]*" text-anchor="(\w+)">([^<]*resume[^<]*)</text>', drawn
+    )
+    assert sum(1 if text == "resumed" else int(text.split()[0]) for *_, text in labels) == len(at)
+    spans = []
+    for x, row, anchor, text in labels:
+        left = float(x) - (5 * len(text) if anchor == "end" else 0)
+        spans.append((row, left, left + 5 * len(text)))
+    spans.sort()
+    assert all(one[0] != after[0] or one[2] <= after[1] for one, after in pairwise(spans)), spans
 
 
 # compare

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.errors import ExitCode
 from paceline.pulse import read_pulse
 from paceline.survive.decide import exit_code, first_failure, is_lost_connection
 from paceline.survive.failure import Failure, from_status, left_alone, read_failure, starter_ended
@@ -219,7 +220,7 @@ class Agent:
         if first is not None and is_lost_connection(first) and done:
             return 1, left_alone(done[0], waiter=first)
         if first is None and self._stops > int(self._saves):
-            return 128 + int(signal.SIGINT), None
+            return int(ExitCode.INTERRUPTED), None
         if first is None and len(attempt.statuses) < attempt.ranks:
             return 1, starter_ended(nursery_status, pid=self._nursery, said=_tail(attempt.folder / "nursery.log"))
         return exit_code(attempt.statuses, first), first

@@ -31,6 +31,7 @@ svg{display:block;width:100%;height:auto}
 polyline{fill:none;stroke-width:1.6;stroke-linejoin:round;vector-effect:non-scaling-stroke}
 .grid{stroke:var(--rule)}.mark{stroke:var(--soft);stroke-dasharray:3 3}.lost{stroke:#d33;stroke-width:2}
 .title{font:600 12px system-ui,sans-serif;fill:var(--ink)}.tick{font:10px system-ui,sans-serif;fill:var(--soft)}
+.over-lines{paint-order:stroke;stroke:var(--card);stroke-width:3px}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:8px 0 0;color:var(--soft);font-size:13px}
 .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:6px}
 table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}

@@ -12,6 +12,7 @@ _WIDTH, _HEIGHT = 420, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 30, 24
 _MOST_COLUMNS, _MOST_DOTS = 90, 24
 _SCIENTIFIC = 1e-3
+_ROWS, _LETTER = 2, 5.2  # of labels, and a letter's width
 INKS = 6
 
 
@@ -183,18 +184,52 @@ def _lost(points: Sequence[Point], frame: _Frame) -> list[str]:
 
 
 def _marks(marks: Sequence[Mark], frame: _Frame) -> list[str]:
-    drawn = []
-    for number, mark in enumerate(m for m in marks if frame.x_low <= m.step <= frame.x_high):
-        x, said = frame.x(mark.step), escape(mark.text)
-        anchor = "end" if x > (_WIDTH + _LEFT) / 2 else "start"
-        y = _TOP + 7 + 11 * (number % 2)
+    """A stroke for each, and labels in two rows; one that finds no room is counted into the label before it."""
+    drawn, labels = [], list[_Label]()
+    for mark in sorted((m for m in marks if frame.x_low <= m.step <= frame.x_high), key=lambda m: m.step):
+        x = frame.x(mark.step)
         drawn.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" class="mark">'
-            f"<title>resumed at step {mark.step}: {said}</title></line>"
-            f'<text x="{x + (-4 if anchor == "end" else 4):.1f}" y="{y}" class="tick" '
-            f'text-anchor="{anchor}">{said}</text>'
+            f"<title>resumed at step {mark.step}: {escape(mark.text)}</title></line>"
         )
-    return drawn
+        rooms = (_Label(x=x, row=row, said=[mark.text]) for row in range(_ROWS))
+        label = next((room for room in rooms if not any(room.meets(other) for other in labels)), None)
+        if label is not None:
+            labels.append(label)
+        else:
+            labels[-1].said.append(mark.text)
+    return [*drawn, *(label.drawn for label in labels)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Label:
+    """What is said beside a stroke: to its left in the right half of the picture, else to its right."""
+
+    x: float
+    row: int
+    said: list[str]
+
+    @property
+    def drawn(self) -> str:
+        """As SVG, over the lines."""
+        anchor, x = ("end", self.x - 4) if self._is_left else ("start", self.x + 4)
+        text = self.said[0] if len(self.said) == 1 else f"{len(self.said)} resumes"
+        y = _TOP + 7 + 11 * self.row
+        return f'<text x="{x:.1f}" y="{y}" class="tick over-lines" text-anchor="{anchor}">{escape(text)}</text>'
+
+    def meets(self, other: "_Label") -> bool:
+        """Whether the two would be written over one another; a label may yet become a count."""
+        mine, theirs = self._span, other._span
+        return self.row == other.row and mine[0] < theirs[1] and theirs[0] < mine[1]
+
+    @property
+    def _is_left(self) -> bool:
+        return self.x > (_WIDTH + _LEFT) / 2
+
+    @property
+    def _span(self) -> tuple[float, float]:
+        wide = 6 + _LETTER * max(len(self.said[0]), len("10 resumes"))
+        return (self.x - wide, self.x) if self._is_left else (self.x, self.x + wide)
 
 
 def _tick(value: float) -> str:
