@@ -1,5 +1,6 @@
 """Words to a terminal that may be gone: that nobody reads any more (`| head -1`, `>&-`) is no reason to end a run."""
 
+import codecs
 import errno
 import os
 import sys
@@ -9,12 +10,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+_PLAIN = {"✓": "ok", "✗": "x", "×": "x", "·": "-", "•": "*", "…": "...", "→": "->", "≤": "<=", "≥": ">="}
+_PLAINLY = "paceline.plainly"
+
+
+def fitting(text: str, stream: TextIO) -> str:
+    """The text with other marks where the stream's encoding lacks ours."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, _PLAINLY).decode(encoding)
+
+
+def _plainly(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_PLAIN.get(mark, "?") for mark in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error(_PLAINLY, _plainly)
+
 
 def say(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
     """Print to `stream` (the standard output) at once; to nowhere from then on if its reader has left."""
     to = stream or sys.stdout
     try:
-        print(text, file=to, end=end, flush=True)
+        print(fitting(text, to), file=to, end=end, flush=True)
     except OSError as error:
         if not is_gone(error):
             raise

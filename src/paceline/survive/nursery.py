@@ -5,6 +5,7 @@ no user code. It writes `born RANK PID` and `gone RANK STATUS` lines to its stan
 reads, and ends when all its workers have.
 """
 
+import io
 import json
 import os
 import sys
@@ -57,6 +58,9 @@ def _become(rank: int, request: dict[str, Any], folder: Path, *, port: int, fd: 
     """
     _say(f"born {rank} {os.getpid()}")
     _redirect(folder / f"rank-{rank}.log")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8")  # the terminal may have another; a log is read as this
     if rank != 0:
         os.close(fd)
     os.environ.update(

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from paceline.pulse import read_pulse
 from paceline.survive.failure import END_OF_TALK
-from paceline.talk import is_gone, silence
+from paceline.talk import fitting, is_gone, silence
 
 
 class Tail:
@@ -38,9 +38,9 @@ class Tail:
     def _print_new(self) -> None:
         for line in self._new_lines():
             if self._bar is not None:
-                self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+                self._bar.console.print(fitting(line, self._out), markup=False, highlight=False, soft_wrap=True)
             else:
-                self._out.write(line + "\n")
+                self._out.write(fitting(line, self._out) + "\n")
         self._out.flush()
         self._move_bar()
 
@@ -48,7 +48,7 @@ class Tail:
         """Leave the terminal as it was."""
         self()
         if self._rest:
-            self._out.write(self._rest.decode(errors="replace") + "\n")
+            self._out.write(fitting(self._rest.decode(errors="replace"), self._out) + "\n")
         if self._bar is not None:
             self._bar.stop()
 
