@@ -101,3 +101,12 @@ def test_planted_faults_are_named(shop: Shop, name: str) -> None:
     assert first["step"] == 1 and ended.json()["lines"][-1].startswith("DIFFERENT at step 1, "), first
     assert cause in first["cause"], first
     assert parameter is None or first["parameter"].startswith(parameter), first
+
+
+def test_a_wrong_count_is_named_as_train_names_it(shop: Shop) -> None:
+    count = "count=lambda batch: (batch[-1] != 3).sum() + int(os.environ.get('RANK', 0)),"
+    shop.write("job.py", SMALL_JOB.replace("count=counts if two_terms else None,", count))
+    ended = shop.run("verify", "job.py", "--ranks", "2", "--json")
+    assert ended.code == 4, ended.text
+    first = ended.json()["first_difference"]
+    assert first["step"] == 1 and first["cause"].startswith("count= gives ") and "the loss returns" in first["cause"]

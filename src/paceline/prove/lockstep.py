@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import DesyncError
+from paceline.errors import DesyncError, JobError
 from paceline.feed.feed import Feed, make_feed
 from paceline.feed.stream import checksum
 from paceline.feed.types import Cut, StepInput
@@ -19,6 +19,7 @@ from paceline.prove.judge import Judge, Seen
 from paceline.prove.reading import num_rows
 from paceline.prove.reference import At, Reference
 from paceline.prove.replay import can_replay, everybodys, own_gradients
+from paceline.step.result import StepResult
 from paceline.train.built import Built
 
 Say = Callable[[str], None]
@@ -85,6 +86,7 @@ class Lockstep:
         model = self._built.model
         model.train()
         result = self._built.step.gradients(given)
+        self._check_counts(result)
         read = [[m.index, list(m.indices), checksum(m.data, 0), num_rows(m.data)] for m in given.micro]
         rows = [row for rows in self._world.gather_json(read) for row in rows]
         losses = self._world.gather_json(result.loss)
@@ -102,6 +104,13 @@ class Lockstep:
             )
             judge.see(seen)
         self._see_own(given, judge, gradients)
+
+    def _check_counts(self, result: StepResult) -> None:
+        """What `train` refuses explains whatever gradient comes of it; every rank has the same counts."""
+        try:
+            result.agreed.check_counts()
+        except JobError as error:
+            self.finding.blame(step=self._built.step.step + 1, parameter="(count)", cause=error.what.rstrip("."))
 
     def _see_own(self, given: StepInput, judge: Judge | None, gradients: Sequence[Mapping[str, Tensor]]) -> None:
         """What nothing explains yet, on each rank by itself."""
