@@ -3,14 +3,17 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import paceline as pl
 from paceline.place.units import trainable
 from paceline.step.update import Update
 from tests.conftest import SMALL_JOB, Shop
+from tests.parity.test_found import job, trained
 
 OPTION = "        max_grad_norm=1.0,\n"
 
@@ -71,6 +74,33 @@ def test_evaluating_afterwards_leaves_the_curves_alone(shop: Shop) -> None:
     curves = {path.name: path.stat().st_size for path in (shop.path / "run" / "tb").iterdir()}
     assert curves and shop.run("evaluate", "run").code == 0
     assert {path.name: path.stat().st_size for path in (shop.path / "run" / "tb").iterdir()} == curves
+
+
+def test_a_run_that_stands_at_its_end_says_so_and_saves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def again(**settings: object) -> str:
+        trained(job(), tmp_path, watch_to="console,jsonl", **settings)
+        return capsys.readouterr().out
+
+    assert "nothing left" not in again(train_steps=4)
+    (saved,) = (tmp_path / "checkpoints").glob("step-*")
+    first = saved.stat().st_ino
+    for steps, limit in ((2, "train.steps is 2"), (4, "train.steps is 4")):
+        said = again(train_steps=steps)
+        assert f"nothing left to do: the run stands at step 4, {limit}\n" in said and "saved " not in said
+        assert saved.stat().st_ino == first and [*(tmp_path / "checkpoints").glob("step-*")] == [saved]
+    said = again(train_steps=5)
+    assert "nothing left" not in said and "saved " in said and "step-00000005" in said
+
+
+def test_what_is_gone_on_with_from_another_folder_is_saved_in_its_own(tmp_path: Path) -> None:
+    trained(job(), tmp_path / "first", train_steps=2)
+    (step,) = (tmp_path / "first" / "checkpoints").glob("step-*")
+    settings = {"train.steps": 2, "watch.to": "jsonl"}
+    with pl.Run(job(), ranks=1, run_dir=tmp_path / "other", resume=step, settings=settings) as run:
+        assert list(run.batches()) == []
+    assert (tmp_path / "other" / "checkpoints" / step.name).is_dir()
 
 
 @pytest.mark.soak

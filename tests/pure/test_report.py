@@ -342,3 +342,10 @@ def test_the_page_names_a_log_that_is_there(tmp_path: Path, first: dict[str, obj
     (folder / "first-failure.json").write_text(json.dumps(first))
     page = show_failures(RunFolder(tmp_path))
     assert head in page and log in page and "rank -1" not in page and "rank--1" not in page
+
+
+@pytest.mark.parametrize(("total", "text"), [(20, "12 of 20"), (12, "12 of 12"), (10, "12")])
+def test_the_head_counts_steps_of_a_length_that_is_not_behind_them(tmp_path: Path, total: int, text: str) -> None:
+    run = RunFolder(tmp_path)
+    record(run, started(1, total_steps=total), step(12))
+    assert f"<dt>steps</dt><dd>{text}</dd>" in page(run)

@@ -81,7 +81,7 @@ class Loop:
         """This replica's share of each step from where the run stands, until the run is over or stopped."""
         if self.progress.unjudged and not self.stopping:
             self.save(best=self._improves(self.evaluate()))
-        if self.stopping or self._is_over():
+        if self.stopping or self.is_over():
             return
         batches, self._clock = self._handout.loop(), Clock()
         self._beat()
@@ -91,7 +91,7 @@ class Loop:
                 given = next(batches)
             self._clock.data += time.perf_counter() - began
             yield given
-            if self.stopping or self._is_over():
+            if self.stopping or self.is_over():
                 return
 
     def step(self, given: StepInput) -> StepResult:
@@ -180,7 +180,7 @@ class Loop:
             self.reason = "signal"
         if self._saver.last_saved != self.cursor.step:
             self.save()
-        over = self._is_over() and not self.progress.unjudged
+        over = self.is_over() and not self.progress.unjudged
         return ExitCode.DONE if over else ExitCode.STOPPED
 
     def request_stop(self) -> None:
@@ -190,7 +190,7 @@ class Loop:
     def _after(self, result: StepResult) -> None:
         settings = self.built.settings
         step = self.cursor.step
-        over = self._is_over()
+        over = self.is_over()
         if result.agreed.stop:
             self.stopping, self.reason = True, "signal"
         every = settings.train.check_every
@@ -277,7 +277,8 @@ class Loop:
             return float(self.cursor.epoch)
         return self.cursor.epoch + self.cursor.position / self.feed.num_samples
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
+        """Whether nothing is left to do, by its length or by the rule for stopping early."""
         return self._judge.is_over or self._length.reached(
             self.cursor, tokens=self.progress.tokens, total=self.total_steps
         )

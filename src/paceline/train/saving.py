@@ -75,12 +75,21 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow: S
 class Saver:
     """Writes checkpoints of one run; rank 0 writes, all wait."""
 
-    def __init__(self, *, built: Built, folder: Path, identity: Mapping[str, Any], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        *,
+        built: Built,
+        folder: Path,
+        identity: Mapping[str, Any],
+        names: Sequence[str],
+        begun_from: Loaded | None,
+    ) -> None:
         self._built = built
         self._folder = folder
         self._identity = identity
         self._names = names
-        self.last_saved = -1
+        is_here = begun_from is not None and begun_from.path.resolve().parent == folder.resolve()
+        self.last_saved = begun_from.step if begun_from is not None and is_here else -1
 
     def save(self, *, cursor: Cursor, feed: Feed, extra: Mapping[str, Any], best: bool) -> list[Event]:
         """Save the present state. Every rank calls this; a failure on rank 0 is every rank's.

@@ -35,7 +35,7 @@ from paceline.train.length import Progress, length_of, often
 from paceline.train.loop import Loop
 from paceline.train.ready import Ready, as_first_cut
 from paceline.train.saving import Saver, find_checkpoint, goes_on, identity, restore, write_final
-from paceline.train.wishes import asked_of, notes, stopped_early
+from paceline.train.wishes import asked_of, notes, nothing_left, stopped_early
 from paceline.watch.sinks import CURVES, make_sinks
 from paceline.world import World
 
@@ -146,6 +146,7 @@ class Session:
                 folder=self.run.checkpoints,
                 identity=self.identity,
                 names=[member.name for member in self.built.named],
+                begun_from=loaded,
             ),
             stream=self.stream,
             pulse=self._make_pulse(),
@@ -210,7 +211,10 @@ class Session:
             lines.append(
                 f"resumed: {loaded.path.name if own else loaded.path}, {many(cursor.samples, 'sample')} consumed"
             )
-            lines += [*loop.anew, *stopped_early(self.ready.job, loop.progress, step=cursor.step)]
+            lines += loop.anew
+            early = list(stopped_early(self.ready.job, loop.progress, step=cursor.step))
+            over = loop.is_over() and not loop.progress.unjudged
+            lines += early or ([nothing_left(settings, step=cursor.step, total=loop.total_steps)] if over else [])
         return tuple(lines)
 
 

@@ -110,6 +110,16 @@ def stopped_early(job: Job, progress: Progress, *, step: int) -> Iterator[str]:
         )
 
 
+def nothing_left(settings: Settings, *, step: int, total: int | None) -> str:
+    """A line where the run to go on with stands at its end, or beyond it."""
+    asked = settings.train.steps
+    if asked is not None and asked == total:
+        limit = f"train.steps is {asked:,}"
+    else:
+        limit = "what it was to read is read" if total is None else f"it ends at step {total:,}"
+    return f"nothing left to do: the run stands at step {step:,}, {limit}"
+
+
 def _wishes(job: Job, settings: Settings, evaluate_first: bool) -> Iterator[str]:
     if settings.eval.every is not None:
         yield f"eval.every={settings.eval.every}"

@@ -63,12 +63,13 @@ def status_of(history: History) -> str:
 def _head(history: History, answer: dict[str, Any] | None) -> str:
     run, started, last = history.run, history.last_of("RunStarted"), history.last()
     total = started.get("total_steps")
-    of_total = f" of {total:,}" if isinstance(total, int) else ""
+    done = history.reached()
+    of_total = f" of {total:,}" if isinstance(total, int) and total >= done else ""
     samples = history.samples()
     facts = [
         ("status", status_of(history)),
         ("layout", f"{started.get('layout', '?')} × {started.get('ranks', '?')}"),
-        ("steps", f"{history.reached():,}{of_total}"),
+        ("steps", f"{done:,}{of_total}"),
         ("samples", f"{samples[-1][1]:,.0f}" if samples else "–"),
         ("loss", number(last.get("loss"))),
     ]
