@@ -10,7 +10,7 @@ import pytest
 import paceline as pl
 from paceline.errors import JobError, UsageError
 from tests.conftest import SMALL_JOB, Ended, Shop
-from tests.parity.test_found import job
+from tests.parity.test_found import job, trained
 
 SCRIPT = """
 import os, signal, sys
@@ -158,3 +158,19 @@ def test_a_second_run_in_started_processes_is_refused_and_the_first_is_whole(sho
     assert ended.code == 2 and "a second pl.Run in processes that were started for the first" in ended.err, ended.text
     assert stands(shop) == 9 and not (shop.path / "two").exists()
     assert python(shop, "own.py", "1", "whole").code == 0 and (shop.path / "two" / "weights.json").exists()
+
+
+def test_a_script_that_goes_back_to_a_checkpoint_is_told_not_to_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(job(), tmp_path, train_steps=4, checkpoint_every=2)
+    settings = {"train.steps": 6, "watch.to": "jsonl"}
+    older = tmp_path / "checkpoints" / "step-00000002"
+    for resume, change in ((older, f", with pl.Run(..., run_dir='{tmp_path}', resume=False)"), (False, "")):
+        with pl.Run(job(), ranks=1, run_dir=tmp_path, resume=resume, settings=settings) as run:
+            run.step(next(run.batches()))
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("The run stands at step ") and (
+            last.endswith(change) if change else "with pl" not in last
+        )
+    assert run._live.loop.cursor.step == 4

@@ -27,7 +27,7 @@ from paceline.step.generate import generate
 from paceline.step.result import StepResult
 from paceline.store.disk import read_json
 from paceline.store.hold import Hold, hold
-from paceline.store.runs import RunFolder
+from paceline.store.runs import RunFolder, run_of
 from paceline.survive.signals import stop_flag
 from paceline.talk import say
 from paceline.train.built import job_layer
@@ -149,7 +149,10 @@ class Run:
             stop_flag.remove()
 
     def _go_on(self, folder: Path) -> str:
-        return script_again(detect(os.environ), folder=None if self._is_named else folder)
+        start = Path(self._task.resume or "")
+        goes_back = start.name.startswith("step-") and run_of(start).path.resolve() == folder.resolve()
+        change = f"run_dir={str(folder)!r}" + (", resume=False" if goes_back else "")
+        return script_again(detect(os.environ), change="" if self._is_named and not goes_back else change)
 
     def batches(self) -> Iterator[StepInput]:
         """This replica's share of each global batch, until the run is over or asked to stop."""

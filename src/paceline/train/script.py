@@ -29,10 +29,10 @@ def script_to_start(*, ranks: int) -> list[str]:
     return [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]
 
 
-def script_again(joined: Joined | None, *, folder: Path | None) -> str:
-    """The script's own command line; with `folder`, what to write into it so that it goes on there."""
+def script_again(joined: Joined | None, *, change: str) -> str:
+    """The script's own command line; with `change`, what to write into it to go on, and begin nothing anew."""
     words = list(sys.orig_argv)
     if joined is not None and joined.kind == "torchrun":
         words = [word for word in words[1:] if word != "-u"]  # which torchrun has put there
     line = shlex.join([*(joined.launcher if joined is not None else []), *words])
-    return line if folder is None else f"{line}, with pl.Run(..., run_dir={str(folder)!r})"
+    return f"{line}, with pl.Run(..., {change})" if change else line
