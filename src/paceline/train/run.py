@@ -27,12 +27,12 @@ from paceline.step.generate import generate
 from paceline.step.result import StepResult
 from paceline.store.disk import read_json
 from paceline.store.hold import Hold, hold
-from paceline.store.runs import RunFolder, run_of
+from paceline.store.runs import RunFolder
 from paceline.survive.signals import stop_flag
 from paceline.talk import say
 from paceline.train.built import job_layer
 from paceline.train.ready import Ready, join_world, prepare, with_folder
-from paceline.train.script import script_again, script_to_start
+from paceline.train.script import change_to_go_on, script_again, script_to_start
 from paceline.train.session import Session
 from paceline.watch.console import Tail
 from paceline.watch.sinks import check_names
@@ -149,10 +149,8 @@ class Run:
             stop_flag.remove()
 
     def _go_on(self, folder: Path) -> str:
-        start = Path(self._task.resume or "")
-        goes_back = start.name.startswith("step-") and run_of(start).path.resolve() == folder.resolve()
-        change = f"run_dir={str(folder)!r}" + (", resume=False" if goes_back else "")
-        return script_again(detect(os.environ), change="" if self._is_named and not goes_back else change)
+        change = change_to_go_on(folder, resume=self._task.resume, is_named=self._is_named)
+        return script_again(detect(os.environ), change=change)
 
     def batches(self) -> Iterator[StepInput]:
         """This replica's share of each global batch, until the run is over or asked to stop."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.launch.environments import Joined
+from paceline.store.runs import run_of
 
 
 def script_to_start(*, ranks: int) -> list[str]:
@@ -27,6 +28,15 @@ def script_to_start(*, ranks: int) -> list[str]:
             hint="save it as mine.py: python mine.py" + ("; ranks=1 works as it is" if ranks > 1 else ""),
         )
     return [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]
+
+
+def change_to_go_on(folder: Path, *, resume: str | None, is_named: bool) -> str:
+    """What the script says otherwise of its `pl.Run`, that goes on in `folder` and not back to a checkpoint there."""
+    start = Path(resume or "")
+    goes_back = start.name.startswith("step-") and run_of(start).path.resolve() == folder.resolve()
+    if is_named and not goes_back:
+        return ""
+    return f"run_dir={str(folder)!r}" + (", resume=False" if goes_back else "")
 
 
 def script_again(joined: Joined | None, *, change: str) -> str:
