@@ -54,9 +54,9 @@ def test_who_leaves_the_loop_goes_on_below_it(shop: Shop, ranks: int, how: str) 
     step = 3 if how == "break" else 4
     ended = python(shop, "own.py", str(ranks), how)
     assert f"below 0 75 {ranks == 1}" in ended.out, ended.text
-    assert ended.code == (0 if ranks == 1 else 75), ended.text
+    assert ended.code == 0, ended.text
     assert f"The run stands at step {step} of 9, saved." in ended.text and stands(shop) == step
-    line = ended.err.splitlines()[-1]
+    (line,) = [line for line in ended.text.splitlines() if "Go on: " in line]
     assert f"own.py {ranks} {how}" in line
     words = shlex.split(line.partition("Go on: ")[2])
     words[-1] = "on"

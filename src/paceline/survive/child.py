@@ -45,7 +45,7 @@ def _entered(entry: str, payload: Mapping[str, Any]) -> int:
 
 
 def _script(argv: list[str]) -> int:
-    """As `__main__`; a script that ends without a word of its own has the code of its run."""
+    """As `__main__`."""
     is_module = argv[0] == "-m"
     sys.argv = list(argv[1:] if is_module else argv)
     sys.path.insert(0, str(Path.cwd() if is_module else Path(argv[0]).resolve().parent))
@@ -53,7 +53,7 @@ def _script(argv: list[str]) -> int:
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(argv[0], run_name="__main__")
-    return int(ExitCode.STOPPED if stop_flag.left_early else ExitCode.DONE)
+    return int(ExitCode.DONE)
 
 
 def _guarded(body: Callable[[], int], *, threads: int, tell: Callable[[BaseException], None]) -> int:

@@ -32,7 +32,6 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self.left_early = False  # a script's run is not over: whoever started this process for it is told
         self._before: dict[int, Any] = {}
 
     @property

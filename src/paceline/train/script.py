@@ -1,13 +1,20 @@
 """The script that a `pl.Run` is in: how it was started, and how it is started again."""
 
+import os
 import shlex
 import sys
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
 
 from paceline.errors import UsageError
 from paceline.launch.environments import Joined
+from paceline.start import CHOSEN_KERNELS, EXACT_KERNELS, too_late
 from paceline.store.runs import run_of
+from paceline.talk import flush
 
 
 def script_to_start(*, ranks: int) -> list[str]:
@@ -30,6 +37,23 @@ def script_to_start(*, ranks: int) -> list[str]:
     return [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]
 
 
+def begin_again(*, was_open: bool) -> NoReturn:
+    """Replace this process by itself, with exact mode's kernels: the same words and number, which no launcher sees.
+
+    Raises:
+        UsageError: what it did so far, as a run that `was_open`, can't be done again.
+    """
+    script = sys.argv[0]
+    if was_open or (dist.is_available() and dist.is_initialized()):
+        raise too_late("this process has had a run or a process group of its own before")
+    if not sys.executable or not script or (script != "-c" and not Path(script).exists()):
+        raise too_late("the program can't be started again: it was read from a pipe, or its folder was left")
+    if "mpi4py.MPI" in sys.modules:
+        raise too_late("mpi4py has begun MPI in this process, so it can't be started again")
+    flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, EXACT_KERNELS: CHOSEN_KERNELS})
+
+
 def change_to_go_on(folder: Path, *, resume: str | None, is_named: bool) -> str:
     """What the script says otherwise of its `pl.Run`, that goes on in `folder` and not back to a checkpoint there."""
     start = Path(resume or "")
@@ -39,9 +63,8 @@ def change_to_go_on(folder: Path, *, resume: str | None, is_named: bool) -> str:
     return f"run_dir={str(folder)!r}" + (", resume=False" if goes_back else "")
 
 
-def script_again(joined: Joined | None, *, change: str) -> str:
+def script_again(joined: Joined | None, *, words: Sequence[str], change: str) -> str:
     """The script's own command line; with `change`, what to write into it to go on, and begin nothing anew."""
-    words = list(sys.orig_argv)
     if joined is not None and joined.kind == "torchrun":
         words = [word for word in words[1:] if word != "-u"]  # which torchrun has put there
     line = shlex.join([*(joined.launcher if joined is not None else []), *words])
