@@ -64,12 +64,7 @@ class StreamFeed:
         while True:
             takes = epoch.next_batch()
             if takes is None:
-                raise DataError(
-                    "the stream of train_data is empty."
-                    if not cursor.position
-                    else "the stream of train_data ended before the place where this run stopped.",
-                    hint="check the path it reads from",
-                )
+                raise self._nothing(cursor)
             batch = _batch(cursor, sum(takes), self._cut.micro_batch_size)
             rows = epoch.give()
             micro = self._local(batch, rows)
@@ -119,6 +114,15 @@ class StreamFeed:
         """Stop the data workers."""
         if self._epoch is not None:
             self._epoch.close()
+
+    def _nothing(self, cursor: Cursor) -> DataError:
+        what, hint = "is empty", "check the path it reads from"
+        if cursor.position:
+            what = "ended before the place where this run stopped"
+        elif self._cut.drop_last:
+            what = f"is shorter than a global batch of {self._cut.global_batch_size}, which data.drop_last leaves out"
+            hint = "--data.drop_last false, or a smaller --train.global_batch_size"
+        return DataError(f"the stream of train_data {what}.", hint=hint)
 
     def _opened(self, number: int, saved: Mapping[str, Any] | None = None) -> Epoch:
         if self._epoch is not None:
