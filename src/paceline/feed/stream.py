@@ -5,6 +5,7 @@ Checksums find a stream that gives other samples when it is read again: between 
 """
 
 from collections.abc import Iterator, Mapping
+from types import GeneratorType
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -125,6 +126,11 @@ class StreamFeed:
         return DataError(f"the stream of train_data {what}.", hint=hint)
 
     def _opened(self, number: int, saved: Mapping[str, Any] | None = None) -> Epoch:
+        if self._epoch is not None and isinstance(self._source.data, GeneratorType):
+            raise DataError(
+                f"train_data is a generator, which can be read once: there is nothing for epoch {number + 1}.",
+                hint="train_data=the function that makes it, without the call: it is called again for each epoch",
+            )
         if self._epoch is not None:
             self._epoch.close()
         reads = Reads(split=self._split, source=self._source, cut=self._cut, seed=self._seed, agree=self._agree)
