@@ -40,6 +40,7 @@ def verify(payload: Mapping[str, Any]) -> int:
     """Run the rungs; rank 0 writes the answer."""
     task = Task.from_json(payload)
     ready = prepare(task)
+    task = ready.task
     world = join_world(ready)
     found = examine(ready, world, steps=int(task.options["steps"]))
     if world.is_main:
