@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 from paceline.spec.task import Task
 from paceline.store import hold as module
 from paceline.store.hold import LOCK, hold
-from tests.conftest import Shop
+from tests.conftest import SMALL_JOB, Shop
 from tests.fault.test_runs import wait_for
 from tests.parity.test_found import job, rows, trained
 
@@ -156,3 +156,38 @@ def test_so_does_a_rank_that_the_command_started(shop: Shop, monkeypatch: pytest
     with pl.Run.worker(task) as run:
         steps = [run.step(batch).step for batch in run.batches()]
     assert steps == [5, 6]
+
+
+def test_a_job_that_goes_to_another_folder_leaves_its_run_where_it_was_asked_for(shop: Shop) -> None:
+    away = shop.path / "away"
+    away.mkdir()
+    shop.write("job.py", f"import os\nos.chdir({str(away)!r})\n" + SMALL_JOB)
+    for steps in (2, 4):
+        assert shop.train("run", steps=steps).code == 0
+    run = shop.path / "run"
+    saved = [json.loads((run / name).read_text()) for name in ("weights.json", "task.json")]
+    assert saved[0]["step"] == 4 and Path(saved[1]["job"]).is_file()
+    first = run / "checkpoints" / "step-00000002"
+    words = (
+        "train",
+        "job.py",
+        "--resume",
+        f"run/checkpoints/{first.name}",
+        "--run-dir",
+        "branch",
+        "--train.steps",
+        "3",
+    )
+    for verb in (("evaluate", "run"), ("verify", "job.py", "--run-dir", "proved", "--ranks", "2"), words):
+        done = subprocess.run(
+            shop.command(*verb),
+            cwd=shop.path,
+            env=shop.environ(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (shop.path / "branch" / "weights.json").exists() and (run / "answer-evaluate.json").exists()
+    assert list(away.iterdir()) == []

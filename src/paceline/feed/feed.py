@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from paceline.errors import UsageError
 from paceline.feed.epoch import Agree
 from paceline.feed.fetch import Fetcher, Wanted, checked
 from paceline.feed.once import stream_once
@@ -15,6 +16,7 @@ from paceline.feed.workers import Workers
 from paceline.order.batches import Batch, next_batch
 from paceline.order.cursor import Cursor
 from paceline.order.deal import deal
+from paceline.spec.words import many
 
 
 class Feed(Protocol):
@@ -96,6 +98,8 @@ class IndexedFeed:
         self._cursor = cursor
         self._order = Order(order=source.order, num_samples=len(source.data), seed=seed)
         self.num_samples: int | None = self._order.size(cursor.epoch)
+        if cut.drop_last:
+            refuse_no_batch(self.num_samples, batch=cut.global_batch_size)
         seeded = sample_seeds == "always" or (
             sample_seeds == "auto" and draws_random(source.data.__getitem__, num_samples=len(source.data))
         )
@@ -175,6 +179,20 @@ class IndexedFeed:
     def _wanted(self, batch: Batch, index: int) -> Wanted:
         micro, epoch = batch.micro[index], batch.after.epoch
         return Wanted(epoch=epoch, indices=self._order.at(epoch=epoch, start=micro.start, stop=micro.stop))
+
+
+def refuse_no_batch(num_samples: int, *, batch: int) -> None:
+    """Refuse to leave out an epoch's short batch where it has no other.
+
+    Raises:
+        UsageError: with both numbers.
+    """
+    if num_samples < batch:
+        raise UsageError(
+            f"data.drop_last leaves nothing to train on: an epoch has {many(num_samples, 'sample')}, and a global "
+            f"batch {batch}.",
+            hint=f"--data.drop_last false, or --train.global_batch_size {num_samples}",
+        )
 
 
 def eval_feed(

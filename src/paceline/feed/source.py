@@ -1,7 +1,7 @@
 """What the user gave as data, brought to one form: something to index or to iterate, an order, and settings."""
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,19 @@ from paceline.order.permute import Permutation, Positions
 from paceline.streams import key, preserved, seed_all
 
 Collate = Callable[[list[Any]], Any]
+
+
+_OWN = ("shard", "set_epoch", "state_dict", "num_shards", "n_shards")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anew:
+    """What a function gives that can be read once (a generator): called again each time it is to be read."""
+
+    make: Callable[[], Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.make())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +66,9 @@ def read_source(data: Any, *, collate: Collate | None, order: Any, workers: int,
     if isinstance(data, type) or (
         callable(data) and not hasattr(data, "__getitem__") and not hasattr(data, "__iter__")
     ):
-        data = data()
+        make, data = data, data()
+        if isinstance(data, Iterator) and not any(hasattr(data, name) for name in _OWN):
+            data = Anew(make=make)
     if isinstance(data, DataLoader):
         return _from_loader(data, collate=collate, order=order, workers=workers, name=name)
     source = Source(data=data, collate=collate, order=order, workers=workers)

@@ -5,6 +5,7 @@ Checksums find a stream that gives other samples when it is read again: between 
 """
 
 from collections.abc import Iterator, Mapping
+from types import GeneratorType
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -64,12 +65,7 @@ class StreamFeed:
         while True:
             takes = epoch.next_batch()
             if takes is None:
-                raise DataError(
-                    "the stream of train_data is empty."
-                    if not cursor.position
-                    else "the stream of train_data ended before the place where this run stopped.",
-                    hint="check the path it reads from",
-                )
+                raise self._nothing(cursor)
             batch = _batch(cursor, sum(takes), self._cut.micro_batch_size)
             rows = epoch.give()
             micro = self._local(batch, rows)
@@ -120,7 +116,21 @@ class StreamFeed:
         if self._epoch is not None:
             self._epoch.close()
 
+    def _nothing(self, cursor: Cursor) -> DataError:
+        what, hint = "is empty", "check the path it reads from"
+        if cursor.position:
+            what = "ended before the place where this run stopped"
+        elif self._cut.drop_last:
+            what = f"is shorter than a global batch of {self._cut.global_batch_size}, which data.drop_last leaves out"
+            hint = "--data.drop_last false, or a smaller --train.global_batch_size"
+        return DataError(f"the stream of train_data {what}.", hint=hint)
+
     def _opened(self, number: int, saved: Mapping[str, Any] | None = None) -> Epoch:
+        if self._epoch is not None and isinstance(self._source.data, GeneratorType):
+            raise DataError(
+                f"train_data is a generator, which can be read once: there is nothing for epoch {number + 1}.",
+                hint="train_data=the function that makes it, without the call: it is called again for each epoch",
+            )
         if self._epoch is not None:
             self._epoch.close()
         reads = Reads(split=self._split, source=self._source, cut=self._cut, seed=self._seed, agree=self._agree)

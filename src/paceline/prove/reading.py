@@ -4,7 +4,7 @@ Only the definitions are shared with the feed: the order of samples, and the key
 """
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,18 @@ from paceline.order.shards import choose_shards, portions
 from paceline.prove.alone import alone
 from paceline.streams import key, preserved, seed_all
 
+_STREAMS = ("shard", "set_epoch", "state_dict", "num_shards", "n_shards")
+
+
+class _Anew:
+    """A function that gives a generator, called each time that it is read."""
+
+    def __init__(self, made_by: Callable[[], Any]) -> None:
+        self._made_by = made_by
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._made_by())
+
 
 class Reading:
     """A job's training data, by position."""
@@ -35,7 +47,9 @@ class Reading:
         data = job.train_data
         made = hasattr(data, "__getitem__") or isinstance(data, Iterable)
         if isinstance(data, type) or (callable(data) and not made):
-            data = data()
+            made_by, data = data, data()
+            if isinstance(data, Iterator) and not any(hasattr(data, name) for name in _STREAMS):
+                data = _Anew(made_by)
         self._order, self._collate = job.order, job.collate
         if isinstance(data, DataLoader):
             self._collate = self._collate or data.collate_fn

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline import talk
+from paceline.feed.feed import refuse_no_batch
 from paceline.job import Job
 from paceline.measure.environment import job_facts
 from paceline.order.cursor import Cursor
@@ -39,6 +40,7 @@ def verify(payload: Mapping[str, Any]) -> int:
     """Run the rungs; rank 0 writes the answer."""
     task = Task.from_json(payload)
     ready = prepare(task)
+    task = ready.task
     world = join_world(ready)
     found = examine(ready, world, steps=int(task.options["steps"]))
     if world.is_main:
@@ -107,6 +109,8 @@ def cursors(ready: Ready, steps: int) -> list[Cursor]:
     size = ready.plan.global_batch_size
     reading = reference(ready, None).reading
     total = reading.num_samples(0)
+    if total is not None and ready.settings.data.drop_last:
+        refuse_no_batch(total, batch=size)
     found = [Cursor(epoch=0, position=k * size, samples=k * size, step=k) for k in range(steps)]
     if total is None:
         return [one for one in found if reading.batch(epoch=0, position=one.position, size=size)] or found[:1]

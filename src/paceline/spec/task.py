@@ -1,7 +1,8 @@
 """What a worker is told to do: the seam between the command and the processes it starts. Plain JSON."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 
@@ -23,6 +24,24 @@ class Task:
     allow: tuple[str, ...] = ()
     faults: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+
+    def given_in(self, folder: Path) -> "Task":
+        """The same with paths that hold wherever the process goes; relative ones were given in `folder`."""
+
+        def held(text: str) -> str:
+            return str(folder / text) if text else text
+
+        place, colon, name = self.job.partition(":")
+        options = {**self.options}
+        if "checkpoint" in options:
+            options["checkpoint"] = held(str(options["checkpoint"]))
+        return replace(
+            self,
+            run=held(self.run),
+            job=held(place) + colon + name if place.endswith(".py") else self.job,
+            resume=self.resume if self.resume in (None, "newest") else held(str(self.resume)),
+            options=options,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """For the file that crosses to the workers."""

@@ -41,7 +41,10 @@ def prepare(task: Task, *, job: Job | None = None) -> Ready:
     asked = Asked(values=dict(task.settings), origins=dict(task.origins))
     if job is None:
         params = {name[4:]: value for name, value in asked.values.items() if name.startswith("job.")}
+        here = Path.cwd()
         job = load_job(parse_jobref(task.job), params=params)
+        if Path.cwd() != here:  # the job has gone elsewhere, the run's own files have not
+            task = task.given_in(here)
     else:
         refuse_job(job, where=job.name or task.job)
     asked = asked.over(job_layer(job), origin="job")

@@ -31,6 +31,7 @@ def evaluate(payload: Mapping[str, Any]) -> int:
     if getattr(asked.job, f"{split}_data", None) is None:
         raise JobError(f"the job has no {split}_data.", hint=f"pl.Job(..., {split}_data=...)")
     session = asked.open()
+    task = session.ready.task
     run = RunFolder(Path(task.run))
     path = Path(task.options["checkpoint"]) if task.options.get("checkpoint") else newest_good(run.checkpoints)[0]
     if path is None:

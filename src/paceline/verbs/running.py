@@ -177,7 +177,9 @@ def _joined(task: Task, entry: str, joined: Joined, one_thread: bool) -> Answer:
     threads = settle_threads(cluster=cluster, one=exact, asked=settings.train.threads)
     tells = joined.rank == 0 and task.verb == "train"  # rank 0 alone knows the folder, and fails with the others
     go_on = command_again(task, joined) if tells else ""
+    here = Path.cwd()
     code = child(entry, payload, threads=threads, go_on=go_on)
+    os.chdir(here)  # where a job has gone elsewhere, the answer is still here
     stopped = f"Stopped and saved. Go on: {go_on}" if code == ExitCode.STOPPED and go_on else ""
     return Answer(exit_code=int(code), run=Path(task.run), screen=stopped, tells=joined.rank == 0)
 
