@@ -79,7 +79,8 @@ def test_causes_in_the_page_are_causes_that_verify_gives(cause: str) -> None:
     for ranks, counts in ((2, [3, 5]), (2, [3.0, 5, 2, 6, 1, 4, 2, 3])):
         facts = Facts(counts=np.asarray(counts, dtype=np.float64), ranks=ranks, samples=40)
         found |= {_plain(guess.cause) for guess in guesses(facts)}
-    source = _plain(" ".join(re.findall(r'"([^"]*)"', Path(ROOT / "src/paceline/prove/cause.py").read_text())))
+    texts = [Path(ROOT / "src/paceline/prove" / name).read_text() for name in ("cause.py", "free.py")]
+    source = _plain(" ".join(re.findall(r'"([^"]*)"', " ".join(texts))))
     words = _plain(cause.strip("`"))
     pieces = [piece.strip() for piece in re.split(r"[#:;,()]|clipped", words) if len(piece.strip()) > 9]
     known = any(all(piece in other for piece in pieces) for other in [*found, source])

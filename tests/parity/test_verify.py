@@ -110,3 +110,21 @@ def test_a_wrong_count_is_named_as_train_names_it(shop: Shop) -> None:
     assert ended.code == 4, ended.text
     first = ended.json()["first_difference"]
     assert first["step"] == 1 and first["cause"].startswith("count= gives ") and "the loss returns" in first["cause"]
+
+
+BY_WORKER = """
+class Odd(torch.utils.data.TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        worker = torch.utils.data.get_worker_info()
+        return x + 0.01 * (worker.id if worker else 0), y
+"""
+
+
+def test_samples_that_depend_on_the_data_worker_are_named_as_data(shop: Shop) -> None:
+    data = "train_data=torch.utils.data.TensorDataset(x, y)"
+    shop.write("job.py", SMALL_JOB.replace(data, "train_data=Odd(x, y)") + BY_WORKER)
+    ended = shop.run("verify", "job.py", "--ranks", "2", "--data.workers", "2", "--json")
+    assert ended.code == 4, ended.text
+    first = ended.json()["first_difference"]
+    assert (first["step"], first["parameter"]) == (2, "(data)") and "asks for the data worker" in first["cause"], first

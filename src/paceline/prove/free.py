@@ -16,6 +16,7 @@ from torch.utils.data import (
     Subset,
 )
 
+from paceline.feed.stream import checksum
 from paceline.order.cursor import Cursor
 from paceline.place.views import write
 from paceline.prove.alone import alone
@@ -30,6 +31,7 @@ from paceline.train.built import Built
 from paceline.train.evaluate import Evaluated, Evaluator
 from paceline.train.replicas import averaged, first_apart
 
+Contents = dict[tuple[int, int], int]  # by step and microbatch
 _DRIFT = 1e-3
 _EVALUATED_BATCHES = 4
 _METRIC = 1e-6
@@ -41,12 +43,15 @@ def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say)
     finding = Finding()
     start: dict[str, Tensor] = {}
     right_losses: list[float] = []
+    right_contents: Contents = {}
     if reference is not None:
         start = {name: tensor.clone() for name, tensor in _trained(reference).items()}
-        right_losses = _alone(reference, steps, backwards=False)
+        right_losses = _alone(reference, steps, backwards=False, contents=right_contents)
     steps = built.world.share_json(len(right_losses))
     say(many(steps, "step"))
-    losses = [built.step.run(given).loss for given in _first(built, steps)]
+    contents: Contents = {}
+    losses = [built.step.run(given).loss for given in _first(built, steps, contents)]
+    _see_contents(finding, built, contents, right_contents)
     apart = first_apart(built.model, world=built.world, ema=built.update.ema)
     if apart is not None:
         finding.blame(step=steps, parameter=apart.name, cause=f"the replicas are no longer equal: {apart}")
@@ -66,19 +71,38 @@ def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say)
     return found
 
 
-def _first(built: Built, steps: int) -> Any:
+def _first(built: Built, steps: int, contents: Contents) -> Any:
     feed = feed_of(built, Cursor())
     try:
-        yield from islice(iter(feed), steps)
+        for given in islice(iter(feed), steps):
+            contents |= {(given.batch.after.step, micro.index): checksum(micro.data, 0) for micro in given.micro}
+            yield given
     finally:
         feed.close()
 
 
-def _alone(reference: Reference, steps: int, *, backwards: bool) -> list[float]:
+def _see_contents(finding: Finding, built: Built, mine: Contents, right: Contents) -> None:
+    """Only here does a feed go on from batch to batch, with whatever its data workers hold."""
+    rows = built.world.gather_json([[*place, content] for place, content in mine.items()])
+    found = {(step, index): content for row in rows for step, index, content in row}
+    for (step, index), content in sorted(right.items()):
+        if found.get((step, index), content) != content:
+            cause = (
+                f"data: the right samples with other contents in microbatch {index}, though read alone it is right: "
+                "a dataset or collation that asks for the data worker, or keeps something from sample to sample"
+            )
+            finding.blame(step=step, parameter="(data)", cause=cause)
+            return
+
+
+def _alone(reference: Reference, steps: int, *, backwards: bool, contents: Contents | None = None) -> list[float]:
     """One process; it ends before a step that has no finite gradient."""
     at, losses = At(step=0, epoch=0, position=0), []
     for _ in range(steps):
-        gradient = reference.gradient(at, backwards=backwards)
+        pieces = reference.pieces(at)
+        if contents is not None:
+            contents |= {(at.number, index): checksum(piece.data, 0) for index, piece in enumerate(pieces)}
+        gradient = reference.gradient(at, pieces=pieces, backwards=backwards)
         if not all(bool(torch.isfinite(value).all()) for value in gradient.total.values()):
             break
         reference.update(gradient.total)
