@@ -1,6 +1,7 @@
 """A task and a plan to running processes. Whatever starts processes goes through here; only files cross."""
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ExitCode
+from paceline.errors import ExitCode, UsageError
 from paceline.store.disk import write_json
 from paceline.store.hold import Hold, hold
 from paceline.store.runs import RunFolder
@@ -19,6 +20,7 @@ from paceline.talk import say
 
 _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 EXACT_KERNELS = "MKL_CBWR"
+CHOSEN_KERNELS = "AVX2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +104,31 @@ def _run(request: Request, on_start: Callable[[Path], Callable[[], None]] | None
 def _environ(request: Request) -> dict[str, str]:
     """The nursery imports numerical libraries with one thread, since it forks; workers then set their own."""
     environ = {**os.environ, **dict.fromkeys(_MATH_THREADS, "1")}
-    if request.exact:
-        environ.setdefault(EXACT_KERNELS, "AVX2")
+    if request.exact and not environ.get(EXACT_KERNELS):
+        environ[EXACT_KERNELS] = CHOSEN_KERNELS
     environ["PYTHONUNBUFFERED"] = "1"
     return environ
+
+
+def kernels() -> str:
+    """Whose bits this process computes: a condition of every digest."""
+    return os.environ.get(EXACT_KERNELS) or "default"
+
+
+def choose_kernels() -> bool:
+    """Exact mode's, for a process that has no torch yet; False where nothing was chosen and it is too late."""
+    if not os.environ.get(EXACT_KERNELS) and "torch" not in sys.modules:
+        os.environ[EXACT_KERNELS] = CHOSEN_KERNELS
+    return bool(os.environ.get(EXACT_KERNELS))
+
+
+def too_late(cause: str, *, hint: str = "") -> UsageError:
+    """Exact mode was asked for where torch has its kernels already."""
+    return UsageError(
+        f"exact mode needs kernels that {EXACT_KERNELS} chooses before torch is imported; here torch was first.",
+        cause=cause,
+        hint=hint or f"export {EXACT_KERNELS}={CHOSEN_KERNELS}, then the same command",
+    )
 
 
 def last_words(outcome: Outcome, *, go_on: str) -> str:

@@ -35,7 +35,7 @@ def environment(job: str = "") -> dict[str, Any]:
         "job": job_facts(job),
         "python": platform.python_version(),
         "packages": {name: found for name, found in versions.items() if found is not None},
-        "torch_build": torch.__version__,
+        "torch_build": torch_build(),
         "os": platform.platform(),
         "host": socket.gethostname(),
         "cpu": cpu_name(),
@@ -83,6 +83,11 @@ def _git(folder: Path, *words: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def torch_build() -> str:
+    """The version, with what it was built for."""
+    return str(torch.__version__)
 
 
 def cpu_name() -> str:

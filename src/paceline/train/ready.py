@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import UsageError
 from paceline.job import Job, load_job, refuse_job
 from paceline.measure.backends import built_in
 from paceline.plan.machine import usable_cores
@@ -16,7 +17,9 @@ from paceline.spec.settings import Settings
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.store.disk import read_json
+from paceline.store.hold import Hold, hold
 from paceline.store.runs import choose_run, new_run
+from paceline.talk import say
 from paceline.train.built import job_layer
 from paceline.train.wishes import refuse_unheard
 from paceline.world import Place, World
@@ -109,3 +112,21 @@ def with_folder(task: Task, *, make: bool = True) -> Task:
     run = run or new_run(name)
     run.path.mkdir(parents=True, exist_ok=True)
     return replace(task, run=str(run.path), resume=start)
+
+
+def held_folder(task: Task, *, world: World) -> Hold | None:
+    """Rank 0 takes the run folder; where our own launcher started it, that one has it already.
+
+    Raises:
+        UsageError: another run writes there; on every rank alike.
+    """
+    found, problem = None, None
+    if world.is_main and "PACELINE_ATTEMPT_FOLDER" not in os.environ:
+        try:
+            found = hold(Path(task.run), wait=say)
+        except UsageError as error:
+            problem = error.as_json()
+    problem = world.share_json(problem)
+    if problem is not None:
+        raise UsageError(problem["what"], cause=problem["cause"], hint=problem["hint"])
+    return found

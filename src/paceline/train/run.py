@@ -22,21 +22,20 @@ from paceline.plan.settle import Cluster, settle_threads
 from paceline.spec.layout import parse_layout
 from paceline.spec.read import Asked, merge
 from paceline.spec.task import Task
-from paceline.start import EXACT_KERNELS, Request, last_words, start
+from paceline.start import Request, choose_kernels, last_words, start, too_late
 from paceline.step.generate import generate
 from paceline.step.result import StepResult
 from paceline.store.disk import read_json
-from paceline.store.hold import Hold, hold
+from paceline.store.hold import Hold
 from paceline.store.runs import RunFolder
 from paceline.survive.signals import stop_flag
 from paceline.talk import say
 from paceline.train.built import job_layer
-from paceline.train.ready import Ready, join_world, prepare, with_folder
-from paceline.train.script import change_to_go_on, script_again, script_to_start
+from paceline.train.ready import Ready, held_folder, join_world, prepare, with_folder
+from paceline.train.script import begin_again, change_to_go_on, script_again, script_to_start
 from paceline.train.session import Session
 from paceline.watch.console import Tail
 from paceline.watch.sinks import check_names
-from paceline.world import World
 
 
 class Run:
@@ -68,7 +67,9 @@ class Run:
         asked_here = Asked().over(given, origin="Run(settings=)")
         folder = str(run_dir or asked_here.values.get("run_dir") or "")
         self._is_named = bool(folder)
-        check_names(merge(asked_here.over(job_layer(job), origin="job")).watch.to)
+        merged = merge(asked_here.over(job_layer(job), origin="job"))
+        self._exact = merged.train.exact
+        check_names(merged.watch.to)
         self._task = Task(
             verb="train",
             job=job.name or script,
@@ -91,10 +92,14 @@ class Run:
         run._session = None
         run.exit_code = int(ExitCode.DONE)
         run._ready = prepare(task)
+        if run._ready.settings.train.exact and not choose_kernels():
+            cause = "it is asked for in Job(settings=), which is read with torch there"
+            raise too_late(cause, hint=f"paceline {task.verb} {task.job} --train.exact")
         run.job = run._ready.job
         return run
 
     _is_second = False
+    _was_open = False
     _ready: Ready | None = None
     _hold: Hold | None = None
 
@@ -105,6 +110,7 @@ class Run:
 
     def __enter__(self) -> Self:
         self._join_or_start()
+        Run._was_open = True
         ready = self._ready or prepare(self._task, job=self.job)
         world = join_world(ready)
         self._hold = held_folder(ready.task, world=world)
@@ -220,14 +226,16 @@ class Run:
             self._task = Task.from_json({**self._task.as_json(), **{n: given[n] for n in ("run", "attempt", "resume")}})
             return
         joined = detect(os.environ)
+        late = self._exact and not choose_kernels()
         if joined is not None:
+            if late:
+                begin_again(was_open=Run._was_open)
             adopt(joined, os.environ)
-        exact = bool(self._task.settings.get("train.exact"))
-        stays = joined is not None or (self._processes == 1 and not (exact and EXACT_KERNELS not in os.environ))
+        stays = joined is not None or (self._processes == 1 and not late)
         script = [] if stays else script_to_start(ranks=self._processes)
         self._task = with_folder(self._task, make=joined is None or joined.rank == 0)
         if stays:
-            if exact or self._processes < self._task.ranks:
+            if self._exact or self._processes < self._task.ranks:
                 torch.set_num_threads(self._threads)
             stop_flag.install()
             return
@@ -252,7 +260,7 @@ class Run:
     def _threads(self) -> int:
         asked = self._task.settings.get("train.threads")
         cluster = Cluster(ranks=self._task.ranks, cores=usable_cores())
-        return settle_threads(cluster=cluster, one=bool(self._task.settings.get("train.exact")), asked=asked)
+        return settle_threads(cluster=cluster, one=self._exact, asked=asked)
 
     def _start_again(self, script: list[str]) -> int:
         task = self._task
@@ -268,31 +276,13 @@ class Run:
             script=script,
             payload=task.as_json(),
             threads=self._threads,
-            exact=bool(task.settings.get("train.exact")),
+            exact=self._exact,
         )
         outcome = start(request, on_start=follow)
         tails[-1].close()
         if outcome.exit_code:
             say(last_words(outcome, go_on=self._go_on(Path(task.run))), sys.stderr)
         return outcome.exit_code
-
-
-def held_folder(task: Task, *, world: World) -> Hold | None:
-    """Rank 0 takes the run folder; where our own launcher started it, that one has it already.
-
-    Raises:
-        UsageError: another run writes there; on every rank alike.
-    """
-    found, problem = None, None
-    if world.is_main and "PACELINE_ATTEMPT_FOLDER" not in os.environ:
-        try:
-            found = hold(Path(task.run), wait=say)
-        except UsageError as error:
-            problem = error.as_json()
-    problem = world.share_json(problem)
-    if problem is not None:
-        raise UsageError(problem["what"], cause=problem["cause"], hint=problem["hint"])
-    return found
 
 
 def _world_size() -> int | None:

@@ -9,8 +9,10 @@ from typing import Any
 from paceline.errors import CheckpointError, PacelineError, ResumeError, SaveError, raise_all
 from paceline.events import CheckpointRefused, CheckpointSaved, Event
 from paceline.feed.feed import Feed
+from paceline.measure.environment import cpu_name, torch_build
 from paceline.order.cursor import Cursor
 from paceline.spec.task import Task
+from paceline.start import EXACT_KERNELS, kernels
 from paceline.store.checkpoints import (
     Loaded,
     load,
@@ -32,6 +34,8 @@ from paceline.train.options import optimizer_difference
 from paceline.train.state import files_of, grid_state, load_ema, load_grid, load_model, load_update
 from paceline.world import World
 
+_CAUSE = "another setting, another job file, or other data"
+
 
 def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, Any]:
     """What must be the same for a run to be gone on with."""
@@ -47,6 +51,7 @@ def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, A
         "micro_batch_size": built.plan.micro_batch_size,
         "optimizer": optimizers,
         "exact": built.settings.train.exact,
+        "kernels": kernels(),
         "precision": built.settings.train.precision,
     }
 
@@ -54,22 +59,25 @@ def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, A
 def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow: Sequence[str]) -> None:
     """Refuse a resume that would be another run.
 
-    Exact mode is computed by other kernels: where it may change, so may the last bits of data that a job computes.
+    Exact mode is computed by other kernels: where it or they may change, so may the last bits of data that a job
+    computes. Kernels are part of a run where it is exact before and after, and its checkpoint names them.
 
     Raises:
         ResumeError: with every difference.
     """
-    if "exact" in allow and saved.get("exact") != now["exact"]:
+    if any(name in allow and saved.get(name) != now[name] for name in ("exact", "kernels")):
         now = {**now, "data": {**now["data"], "fingerprint": saved["data"]["fingerprint"]}}
+    if not (saved.get("exact") and now["exact"] and "kernels" in saved):
+        now = {name: value for name, value in now.items() if name != "kernels"}
     differing = {name: _difference(name, saved.get(name), now[name]) for name in now if name not in allow}
     changed = [name for name, text in differing.items() if text]
     if changed:
         lines = [f"{name}: {differing[name]}" for name in changed]
-        raise ResumeError(
-            f"this is not the run that was saved: {'; '.join(lines)}.",
-            cause="another setting, another job file, or other data",
-            hint=f"--allow {','.join(changed)} to go on all the same",
-        )
+        cause, hint = _CAUSE, f"--allow {','.join(changed)} to go on all the same"
+        if changed == ["kernels"]:
+            cause = f"another {EXACT_KERNELS} in the environment, and with it other last bits"
+            hint = f"{EXACT_KERNELS}={saved['kernels']} before the same command, or {hint}"
+        raise ResumeError(f"this is not the run that was saved: {'; '.join(lines)}.", cause=cause, hint=hint)
 
 
 class Saver:
@@ -206,10 +214,11 @@ def restore_weights(loaded: Loaded, *, built: Built) -> None:
 def write_final(built: Built, run: Path, *, step: int) -> str:
     """Write `consolidated/`, the model that was evaluated, and the digest of the weights; returns a line about both.
 
-    The digest is that of the weights in training, with or without an average.
+    The digest is that of the weights in training, with or without an average; beside it, what its bits depend on.
     """
     digest = weights_digest(tensors_of(built.model))
     found: dict[str, Any] = {"digest": digest, "of": "the weights in training", "step": step}
+    found |= {"torch_build": torch_build(), "cpu": cpu_name(), "kernels": kernels()}
     with built.as_evaluated():
         folder = consolidate(built, run / "consolidated")
         if built.update.ema is not None:

@@ -1,13 +1,19 @@
 """The script that a `pl.Run` is in: how it was started, and how it is started again."""
 
+import os
 import shlex
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
 
 from paceline.errors import UsageError
 from paceline.launch.environments import Joined
+from paceline.start import CHOSEN_KERNELS, EXACT_KERNELS, too_late
 from paceline.store.runs import run_of
+from paceline.talk import flush
 
 
 def script_to_start(*, ranks: int) -> list[str]:
@@ -28,6 +34,23 @@ def script_to_start(*, ranks: int) -> list[str]:
             hint="save it as mine.py: python mine.py" + ("; ranks=1 works as it is" if ranks > 1 else ""),
         )
     return [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]
+
+
+def begin_again(*, was_open: bool) -> NoReturn:
+    """Replace this process by itself, with exact mode's kernels: the same words and number, which no launcher sees.
+
+    Raises:
+        UsageError: what it did so far, as a run that `was_open`, can't be done again.
+    """
+    script = sys.argv[0]
+    if was_open or (dist.is_available() and dist.is_initialized()):
+        raise too_late("this process has had a run or a process group of its own before")
+    if not sys.executable or not script or (script != "-c" and not Path(script).exists()):
+        raise too_late("the program can't be started again: it was read from a pipe, or its folder was left")
+    if "mpi4py.MPI" in sys.modules:
+        raise too_late("mpi4py has begun MPI in this process, so it can't be started again")
+    flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, EXACT_KERNELS: CHOSEN_KERNELS})
 
 
 def change_to_go_on(folder: Path, *, resume: str | None, is_named: bool) -> str:

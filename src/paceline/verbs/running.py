@@ -19,7 +19,7 @@ from paceline.spec.read import Asked, merge, read_asked
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.spec.words import did_you_mean, many
-from paceline.start import Outcome, Request, failure_keys, last_words, start
+from paceline.start import Outcome, Request, choose_kernels, failure_keys, last_words, start, too_late
 from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, choose_run, new_run
 from paceline.talk import say
@@ -165,13 +165,16 @@ def _answer(task: Task, outcome: Outcome) -> Answer:
 
 
 def _joined(task: Task, entry: str, joined: Joined, one_thread: bool) -> Answer:
-    child = resolve("paceline.survive.child:run_joined")
-    payload = task.as_json()
     settings = merge(Asked(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
+    exact = settings.train.exact or one_thread
+    if exact and not choose_kernels() and settings.train.exact:
+        raise too_late(f"`{task.verb}` was called by a program that imports torch, in a process of {joined.kind}")
+    child = resolve("paceline.survive.child:run_joined")  # brings torch
+    payload = task.as_json()
     replicas = task.ranks // joined.world_size
     per_node = joined.local_world_size * replicas
     cluster = Cluster(ranks=task.ranks, cores=usable_cores(), ranks_per_node=per_node)
-    threads = settle_threads(cluster=cluster, one=settings.train.exact or one_thread, asked=settings.train.threads)
+    threads = settle_threads(cluster=cluster, one=exact, asked=settings.train.threads)
     tells = joined.rank == 0 and task.verb == "train"  # rank 0 alone knows the folder, and fails with the others
     go_on = command_again(task, joined) if tells else ""
     code = child(entry, payload, threads=threads, go_on=go_on)
