@@ -37,8 +37,14 @@ EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "no pass at all": (("train", "job.py", "--train.epochs", "0"), "epochs = '0': expected a number, above 0"),
     "passes without an end": (("train", "job.py", "--train.epochs", "inf"), "at most 1,000,000"),
-    "an interval of nothing": (("train", "job.py", "--log.every", "0"), "log.every = '0': expected a number, 1 or more"),
-    "steps below none": (("train", "job.py", "--train.steps", "-5"), "train.steps = '-5': expected a number, 0 or more"),
+    "an interval of nothing": (
+        ("train", "job.py", "--log.every", "0"),
+        "log.every = '0': expected a number, 1 or more",
+    ),
+    "steps below none": (
+        ("train", "job.py", "--train.steps", "-5"),
+        "train.steps = '-5': expected a number, 0 or more",
+    ),
     "a timeout that is no number": (("train", "job.py", "--train.timeout_seconds=nan"), "'nan': expected a number"),
     "more threads than a process has": (("train", "job.py", "--train.threads", "100000"), "1 to 1,024"),
     "out of range in a file": (("verify", "job.py", "--config", "range.toml"), "where: file range.toml"),
