@@ -82,7 +82,6 @@ class Run:
             settings=asked_here.values,
             origins=asked_here.origins,
         )
-        merge(Asked(values=self._task.settings, origins=self._task.origins))
 
     @classmethod
     def worker(cls, task: Task) -> Self:
