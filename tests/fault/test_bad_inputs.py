@@ -81,6 +81,7 @@ EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     "a fault not understood": (("train", "job.py", "--faults", "explode rank=1 step=1"), "explode"),
     "unknown sink": (("train", "job.py", "--watch.to", "jsonl,consle"), "did you mean 'console'"),
     "a fault without a step": (("train", "job.py", "--faults", "kill rank=1"), "kill rank=1"),
+    "ranks beyond any machine": (("train", "job.py", "--ranks", "100000"), "--ranks 100000, this machine has"),
     "nothing to resume": (("train", "job.py", "--resume", "newest"), "no run of job"),
     "resume from nowhere": (("train", "job.py", "--resume", "runs/none"), "no run runs/none"),
     "a run folder that can't be written": (("train", "job.py", "--run-dir", "/proc/nothing"), "can't be written"),

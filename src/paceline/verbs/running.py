@@ -27,6 +27,8 @@ from paceline.verbs.again import command_again
 from paceline.watch.console import Tail
 from paceline.watch.sinks import check_names
 
+_MOST_RANKS_PER_CORE = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
@@ -228,6 +230,14 @@ def _ranks(asked: int | None, joined: Joined | None, device: str, problems: list
     gpus = visible_gpus() if device == "cuda" else 0
     if gpus and asked is not None and asked > gpus:
         problems.append(UsageError(f"--ranks {asked}, this machine has {many(gpus, 'GPU')}.", hint=f"--ranks {gpus}"))
+    cores = usable_cores()
+    if asked is not None and asked > _MOST_RANKS_PER_CORE * cores:
+        cause = "each rank is a process with a model of its own"
+        problems.append(
+            UsageError(
+                f"--ranks {asked}, this machine has {many(cores, 'core')}.", cause=cause, hint=f"--ranks {cores}"
+            )
+        )
     return asked or gpus or 1
 
 
