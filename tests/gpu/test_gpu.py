@@ -73,3 +73,31 @@ def test_replicas_as_threads_on_and_beside_a_gpu(devices: tuple[str, str], monke
         made.close()
     for ours, right in zip(*weights, strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-12)  # sums of 16 products in another order
+
+
+def test_a_step_that_is_not_finite_is_left_out_on_a_gpu_too() -> None:
+    data = [(torch.full((4,), float("nan") if i == 5 else 1.0), torch.tensor(i % 2)) for i in range(16)]
+    job = Job(
+        model=lambda: torch.nn.Linear(4, 2),
+        loss=lambda o, b: (torch.nn.functional.cross_entropy(o, b[1], reduction="sum"), len(b[1])),
+        train_data=data,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        global_batch_size=4,
+    )
+    plan = Plan(
+        layout="single", update="sync", processes=1, replicas=1, device="cuda", backend="none", threads=1,
+        global_batch_size=4, micro_batch_size=4, num_micro=1, notes=(),
+    )  # fmt: skip
+    world = World.alone(device=torch.device("cuda", 0))
+    made = build(job=job, settings=Settings(train=Train(on_nonfinite="skip")), plan=plan, world=world)
+    feed = make_feed(
+        data=data, collate=None, order="sequential", seed=0, cut=Cut(global_batch_size=4, micro_batch_size=4),
+        cursor=Cursor(),
+    )  # fmt: skip
+    assert [made.step.run(given).committed for given, _ in zip(feed, range(4), strict=False)] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert all(bool(parameter.isfinite().all()) for parameter in made.model.parameters())

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import paceline as pl
-from paceline.errors import UsageError
+from paceline.errors import NonFiniteError, UsageError
 from tests.conftest import Shop
 from tests.parity.test_found import job, rows
 
@@ -54,6 +55,17 @@ def test_a_run_in_a_thread_trains_as_any_other(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert len(found) == 2 and all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_weights_of_a_step_that_is_known_late_to_be_not_finite_are_never_saved(tmp_path: Path) -> None:
+    """On a GPU a step's numbers are looked at a step later; before a save there is no later."""
+    agreed: Any = SimpleNamespace(counts={"loss": 4.0})
+    bad: Any = SimpleNamespace(finite=False, step=1, loss=float("nan"), agreed=agreed)
+    with pytest.raises(NonFiniteError, match="step 1: loss is nan"), run_in(tmp_path / "run") as run:
+        run.step(next(run.batches()))
+        run._live.built.step.late.hear(bad)
+        run.save()
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 
 DATA = {"indexed": {}, "stream": {"train_data": Stream()}}

@@ -22,7 +22,7 @@ from paceline.step.loss import LossContract, Terms
 from paceline.step.nested import to_device
 from paceline.step.result import StepResult
 from paceline.step.turns import ALONE, Turns
-from paceline.step.update import Update
+from paceline.step.update import LateCheck, Update
 from paceline.step.whole import gather, quotients
 from paceline.streams import Streams
 from paceline.torch_private import version
@@ -57,7 +57,7 @@ class SpmdStep:
         self.parts = parts
         self.step = 0
         self._names: tuple[str, ...] | None = None
-        self._late: StepResult | None = None
+        self.late = LateCheck(parts.update)
         self._spare: Any = None
         self._seen_writes = parts.world.world_size == 1 and not parts.exact
 
@@ -71,8 +71,8 @@ class SpmdStep:
         if not self.parts.model.training:
             self.parts.model.train()
         result = self.gradients(given, stop=stop)
-        on_host = self.parts.world.device.type == "cpu"
-        known = (result.loss, result.agreed.counts) if on_host else (None, None)
+        at_once = self.parts.world.device.type == "cpu" or self.parts.update.skips
+        known = (result.loss, result.agreed.counts) if at_once else (None, None)
         began = time.perf_counter()
         norm, taken = self.parts.update.commit(step=self.step + 1, loss=known[0], counts=known[1])
         if not taken:
@@ -81,8 +81,8 @@ class SpmdStep:
         result.norm = None if norm is None else Later(norm)
         result.skipped = not taken
         result.compute_seconds += time.perf_counter() - began
-        if not on_host:
-            self._check_late(result)
+        if not at_once:
+            self.late.hear(result)
         return result
 
     def gradients(self, given: Given, *, stop: bool = False) -> StepResult:
@@ -292,9 +292,3 @@ class SpmdStep:
         if dtype is None:
             return nullcontext()
         return torch.autocast(self.parts.world.device.type, dtype=dtype)
-
-    def _check_late(self, result: StepResult) -> None:
-        """On a GPU the finite check reads the step before, whose numbers have long arrived."""
-        late, self._late = self._late, result
-        if late is not None and not late.finite:
-            raise self.parts.update.refusal(step=late.step, loss=late.loss, counts=late.agreed.counts)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import NonFiniteError
 from paceline.place.units import Named
+from paceline.step.result import StepResult
 from paceline.torch_private import lerp_all
 
 
@@ -69,6 +70,11 @@ class Update:
         self._check = check_finite
         self._skip = skip_nonfinite
         self.lr = self.optimizers[0].param_groups[0]["lr"]  # of the last step; the schedule has moved on since
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step that is not finite is left out: then it must be known before it is taken."""
+        return self._check and self._skip
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss that backward runs on: under fp16, times the loss scale."""
@@ -154,6 +160,24 @@ class Update:
             self.scaler.update()
         for schedule in self.schedules:
             schedule.step()
+
+
+class LateCheck:
+    """On a GPU the finite check reads the step before, whose numbers have long arrived."""
+
+    def __init__(self, update: Update) -> None:
+        self._update = update
+        self._last: StepResult | None = None
+
+    def hear(self, result: StepResult | None) -> None:
+        """Check the step before `result`; None where there is no time for another, since its weights are saved now.
+
+        Raises:
+            NonFiniteError: its loss or gradient was not finite.
+        """
+        last, self._last = self._last, result
+        if last is not None and not last.finite:
+            raise self._update.refusal(step=last.step, loss=last.loss, counts=last.agreed.counts)
 
 
 def _wide_norm(gradients: Sequence[Tensor], *, otherwise: Tensor) -> Tensor:

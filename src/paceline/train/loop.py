@@ -163,6 +163,7 @@ class Loop:
     def save(self, *, best: bool = False) -> None:
         """Save now; every rank calls this."""
         began = time.perf_counter()
+        self.built.step.late.hear(None)
         self._check()
         self._faults.fire("save", step=self.cursor.step)
         for event in self._saver.save(cursor=self.cursor, feed=self.feed, extra=self.progress.as_json(), best=best):
