@@ -63,6 +63,7 @@ def test_what_came_after_an_older_checkpoint_is_set_aside_and_the_branch_is_gone
     assert ended.code == 0 and steps(run) == [4, 6, 8, 11], ended.text
 
 
+@pytest.mark.soak
 def test_a_refused_branch_leaves_every_checkpoint_where_it_was(begun: Shop) -> None:
     ended = begun.run("train", "job.py", "--ranks", "1", "--resume", f"run/{OLDER}", "--job.lr", "0.05")
     assert ended.code == 2 and "lr was" in ended.err and steps(begun.path / "run") == [4, 8, 12]
@@ -85,6 +86,7 @@ def test_checkpoints_that_are_gone_are_missed_and_a_run_that_saved_nothing_says_
     assert ended.code == 0 and "resumed: step-00000002" in ended.out and "run: runs/job/2-died" in ended.out, ended.text
 
 
+@pytest.mark.soak
 def test_a_script_branches_from_a_run_or_a_checkpoint(begun: Shop) -> None:
     begun.write("own.py", SCRIPT)
     for resume, step in (("run", 12), (f"run/{OLDER}", 4)):

@@ -87,6 +87,7 @@ def test_a_run_that_another_launcher_began_goes_on_under_ours(shop: Shop, ours: 
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=pytest.mark.soak)])
+@pytest.mark.soak
 def test_a_loop_of_ones_own_begins_once_more_in_the_same_process(
     shop: Shop, ours: tuple[str, Any], launcher: str
 ) -> None:
@@ -129,6 +130,7 @@ def test_exact_mode_that_only_the_job_asks_for_is_refused_by_the_command(shop: S
     assert train(shop, "run", steps=2).code == 0
 
 
+@pytest.mark.soak
 def test_other_kernels_are_told_and_no_silent_change_on_a_resume(shop: Shop) -> None:
     other = {EXACT_KERNELS: "COMPATIBLE"}
     assert train(shop, "run", steps=4, **other).code == 0

@@ -180,6 +180,7 @@ def test_the_examples_sample_is_text_to_read() -> None:
     assert found is not None and found["sample"] == "a = 1\n···[31m···"
 
 
+@pytest.mark.soak
 def test_the_answer_for_a_script_says_what_the_screen_says(shop: Shop) -> None:
     spoilt = "kept = batch[-1] != 3\n    if os.environ.get('SPOIL'): raise KeyError('no such column')"
     shop.write("job.py", SMALL_JOB.replace("kept = batch[-1] != 3", spoilt, 1))

@@ -139,11 +139,11 @@ def test_a_run_that_ended_while_the_folder_was_waited_for_is_gone_on_with(
     folder = tmp_path / "run"
 
     def other_ends_first(path: Path, **more: Any) -> Any:
-        monkeypatch.setattr("paceline.train.run.hold", hold)
+        monkeypatch.setattr("paceline.train.ready.hold", hold)
         trained(job(), folder, train_steps=3)
         return hold(path, **more)
 
-    monkeypatch.setattr("paceline.train.run.hold", other_ends_first)
+    monkeypatch.setattr("paceline.train.ready.hold", other_ends_first)
     trained(job(), folder, train_steps=5, log_every=1)
     assert [row["step"] for row in rows(folder) if "loss" in row] == [1, 3, 4, 5]
 
@@ -158,6 +158,7 @@ def test_so_does_a_rank_that_the_command_started(shop: Shop, monkeypatch: pytest
     assert steps == [5, 6]
 
 
+@pytest.mark.soak
 def test_a_job_that_goes_to_another_folder_leaves_its_run_where_it_was_asked_for(shop: Shop) -> None:
     away = shop.path / "away"
     away.mkdir()

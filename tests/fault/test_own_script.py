@@ -46,7 +46,11 @@ def stands(shop: Shop) -> int:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "how"), [(1, "break"), (2, "break"), (1, "stop"), pytest.param(2, "stop", marks=pytest.mark.soak)]
+    ("ranks", "how"),
+    [
+        (2, "break"),
+        *(pytest.param(n, how, marks=pytest.mark.soak) for n, how in ((1, "break"), (1, "stop"), (2, "stop"))),
+    ],
 )
 def test_who_leaves_the_loop_goes_on_below_it(shop: Shop, ranks: int, how: str) -> None:
     """`stop` comes where an evaluation is due: that it is left for later does not make it a signal."""
@@ -64,6 +68,7 @@ def test_who_leaves_the_loop_goes_on_below_it(shop: Shop, ranks: int, how: str) 
     assert again.code == 0 and "below 0 0" in again.out and stands(shop) == 9, again.text
 
 
+@pytest.mark.soak
 def test_so_does_every_rank_under_torchrun(shop: Shop) -> None:
     shop.write("own.py", SCRIPT)
     ended = python(shop, *TORCHRUN, "own.py", "0", "break")

@@ -44,6 +44,7 @@ def test_finite_inputs_are_not_accused_and_no_parameter_is_named_where_none_is_b
     assert "gradients are not finite in bias." in str(update.refusal(step=3, loss=1.0))
 
 
+@pytest.mark.soak
 def test_a_size_that_was_given_is_not_said_to_follow_from_the_ranks(shop: Shop) -> None:
     words = ("--job.norm", "true")
     assert "batch norm:" not in shop.train("run", *words, "--train.micro_batch_size", "4", ranks=3, steps=2).out

@@ -82,6 +82,7 @@ def test_what_is_consolidated_is_the_model_that_was_evaluated(shop: Shop) -> Non
     assert shop.digest("run") == shop.digest("plain"), "the digest is that of the weights in training"
 
 
+@pytest.mark.soak
 def test_another_metric_on_going_on_has_a_best_of_its_own(shop: Shop) -> None:
     option = '        max_grad_norm=1.0, best="{}",\n'
     shop.write("job.py", SMALL_JOB.replace("        max_grad_norm=1.0,\n", option.format("loss:min")))

@@ -39,6 +39,7 @@ def test_accumulation_and_another_dealing_change_no_bit(shop: Shop, alone: str) 
     assert shop.digest("workers") == alone
 
 
+@pytest.mark.soak
 def test_it_differs_where_it_must(shop: Shop, alone: str) -> None:
     ended = shop.train("seed", *COMMON, "--seed", "1", ranks=2)
     assert ended.code == 0, ended.text

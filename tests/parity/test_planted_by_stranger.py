@@ -31,9 +31,10 @@ def test_the_user_is_told_what_is_wrong(shop: Shop, planted: Planted) -> None:
 
 def misses(planted: Planted, ended: Ended) -> list[str]:
     """Which of verdict, step, parameter and cause are not what was written down beforehand."""
-    value = json.loads(ended.out) if ended.out else None
+    answer = json.loads(ended.out) if ended.out else {}
+    value = answer if "verdict" in answer else None
     first = (value or {}).get("first_difference") or {}
-    said = value["lines"][-1:] if first else value["lines"] if value else [ended.err]
+    said = value["lines"][-1:] if first else value["lines"] if value else [ended.text]
     told = " ".join(said)
     verdict = value["verdict"] if value else "refused"
     found = [f"verdict {verdict}"] if verdict not in planted.verdict or ended.code != CODES[verdict] else []

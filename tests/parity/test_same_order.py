@@ -112,6 +112,7 @@ def test_a_sampler_of_an_evaluation_is_compared_before_it_is_read() -> None:
         read(Drawn(unseeded=True))
 
 
+@pytest.mark.soak
 def test_unseeded_orders_end_a_run_and_are_named_by_verify(shop: Shop) -> None:
     job = "import numpy as np\n" + SMALL_JOB.replace("        max_grad_norm=1.0,\n", f"        order={UNSEEDED},\n")
     shop.write("job.py", job)
