@@ -2,6 +2,10 @@
 
 import json
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +76,19 @@ def test_exact_mode_gives_one_digest_on_real_data(shop: Shop, example: str) -> N
     digests.add(shop.digest("cut"))
     assert len(digests) == 1, digests
     print(example, digests, os.cpu_count())
+
+
+@pytest.mark.soak
+def test_the_examples_reach_their_goals(shop: Shop) -> None:
+    """digits: 97 % of the held-out digits. text, as `make demo` trains it: fewer bits per byte than a byte trigram."""
+    for example, name, words in (("digits", "digits_cnn.py", ()), ("text", "text.py", ("--job.steps", "500"))):
+        shop.run("new", example)
+        ended = shop.run("train", name, "--ranks", "2", "--run-dir", example, *words, timeout=600)
+        assert ended.code == 0, ended.text[-2000:]
+    found = {name: shop.run("evaluate", name, "--json").json()["metrics"] for name in ("digits", "text")}
+    script = Path(__file__).parents[2] / "benchmarks" / "trigram.py"
+    said = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+    trigram = float(re.findall(r"\d+\.\d+", said)[-1])
+    print(f"digits {found['digits']['accuracy']:.4f}; text {found['text']['bits_per_byte']:.4f} beside {trigram:.4f}")
+    assert found["digits"]["accuracy"] >= 0.97
+    assert found["text"]["bits_per_byte"] < trigram
