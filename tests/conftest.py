@@ -93,8 +93,12 @@ class Shop:
 
     def run(self, *words: str, timeout: float = 120, environ: dict[str, str] | None = None) -> Ended:
         """Run `paceline WORDS` here."""
+        return self.call(self.command(*words), timeout=timeout, environ=environ)
+
+    def call(self, command: list[str], *, timeout: float = 120, environ: dict[str, str] | None = None) -> Ended:
+        """Run any command here."""
         done = subprocess.run(
-            self.command(*words),
+            command,
             cwd=self.path,
             env=self.environ(environ),
             capture_output=True,

@@ -51,6 +51,11 @@ class Outcome:
     seconds: float
     ranks: int
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the same words go on with it. A refusal says itself what to change: they would be refused again."""
+        return self.exit_code not in (ExitCode.DONE, ExitCode.REFUSED)
+
 
 def start(request: Request, *, on_start: Callable[[Path], Callable[[], None]] | None = None) -> Outcome:
     """Run one attempt to its end. `on_start(attempt_folder)` gives what is called every 50 ms meanwhile.
@@ -104,8 +109,8 @@ def _run(request: Request, on_start: Callable[[Path], Callable[[], None]] | None
 def _environ(request: Request) -> dict[str, str]:
     """The nursery imports numerical libraries with one thread, since it forks; workers then set their own."""
     environ = {**os.environ, **dict.fromkeys(_MATH_THREADS, "1")}
-    if request.exact and not environ.get(EXACT_KERNELS):
-        environ[EXACT_KERNELS] = CHOSEN_KERNELS
+    if request.exact:
+        environ[EXACT_KERNELS] = environ.get(EXACT_KERNELS) or CHOSEN_KERNELS
     environ["PYTHONUNBUFFERED"] = "1"
     return environ
 
@@ -134,8 +139,7 @@ def too_late(cause: str, *, hint: str = "") -> UsageError:
 def last_words(outcome: Outcome, *, go_on: str) -> str:
     """What is said last where it did not end well; `go_on` is the command that does, empty where there is none."""
     if outcome.failure is not None:
-        # a refusal says itself what to change; the same words would be refused again
-        return failure_screen(outcome, go_on=go_on if outcome.exit_code != ExitCode.REFUSED else "")
+        return failure_screen(outcome, go_on=go_on if outcome.goes_on else "")
     if outcome.exit_code == ExitCode.STOPPED:
         return f"Stopped and saved. Go on: {go_on}"
     if outcome.exit_code:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -91,8 +90,8 @@ def test_a_script_branches_from_a_run_or_a_checkpoint(begun: Shop) -> None:
     begun.write("own.py", SCRIPT)
     for resume, step in (("run", 12), (f"run/{OLDER}", 4)):
         command = [sys.executable, "-W", "ignore", "own.py", resume]
-        done = subprocess.run(command, cwd=begun.path, env=begun.environ(), capture_output=True, text=True, timeout=60)
-        assert f"at {step}" in done.stdout, done.stdout + done.stderr
+        ended = begun.call(command)
+        assert f"at {step}" in ended.out, ended.text
     assert steps(begun.path / "run") == [4, 7]
 
 

@@ -52,10 +52,8 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(shop: 
             [*torchrun, "-m", "paceline", "train", "job.py", "--run-dir", "run"],
             [sys.executable, "own.py"],
         ):
-            done = subprocess.run(
-                command, cwd=shop.path, env=shop.environ(), capture_output=True, text=True, timeout=90, check=False
-            )
-            assert done.returncode and told in done.stderr, done.stdout + done.stderr
+            ended = shop.call(command, timeout=90)
+            assert ended.code and told in ended.err, ended.text
 
         assert shop.run("report", "run").code == 0  # who only reads needs no lock
         before = log.read_text().count("step ")
@@ -180,15 +178,7 @@ def test_a_job_that_goes_to_another_folder_leaves_its_run_where_it_was_asked_for
         "3",
     )
     for verb in (("evaluate", "run"), ("verify", "job.py", "--run-dir", "proved", "--ranks", "2"), words):
-        done = subprocess.run(
-            shop.command(*verb),
-            cwd=shop.path,
-            env=shop.environ(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        ended = shop.run(*verb)
+        assert ended.code == 0, ended.text
     assert (shop.path / "branch" / "weights.json").exists() and (run / "answer-evaluate.json").exists()
     assert list(away.iterdir()) == []

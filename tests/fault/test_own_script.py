@@ -34,11 +34,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def python(shop: Shop, *words: str) -> Ended:
-    command = [sys.executable, "-W", "ignore", *words]
-    done = subprocess.run(
-        command, cwd=shop.path, env=shop.environ(), capture_output=True, text=True, timeout=120, check=False
-    )
-    return Ended(done.returncode, done.stdout, done.stderr)
+    return shop.call([sys.executable, "-W", "ignore", *words])
 
 
 def stands(shop: Shop) -> int:

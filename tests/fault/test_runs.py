@@ -206,10 +206,8 @@ def test_a_killed_data_worker_is_named(shop: Shop) -> None:
 
 
 def _run(command: list[str], shop: Shop) -> None:
-    done = subprocess.run(
-        command, cwd=shop.path, env=shop.environ(), capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    ended = shop.call(command)
+    assert ended.code == 0, ended.out[-2000:] + ended.err[-2000:]
 
 
 def _last(path: Path) -> dict[str, float]:

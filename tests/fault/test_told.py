@@ -1,7 +1,6 @@
 """What a run says of itself: the sample that was not finite, a rule that had ended it, one size, one voice."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -111,15 +110,7 @@ def test_under_torchrun_rank_0_speaks_for_all(shop: Shop) -> None:
         (["train", "job.py", "--run-dir", "run", "--train.steps", "2"], "run: run"),
         (["evaluate", "run"], "evaluating run on eval_data with 2 processes"),
     ):
-        done = subprocess.run(
-            [*launch, *words],
-            cwd=shop.path,
-            env=shop.environ(),
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        last = [text for text in done.stdout.splitlines() if text == line]
-        assert len(last) == (2 if words[0] == "train" else 1), done.stdout  # train: in the banner, and at the end
+        ended = shop.call([*launch, *words])
+        assert ended.code == 0, ended.err
+        last = [text for text in ended.out.splitlines() if text == line]
+        assert len(last) == (2 if words[0] == "train" else 1), ended.out  # train: in the banner, and at the end

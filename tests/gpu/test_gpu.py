@@ -17,6 +17,14 @@ from paceline.world import World
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
 
+def alone(*, batch: int) -> Plan:
+    """One process on one GPU."""
+    return Plan(
+        layout="single", update="sync", processes=1, replicas=1, device="cuda", backend="none", threads=1,
+        global_batch_size=batch, micro_batch_size=batch, num_micro=1, notes=(),
+    )  # fmt: skip
+
+
 def test_a_step_never_waits_for_the_device() -> None:
     data = [(torch.randn(16), torch.tensor(i % 4)) for i in range(256)]
     job = Job(
@@ -26,10 +34,7 @@ def test_a_step_never_waits_for_the_device() -> None:
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], fused=True),
         global_batch_size=32,
     )
-    plan = Plan(
-        layout="single", update="sync", processes=1, replicas=1, device="cuda", backend="none", threads=1,
-        global_batch_size=32, micro_batch_size=32, num_micro=1, notes=(),
-    )  # fmt: skip
+    plan = alone(batch=32)
     world = World.alone(device=torch.device("cuda", 0))
     step = build(job=job, settings=Settings(train=Train(max_grad_norm=1.0)), plan=plan, world=world).step
     cut = Cut(global_batch_size=32, micro_batch_size=32)
@@ -84,10 +89,7 @@ def test_a_step_that_is_not_finite_is_left_out_on_a_gpu_too() -> None:
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
         global_batch_size=4,
     )
-    plan = Plan(
-        layout="single", update="sync", processes=1, replicas=1, device="cuda", backend="none", threads=1,
-        global_batch_size=4, micro_batch_size=4, num_micro=1, notes=(),
-    )  # fmt: skip
+    plan = alone(batch=4)
     world = World.alone(device=torch.device("cuda", 0))
     made = build(job=job, settings=Settings(train=Train(on_nonfinite="skip")), plan=plan, world=world)
     feed = make_feed(

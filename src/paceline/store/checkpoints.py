@@ -44,6 +44,10 @@ class Loaded:
     state: dict[str, Any]
     files: dict[str, dict[str, TensorBytes]]
 
+    def is_in(self, folder: Path) -> bool:
+        """Whether it is one of a run's own checkpoints, and not what a branch begins from."""
+        return self.path.resolve().parent == folder.resolve()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:

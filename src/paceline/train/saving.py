@@ -96,8 +96,7 @@ class Saver:
         self._folder = folder
         self._identity = identity
         self._names = names
-        is_here = begun_from is not None and begun_from.path.resolve().parent == folder.resolve()
-        self.last_saved = begun_from.step if begun_from is not None and is_here else -1
+        self.last_saved = begun_from.step if begun_from is not None and begun_from.is_in(folder) else -1
 
     def save(self, *, cursor: Cursor, feed: Feed, extra: Mapping[str, Any], best: bool) -> list[Event]:
         """Save the present state. Every rank calls this; a failure on rank 0 is every rank's.

@@ -91,8 +91,8 @@ class Session:
 
     def _branched(self, loaded: Loaded) -> list[Event]:
         """What comes after an older checkpoint of this run is kept apart, once the run does go on from it."""
-        here = loaded.path.parent.resolve() == self.run.checkpoints.resolve()
-        if not self.world.is_main or self._start is None or not here or self.ready.task.verb != "train":
+        goes_back = self._start is not None and loaded.is_in(self.run.checkpoints)
+        if not (goes_back and self.world.is_main and self.ready.task.verb == "train"):
             return []
         with written("what comes after it,", self.run.checkpoints):
             aside = set_aside(self.run.checkpoints, start=loaded.path)
@@ -207,7 +207,7 @@ class Session:
         if loaded is None and self._resume is not None:
             lines.append("resumed: nothing had been saved, the run begins at its first step")
         if loaded is not None:
-            own = loaded.path.parent.resolve() == self.run.checkpoints.resolve()
+            own = loaded.is_in(self.run.checkpoints)
             lines.append(
                 f"resumed: {loaded.path.name if own else loaded.path}, {many(cursor.samples, 'sample')} consumed"
             )

@@ -159,9 +159,7 @@ def read_answer(task: Task, verb: str) -> Any:
 
 
 def _answer(task: Task, outcome: Outcome) -> Answer:
-    # a refusal says itself what to change; the same words would be refused again
-    again = task.verb == "train" and outcome.exit_code not in (ExitCode.DONE, ExitCode.REFUSED)
-    go_on = command_again(task) if again else ""
+    go_on = command_again(task) if task.verb == "train" and outcome.goes_on else ""
     screen, keys = last_words(outcome, go_on=go_on), failure_keys(outcome, go_on=go_on)
     return Answer(exit_code=outcome.exit_code, run=Path(task.run), seconds=outcome.seconds, screen=screen, keys=keys)
 
