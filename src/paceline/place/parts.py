@@ -33,7 +33,7 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A rank's part of a tensor of `shape`; `local` is the shape of what the rank holds, None where it holds nothing."""
+    """A rank's part of a tensor of `shape`; `local` is the shape of what it holds, None where it holds nothing."""
 
     shape: Place
     local: Place | None
