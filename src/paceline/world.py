@@ -3,8 +3,8 @@
 import gc
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -54,6 +54,8 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "none"
     group: dist.ProcessGroup | None = None
+    timeout_seconds: float = 600.0
+    parts: "dict[tuple[tuple[int, ...], ...], World]" = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def alone(*, device: torch.device | None = None) -> "World":
@@ -95,7 +97,27 @@ class World:
             device=device,
             backend=backend,
             group=dist.group.WORLD,
+            timeout_seconds=timeout_seconds,
         )
+
+    def part(self, groups: Sequence[Sequence[int]]) -> "World":
+        """The world of those fellows of this rank that stand with it in one of `groups`; every rank calls this.
+
+        Groups of one send nothing, and one of all is this world itself.
+        """
+        mine = next(list(ranks) for ranks in groups if self.rank in ranks)
+        if len(mine) == self.world_size:
+            return self
+        known = tuple(map(tuple, groups))
+        if known not in self.parts:
+            self.parts[known] = self._part(groups, mine)
+        return self.parts[known]
+
+    def _part(self, groups: Sequence[Sequence[int]], mine: list[int]) -> "World":
+        timeout = timedelta(seconds=self.timeout_seconds)
+        made = [dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None for ranks in groups]
+        group = next(one for one, ranks in zip(made, groups, strict=True) if self.rank in ranks)
+        return replace(self, rank=mine.index(self.rank), world_size=len(mine), group=group, parts={})
 
     @property
     def is_main(self) -> bool:
@@ -120,7 +142,7 @@ class World:
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """Copy `source`'s tensor over everybody's, in place."""
         if self.group is not None:
-            dist.broadcast(tensor, src=source, group=self.group)
+            dist.broadcast(tensor, group_src=source, group=self.group)
         return tensor
 
     def gather_json(self, value: Any) -> list[Any]:
@@ -153,7 +175,8 @@ class World:
         """
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
-            object.__setattr__(self, "group", None)
+            for world in (self, *self.parts.values()):
+                object.__setattr__(world, "group", None)
             gc.collect()
 
 

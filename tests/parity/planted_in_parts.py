@@ -70,8 +70,8 @@ BucketReducer.finish = finish
         should="Each rank's loss was divided by its own count of targets, not the joint one: a mean of means.",
         says=("count",),
         code="""
-from paceline.step import spmd
-_joint_counts = spmd.joint_counts
+from paceline.step import telling
+_joint_counts = telling.joint_counts
 SPACE = 32
 
 def loss(logits, batch):
@@ -85,7 +85,7 @@ def joint_counts(local, *, world, names):
         return joint
     return {name: torch.as_tensor(local[name], dtype=torch.float64) * world.world_size for name in names}
 
-spmd.joint_counts = joint_counts
+telling.joint_counts = joint_counts
 changed_job(lambda job: {"count": lambda batch: (batch[-1] != SPACE).sum()})
 """,
     ),

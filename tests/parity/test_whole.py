@@ -102,7 +102,7 @@ def test_verify_finds_the_same_training(shop: Shop, words: tuple[str, ...]) -> N
 
 
 def test_a_wrong_one_is_found(shop: Shop) -> None:
-    planted = "\nfrom paceline.step import spmd, whole\nspmd.gather = lambda mine, **_: mine  # only its own samples are negatives\n"
+    planted = "\nfrom paceline.step import passes, whole\npasses.gather = lambda mine, **_: mine  # only its own samples are negatives\n"
     shop.write("job.py", "TERMS = False\n" + JOB + planted)
     ended = shop.run("verify", "job.py", "--ranks", "2", "--json", timeout=200)
     assert ended.code == 4 and ended.json()["verdict"] == "different", ended.text

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.cli import split_settings
 from paceline.errors import LayoutError, PacelineError, Problems, UsageError
 from paceline.faults import Fault, parse_faults
 from paceline.launch.environments import detect
+from paceline.plan.mesh import ORDER, Mesh, label, mesh_of, near
 from paceline.plan.settle import Cluster, Facts, settle
 from paceline.spec.jobref import job_defaults, parse_jobref
 from paceline.spec.layout import Kind, parse_layout
@@ -99,28 +102,101 @@ def test_ranges(name: str, good: list[Any], bad: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "replicas"),
+    ("text", "kind", "ranks"),
     [
         ("ddp", Kind.DDP, None),
-        ("DP=4", Kind.DDP, 4),
-        ("dp_replicate=-1", Kind.DDP, None),
+        ("DP=4", Kind.AXES, 4),
+        ("dp_replicate=-1", Kind.AXES, None),
         ("single", Kind.SINGLE, None),
         ("threads", Kind.THREADS, None),
         ("Threads=4", Kind.THREADS, 4),
+        ("fsdp,remat=full", Kind.FSDP, None),
+        ("hsdp,dp_shard=2", Kind.HSDP, 2),
+        ("pp=2,dp_shard=-1,tp=2,schedule=zb_h1,virtual=2", Kind.AXES, None),
+        ("pp=2,schedule=Mine.txt", Kind.AXES, 2),
+        ("dp_shard=2,tp=2,zero=2,sequence=true,offload=optimizer+parameters", Kind.AXES, 4),
+        ("ep=2,dp=2", Kind.AXES, 2),
+        ("tp", Kind.TP, None),
     ],
 )
-def test_layouts(text: str, kind: Kind, replicas: int | None) -> None:
+def test_layouts_are_read_and_written_alike(text: str, kind: Kind, ranks: int | None) -> None:
     layout = parse_layout(text)
-    assert (layout.kind, layout.replicas) == (kind, replicas)
+    assert (layout.kind, layout.ranks) == (kind, ranks) and parse_layout(str(layout)) == layout
 
 
 @pytest.mark.parametrize(
-    "text", ["dpp", "fsdp", "dp=0", "dp=x", "tp=2,dp=2", "wide=3", "", "threads=0", "threads=2,dp=2", "dp=2,threads=2"]
+    ("text", "words"),
+    [
+        ("fdsp", "did you mean 'fsdp'"),
+        ("auto", "not in this version"),
+        ("dp=0", "needs a count, got '0'"),
+        ("dp=x", "needs a count, got 'x'"),
+        ("wide=3", "is no axis"),
+        ("", "is no layout"),
+        ("threads=0", "needs a count"),
+        ("threads=2,dp=2", "for threads and for something else"),
+        ("dp=2,threads=2", "for threads and for something else"),
+        ("single,tp=2", "for single and for something else"),
+        ("fsdp,tp=-1", "one axis at most is -1"),
+        ("ddp,schedule=1f1b", "schedule=1f1b says how pp is done, and there is no pp"),
+        ("pp=2,zero=2", "zero=2 says how dp_shard is done, and there is no dp_shard"),
+        ("dp_shard=2,zero=4", "zero=4 is not known"),
+        ("dp_shard=2,offload=disk", "'disk' is not known"),
+        ("pp=2,virtual=none", "no count of stages"),
+    ],
 )
-def test_layouts_that_can_not_be_had_say_so(text: str) -> None:
+def test_layouts_that_can_not_be_had_say_so(text: str, words: str) -> None:
     with pytest.raises(LayoutError) as caught:
         parse_layout(text)
-    assert caught.value.hint
+    assert caught.value.hint and words in f"{caught.value.what} {caught.value.cause}"
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "mesh", "name"),
+    [
+        ("ddp", 4, "dp_replicate=4", "ddp"),
+        ("dp=4", 4, "dp_replicate=4", "ddp"),
+        ("fsdp,tp=2", 4, "dp_shard=2,tp=2", "dp_shard=2,tp=2"),
+        ("hsdp", 8, "dp_replicate=2,dp_shard=4", "hsdp"),
+        ("hsdp,dp_shard=2", 8, "dp_replicate=4,dp_shard=2", "hsdp"),
+        ("dp_shard=3,zero=1", 3, "dp_shard=3", "zero1"),
+        ("ep", 4, "dp_replicate=4,ep=4", "ep"),
+        ("dp=4,ep=2", 4, "dp_replicate=4,ep=2", "dp_replicate=4,ep=2"),
+        ("pp=-1,dp=2,schedule=gpipe", 6, "pp=3,dp_replicate=2", "pp=3,dp_replicate=2,schedule=gpipe"),
+    ],
+)
+def test_a_layout_becomes_a_mesh(text: str, ranks: int, mesh: str, name: str) -> None:
+    problems: list[PacelineError] = []
+    layout = parse_layout(text)
+    found = mesh_of(layout, ranks=ranks, problems=problems)
+    assert not problems and (str(found), label(layout, found), found.ranks) == (mesh, name, ranks)
+    for axes in (("tp",), ("pp",), ("dp_replicate", "dp_shard"), ("dp_replicate", "dp_shard", "cp")):
+        assert sorted(rank for group in found.groups(axes) for rank in group) == list(range(ranks))
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "words"),
+    [
+        ("pp=2,dp_shard=3,tp=2", 8, "pp=2 × dp_shard=3 × tp=2 needs 12 ranks, you have 8."),
+        ("pp=2,dp_shard=-1,tp=3", 8, "8 ranks do not divide by the 6 that the other axes"),
+        ("hsdp", 2, "dp_replicate=2 × dp_shard=2 needs 4 ranks, you have 2."),
+        ("single", 2, "layout single is one process, you have 2 ranks."),
+        ("threads=2", 3, "threads=2 needs 2 ranks, you have 3."),
+        ("dp=4,ep=3", 4, "ep=3 does not divide 4 replicas."),
+    ],
+)
+def test_a_mesh_that_does_not_fit_names_the_nearest(text: str, ranks: int, words: str) -> None:
+    problems: list[PacelineError] = []
+    mesh_of(parse_layout(text), ranks=ranks, problems=problems)
+    assert problems[0].what.startswith(words) and problems[0].hint
+
+
+@given(axes=st.lists(st.integers(1, 4), min_size=5, max_size=5), ranks=st.integers(1, 16))
+def test_what_is_near_fits(axes: list[int], ranks: int) -> None:
+    asked = Mesh(**dict(zip(ORDER, axes, strict=True)))
+    found = near(asked, ranks=ranks)
+    assert found and all(mesh.ranks == ranks for mesh in found) and len({str(mesh) for mesh in found}) == len(found)
+    assert asked.ranks != ranks or str(found[0]) == str(asked) or asked.ranks == 1
 
 
 def test_threads_are_replicas_of_one_process() -> None:

@@ -1,6 +1,7 @@
 """The feed: step after step, this replica's microbatches of the one global order."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from paceline.errors import UsageError
@@ -126,7 +127,10 @@ class IndexedFeed:
                 )
                 for index, wanted in plans
             )
-            yield StepInput(batch=batch, micro=micro)
+            yield StepInput(batch=batch, micro=micro, spare=partial(self._read, self._wanted(batch, 0)))
+
+    def _read(self, wanted: Wanted) -> Any:
+        return checked(self._fetcher[wanted])
 
     def _ahead(self) -> Iterator[Wanted]:
         """What data workers fetch; for a batch in which this replica has nothing, an empty wish.

@@ -1,5 +1,6 @@
 """What a feed gives and how it is cut."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,12 +30,13 @@ class LocalMicro:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInput:
-    """This replica's share of one global batch; `micro` may be empty."""
+    """This replica's share of one global batch; `micro` may be empty. `spare` reads a microbatch of another's."""
 
     batch: Batch
     micro: tuple[LocalMicro, ...]
     fingerprint: int = 0
     notes: tuple[str, ...] = ()
+    spare: Callable[[], Any] | None = field(default=None, repr=False)
 
     @property
     def num_micro(self) -> int:

@@ -55,6 +55,7 @@ class StatisticsTape:
     def __init__(self, *, model: nn.Module, world: World, enabled: bool = True) -> None:
         self._world = world
         self._now = 0
+        self._counts = True
         self._checked = False
         self._layers = [_layer(name, module) for name, module in running(model)] if enabled else []
         self._handles = [
@@ -75,9 +76,9 @@ class StatisticsTape:
             layer.momentum = layer.module.momentum
             layer.rows.clear()
 
-    def at(self, microbatch: int) -> None:
-        """The next forward is of this microbatch."""
-        self._now = microbatch
+    def at(self, microbatch: int, *, counts: bool = True) -> None:
+        """The next forward is of this microbatch, or of one that leaves no trace."""
+        self._now, self._counts = microbatch, counts
 
     def fold(self, *, num_micro: int) -> None:
         """Leave in every normalisation what one process would have after `num_micro` microbatches.
@@ -164,7 +165,7 @@ class StatisticsTape:
     def _before(self, layer: _Layer) -> Callable[[nn.Module, object], None]:
         def hook(module: nn.Module, _: object) -> None:
             if module.training:
-                layer.module.momentum = 1.0
+                layer.module.momentum = 1.0 if self._counts else 0.0
 
         return hook
 
@@ -172,7 +173,9 @@ class StatisticsTape:
         def hook(module: nn.Module, _: object, output: object) -> None:
             if module.training:
                 layer.module.momentum = layer.momentum
-                if output is not None or in_backward():  # checkpointing leaves a repeated one once it has written
+                if self._counts and (
+                    output is not None or in_backward()
+                ):  # checkpointing leaves a repeated one once it has written
                     layer.rows.setdefault(self._now, []).extend(_statistics(layer.module))
 
         return hook

@@ -67,6 +67,8 @@ class ExactReducer:
     `finish` says whether the grid held the gradients; if not, what was sent is of no use and the step runs again.
     """
 
+    meets = False
+
     def __init__(self, *, named: Sequence[Named], world: World, grid: Grid) -> None:
         self._world = world
         self._named = list(named)

@@ -22,6 +22,9 @@ from paceline.world import World
 class Reducer(Protocol):
     """What turns the gradients of this process's microbatches into those of the global batch."""
 
+    meets: bool
+    """Whether forward or backward waits for the other replicas', so that all must run equally many."""
+
     def begin(self) -> None:
         """Forget the last step's gradients."""
 
@@ -40,6 +43,8 @@ class Reducer(Protocol):
 
 class LocalReducer:
     """One process: the gradients are already everybody's."""
+
+    meets = False
 
     def __init__(self, *, named: Sequence[Named]) -> None:
         self._parameters = [member.parameter for member in named]
@@ -113,6 +118,8 @@ class _Unit:
 
 class BucketReducer:
     """Adds the gradients of all ranks, overlapped with backward."""
+
+    meets = False
 
     def __init__(self, *, named: Sequence[Named], world: World) -> None:
         self._world = world

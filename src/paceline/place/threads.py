@@ -71,6 +71,8 @@ class Mirror:
 class ThreadReducer:
     """Adds the replicas' gradients into the first one's, each parameter by one thread, in the order of replicas."""
 
+    meets = False
+
     def __init__(self, *, named: Sequence[Named], home: Sequence[Named], world: ThreadWorld) -> None:
         self._parameters = [member.parameter for member in named]
         self._home = [member.parameter for member in home]

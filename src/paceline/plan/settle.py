@@ -3,7 +3,9 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.errors import LayoutError, PacelineError, UsageError, raise_all
+from paceline.errors import PacelineError, UsageError, raise_all
+from paceline.plan.legal import refuse_unproved
+from paceline.plan.mesh import Mesh, label, mesh_of
 from paceline.spec.layout import Kind, Layout
 from paceline.spec.update import Update
 from paceline.spec.words import many
@@ -37,9 +39,11 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The decision that every rank follows."""
+    """The decision that every rank follows. `layout` is the name of `asked` on this `mesh`."""
 
     layout: str
+    asked: Layout
+    mesh: Mesh
     update: str
     processes: int
     replicas: int
@@ -63,14 +67,19 @@ def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts) ->
         LayoutError, UsageError, Problems
     """
     problems: list[PacelineError] = []
-    processes, replicas = _ranks(layout, cluster, problems)
+    processes = layout.processes(ranks=cluster.ranks)
+    mesh = mesh_of(layout, ranks=cluster.ranks, problems=problems)
+    problems += refuse_unproved(layout, mesh)
+    replicas = mesh.replicas
     micro = _micro_batch_size(facts, replicas, problems)
     backend, why = settle_backend(replace(cluster, ranks=processes), facts, problems)
     raise_all(problems)
     threads = settle_threads(cluster=cluster, one=facts.one_thread, asked=facts.threads)
     num_micro = -(-facts.global_batch_size // micro)
     return Plan(
-        layout=str(layout.kind),
+        layout=label(layout, mesh),
+        asked=layout,
+        mesh=mesh,
         update=str(update),
         processes=processes,
         replicas=replicas,
@@ -80,7 +89,7 @@ def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts) ->
         global_batch_size=facts.global_batch_size,
         micro_batch_size=micro,
         num_micro=num_micro,
-        notes=_notes(layout, cluster, facts, why, threads, replicas, micro, num_micro),
+        notes=_notes(layout, mesh, cluster, facts, why, threads, micro, num_micro),
     )
 
 
@@ -119,25 +128,6 @@ def settle_backend(cluster: Cluster, facts: Facts, problems: list[PacelineError]
     return asked, f"{asked}, because --train.backend asks for it"
 
 
-def _ranks(layout: Layout, cluster: Cluster, problems: list[PacelineError]) -> tuple[int, int]:
-    axis = Kind.THREADS if layout.kind is Kind.THREADS else "dp"
-    if layout.replicas is not None and layout.replicas != cluster.ranks:
-        problems.append(
-            LayoutError(
-                f"{layout} needs {many(layout.replicas, 'rank')}, you have {cluster.ranks}.",
-                hint=f"--ranks {layout.replicas}, or --layout {axis}={cluster.ranks}",
-            )
-        )
-    if layout.kind is Kind.SINGLE and cluster.ranks != 1:
-        problems.append(
-            LayoutError(
-                f"layout single is one process, you have {cluster.ranks} ranks.",
-                hint=f"--layout ddp --ranks {cluster.ranks}",
-            )
-        )
-    return layout.processes(ranks=cluster.ranks), cluster.ranks
-
-
 def _micro_batch_size(facts: Facts, replicas: int, problems: list[PacelineError]) -> int:
     total, asked, rounds = facts.global_batch_size, facts.micro_batch_size, facts.accumulation
     if total < 1:
@@ -166,22 +156,24 @@ def _micro_batch_size(facts: Facts, replicas: int, problems: list[PacelineError]
 
 def _notes(
     layout: Layout,
+    mesh: Mesh,
     cluster: Cluster,
     facts: Facts,
     why: str,
     threads: int,
-    replicas: int,
     micro: int,
     num_micro: int,
 ) -> tuple[str, ...]:
+    replicas = mesh.replicas
     one = "replica" if layout.kind is Kind.THREADS else "rank"
     per_rank = -(-num_micro // replicas)
     idle = max(0, replicas - num_micro)
     fair = -(-facts.global_batch_size // replicas)
     unused = f"warning: {idle} of {replicas} replicas get no samples; --train.micro_batch_size {fair} would use all"
     return (
-        f"layout: {layout.kind}, {many(replicas, 'replica')}"
-        + (" in one process" if layout.kind is Kind.THREADS else ""),
+        f"layout: {label(layout, mesh)}, {many(replicas, 'replica')}"
+        + (" in one process" if layout.kind is Kind.THREADS else "")
+        + (f" on a mesh of {mesh}" if mesh.ranks > replicas or mesh.zero else ""),
         f"backend: {why}",
         f"batch: {many(facts.global_batch_size, 'sample')} a step in {many(num_micro, 'microbatch')} of {micro}"
         f" ({per_rank} a replica)",

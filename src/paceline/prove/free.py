@@ -156,13 +156,7 @@ def _evaluated(built: Built) -> Evaluated | None:
     data = _some(built.job.eval_data, built)
     if data is None:
         return None
-    evaluator = Evaluator(
-        job=built.job,
-        model=built.model,
-        world=built.world,
-        seed=built.settings.seed,
-        autocast=built.step.autocast,
-    )
+    evaluator = Evaluator(built)
     size = built.plan.micro_batch_size
     return evaluator.run(data, batch_size=size, workers=0, name="eval_data")
 

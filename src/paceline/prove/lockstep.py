@@ -214,8 +214,8 @@ def feed_of(built: Built, cursor: Cursor) -> Feed:
         cut=Cut(
             global_batch_size=plan.global_batch_size,
             micro_batch_size=plan.micro_batch_size,
-            replica=built.world.rank,
-            replicas=built.world.world_size,
+            replica=built.worlds.data.rank,
+            replicas=built.worlds.data.world_size,
             drop_last=settings.data.drop_last,
         ),
         cursor=cursor,

@@ -1,36 +1,104 @@
 """How the model is placed: what was asked for on the command line, read without torch."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeVar
 
-from paceline.errors import LayoutError
+from paceline.errors import LayoutError, PacelineError, raise_all
 from paceline.spec.words import did_you_mean
 
 
 class Kind(StrEnum):
-    """The layouts of this version."""
+    """The layouts that have a word of their own; `AXES` is one that was written as axes."""
 
     SINGLE = "single"
     THREADS = "threads"
     DDP = "ddp"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    FSDP = "fsdp"
+    HSDP = "hsdp"
+    TP = "tp"
+    PP = "pp"
+    CP = "cp"
+    EP = "ep"
+    AXES = "axes"
 
 
-NOT_YET = ("zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "pp", "cp", "ep", "auto")
-_NOT_YET_AXES = ("pp", "dp_shard", "cp", "tp", "ep", "schedule", "remat", "offload", "zero")
-_REPLICATE_AXES = ("dp", "dp_replicate")
+NOT_YET = ("auto",)
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+OPTIONS = ("zero", "schedule", "virtual", "remat", "offload", "sequence", "params")
+REST = -1
+_WORDS = [str(kind) for kind in Kind if kind is not Kind.AXES]
+_ALIASES = {"dp": "dp_replicate", "zero3": "fsdp", "fsdp2": "fsdp", "deepspeed": "fsdp"}
+_AXIS_OF = {
+    Kind.DDP: ("dp_replicate", 0),
+    Kind.ZERO1: ("dp_shard", 1),
+    Kind.ZERO2: ("dp_shard", 2),
+    Kind.FSDP: ("dp_shard", 3),
+    Kind.TP: ("tp", 0),
+    Kind.PP: ("pp", 0),
+    Kind.CP: ("cp", 0),
+    Kind.EP: ("ep", 0),
+}
+_OFFLOADS = ("optimizer", "parameters")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A layout; `replicas` is None where the number of ranks decides."""
+    """A layout. `sizes` are the axes that were asked for; `REST` is what the number of ranks leaves.
+
+    `zero`: which ZeRO stage `dp_shard` is (3 is FSDP). `threads`: replicas as threads, None where the ranks decide.
+    """
 
     kind: Kind
-    replicas: int | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+    threads: int | None = None
+    zero: int = 3
+    schedule: str = "1f1b"
+    virtual: int | None = None
+    remat: str = "none"
+    offload: tuple[str, ...] = ()
+    sequence: bool = False
+    params: str = "fp32"
 
     def __str__(self) -> str:
-        if self.replicas is None:
-            return str(self.kind)
-        return f"{self.kind if self.kind is Kind.THREADS else 'dp_replicate'}={self.replicas}"
+        """What `parse_layout` reads back as the same."""
+        if self.kind is Kind.THREADS and self.threads is not None:
+            return f"threads={self.threads}"
+        word = [] if self.kind is Kind.AXES else [str(self.kind)]
+        rest = _AXIS_OF.get(self.kind, ("", 0))[0]
+        axes = [f"{axis}={n}" for axis in AXES if (n := self.sizes.get(axis)) and (axis, n) != (rest, REST)]
+        return ",".join([*word, *axes, *self.options()])
+
+    def options(self) -> list[str]:
+        """What is not as it is by itself, as it is written."""
+        zero = self.zero if _AXIS_OF.get(self.kind, ("", 3))[1] != self.zero and "dp_shard" in self.sizes else 3
+        given = {
+            "zero": zero if zero != 3 else "",
+            "schedule": self.schedule if self.schedule != "1f1b" else "",
+            "virtual": self.virtual or "",
+            "remat": self.remat if self.remat != "none" else "",
+            "offload": "+".join(self.offload),
+            "sequence": "true" if self.sequence else "",
+            "params": self.params if self.params != "fp32" else "",
+        }
+        return [f"{name}={value}" for name, value in given.items() if value]
+
+    @property
+    def ranks(self) -> int | None:
+        """How many ranks it is for, where it says so."""
+        if self.kind is Kind.THREADS:
+            return self.threads
+        sizes = [size for axis, size in self.sizes.items() if axis != "ep"]
+        if self.kind is Kind.SINGLE or REST in sizes or not sizes:
+            return None
+        product = 1
+        for size in sizes:
+            product *= size
+        return product
 
     def processes(self, *, ranks: int) -> int:
         """How many processes make these ranks: threads are replicas in one."""
@@ -38,54 +106,143 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """Read `ddp`, `single`, `threads`, `threads=4`, `dp=4` or `dp_replicate=-1`.
+    """Read `ddp`, `threads=4`, `dp=4`, `fsdp,remat=full`, `pp=2,dp_shard=-1,tp=2,schedule=zb_h1`.
 
     Raises:
-        LayoutError: unknown, mistyped, or not in this version.
+        LayoutError, Problems: unknown, mistyped, or not in this version.
     """
-    word = text.strip().lower()
-    if word in set(Kind):
-        return Layout(kind=Kind(word))
-    if word in NOT_YET:
-        raise _not_yet(word)
-    if "=" in word:
-        return _axes(text)
-    raise LayoutError(
-        f"{text!r} is no layout.",
-        cause=did_you_mean(word, [*Kind, *NOT_YET]),
-        hint=f"--layout {' | '.join(Kind)} | threads=N | dp=N",
-    )
+    problems: list[PacelineError] = []
+    kind, sizes, options = Kind.AXES, dict[str, int](), dict[str, str]()
+    threads: int | None = None
+    for place, part in enumerate(text.strip().split(",")):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        name = _ALIASES.get(name.lower(), name.lower())
+        if not equals and place == 0:
+            kind = _word(text, name, problems)
+        elif name == Kind.THREADS and equals:
+            kind, threads = Kind.THREADS, _size(part, value, problems)
+        elif name in AXES and equals:
+            sizes[name] = _size(part, value, problems)
+        elif name in OPTIONS and equals:
+            options[name] = value
+        else:
+            problems.append(_no_axis(text, name))
+    raise_all(problems)
+    return _checked(text, kind, sizes, threads, options)
 
 
-def _axes(text: str) -> Layout:
-    replicas: int | None = None
-    kind: Kind | None = None
-    for part in text.lower().split(","):
-        axis, _, size = (piece.strip() for piece in part.partition("="))
-        if axis in _NOT_YET_AXES:
-            raise _not_yet(axis)
-        if axis not in (*_REPLICATE_AXES, Kind.THREADS):
-            raise LayoutError(
-                f"{axis!r} in {text!r} is no axis.",
-                cause=did_you_mean(axis, [*_REPLICATE_AXES, Kind.THREADS, *_NOT_YET_AXES]),
-                hint="--layout dp=2",
+def _word(text: str, name: str, problems: list[PacelineError]) -> Kind:
+    if name in NOT_YET:
+        problems.append(
+            LayoutError(
+                f"the layout {name!r} is not in this version yet.",
+                cause="plan, which would choose",
+                hint="--layout ddp",
             )
-        if kind is Kind.THREADS or (axis == Kind.THREADS and kind is not None):
-            raise LayoutError(
-                f"{text!r} asks for threads and for something else.",
-                cause="replicas as threads of one process go with no other axis",
-                hint="--layout threads=2, or --layout dp=2",
-            )
-        kind = Kind.THREADS if axis == Kind.THREADS else Kind.DDP
-        if size != "-1" and (not size.isdigit() or int(size) < 1):
-            raise LayoutError(f"{part!r}: an axis needs a count, got {size!r}.", hint=f"--layout {axis}=2")
-        replicas = None if size == "-1" else int(size)
-    return Layout(kind=kind or Kind.DDP, replicas=replicas)
+        )
+    elif name not in _WORDS:
+        known = [*_WORDS, *NOT_YET]
+        hint = f"--layout {' | '.join(_WORDS)} | threads=N | axes: dp_shard=2,tp=2"
+        problems.append(LayoutError(f"{text!r} is no layout.", cause=did_you_mean(name, known), hint=hint))
+    return Kind(name) if name in _WORDS else Kind.AXES
 
 
-def _not_yet(word: str) -> LayoutError:
+def _size(part: str, value: str, problems: list[PacelineError]) -> int:
+    if value == str(REST):
+        return REST
+    if not value.isdigit() or int(value) < 1:
+        axis = part.partition("=")[0].strip()
+        problems.append(
+            LayoutError(f"{part.strip()!r}: an axis needs a count, got {value!r}.", hint=f"--layout {axis}=2")
+        )
+        return 1
+    return int(value)
+
+
+def _no_axis(text: str, name: str) -> LayoutError:
+    known = ["dp", *AXES, "threads", *OPTIONS]
     return LayoutError(
-        f"the layout {word!r} is not in this version yet.",
-        cause="it places data parallelism only: single, threads, ddp",
-        hint="--layout ddp",
+        f"{name!r} in {text!r} is no axis.", cause=did_you_mean(name, known), hint=f"one of {', '.join(known)}: dp=2"
     )
+
+
+def _checked(text: str, kind: Kind, sizes: dict[str, int], threads: int | None, options: dict[str, str]) -> Layout:
+    problems: list[PacelineError] = []
+    alone = kind in (Kind.THREADS, Kind.SINGLE)
+    if alone and (sizes or options):
+        hint = "--layout threads=2, or --layout dp=2" if kind is Kind.THREADS else "--layout single, or --layout dp=2"
+        cause = (
+            "replicas as threads of one process go with no other axis" if kind is Kind.THREADS else "single has no axes"
+        )
+        problems.append(LayoutError(f"{text!r} asks for {kind} and for something else.", cause=cause, hint=hint))
+    if not alone:
+        if kind is Kind.HSDP:
+            sizes = {**sizes} if {"dp_replicate", "dp_shard"} & set(sizes) else {**sizes, "dp_shard": REST}
+        elif kind in _AXIS_OF:
+            sizes.setdefault(_AXIS_OF[kind][0], REST)
+        if list(sizes.values()).count(REST) > 1:
+            problems.append(LayoutError(f"{text!r}: one axis at most is {REST}.", hint="say how many the others have"))
+    zero = _AXIS_OF.get(kind, ("", 3))[1] or 3
+    layout = Layout(
+        kind=kind,
+        sizes=sizes,
+        threads=None if threads == REST else threads,
+        zero=_one_of("zero", options.get("zero", str(zero)), ("1", "2", "3"), problems, int, zero),
+        schedule=_schedule(options.get("schedule", "1f1b")),
+        virtual=_count(options.get("virtual"), problems),
+        remat=options.get("remat", "none").lower(),
+        offload=_offload(options.get("offload", ""), problems),
+        sequence=_one_of("sequence", options.get("sequence", "false"), ("true", "false"), problems, _is_true, False),
+        params=_one_of("params", options.get("params", "fp32"), ("fp32", "bf16"), problems, str, "fp32"),
+    )
+    problems += _homeless(layout, options)
+    raise_all(problems)
+    return layout
+
+
+def _one_of(
+    name: str, value: str, known: tuple[str, ...], problems: list[PacelineError], read: Callable[[str], _T], other: _T
+) -> _T:
+    if value.lower() in known:
+        return read(value.lower())
+    problems.append(LayoutError(f"{name}={value} is not known.", hint=f"{name}= {' | '.join(known)}"))
+    return other
+
+
+def _is_true(text: str) -> bool:
+    return text == "true"
+
+
+def _schedule(text: str) -> str:
+    """A name in small letters, or the path of a file as it is."""
+    return text if "/" in text or "." in text else text.lower()
+
+
+def _count(value: str | None, problems: list[PacelineError]) -> int | None:
+    if value is None:
+        return None
+    if value.isdigit() and int(value) >= 1:
+        return int(value)
+    problems.append(LayoutError(f"virtual={value} is no count of stages per rank.", hint="virtual=2"))
+    return None
+
+
+def _offload(value: str, problems: list[PacelineError]) -> tuple[str, ...]:
+    asked = tuple(part.strip().lower() for part in value.split("+") if part.strip() and part.strip() != "none")
+    unknown = [part for part in asked if part not in _OFFLOADS]
+    if unknown:
+        problems.append(
+            LayoutError(f"offload={value}: {unknown[0]!r} is not known.", hint="offload=optimizer+parameters")
+        )
+    return tuple(part for part in _OFFLOADS if part in asked)
+
+
+def _homeless(layout: Layout, options: dict[str, str]) -> list[PacelineError]:
+    """Options of an axis that was not asked for."""
+    homes = {"zero": "dp_shard", "offload": "dp_shard", "params": "dp_shard"}
+    homes |= {"schedule": "pp", "virtual": "pp", "sequence": "tp"}
+    return [
+        LayoutError(f"{name}={options[name]} says how {axis} is done, and there is no {axis}.", hint=f"{axis}=2")
+        for name, axis in homes.items()
+        if name in options and layout.sizes.get(axis, 1) == 1 and layout.kind is not Kind.HSDP
+    ]

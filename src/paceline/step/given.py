@@ -1,6 +1,6 @@
 """What a step is given: this replica's microbatches of one global batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +27,8 @@ class Given(Protocol):
     def num_samples(self) -> int: ...
     @property
     def fingerprint(self) -> int: ...
+    @property
+    def spare(self) -> Callable[[], Any] | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,7 @@ class Share:
     num_micro: int
     num_samples: int
     fingerprint: int
+    spare: Callable[[], Any] | None = None
 
 
 def share(given: Given, *, replica: int, replicas: int) -> Share:

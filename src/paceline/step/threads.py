@@ -12,8 +12,9 @@ from paceline.place.meeting import ThreadWorld
 from paceline.place.threads import Mirror
 from paceline.step.crew import Crew
 from paceline.step.given import Given, share
+from paceline.step.parts import Parts
 from paceline.step.result import StepResult
-from paceline.step.spmd import Parts, SpmdStep
+from paceline.step.spmd import SpmdStep
 from paceline.step.turns import Draws, SharedTurns
 
 

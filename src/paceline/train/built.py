@@ -9,20 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.errors import JobError, PacelineError, UsageError, raise_all
+from paceline.errors import JobError, raise_all
 from paceline.job import Job
 from paceline.place.batchnorm import StatisticsTape
 from paceline.place.buffers import BufferPolicy
-from paceline.place.exact import MOST_MICROBATCHES, ExactReducer, Grid
+from paceline.place.exact import ExactReducer, Grid
 from paceline.place.meeting import ThreadWorld, thread_worlds
 from paceline.place.replicate import BucketReducer, LocalReducer, Reducer, equal_start
 from paceline.place.sync_bn import synchronise
-from paceline.place.threads import Mirror, ThreadReducer, refuse_under_threads, shared_gpu
+from paceline.place.threads import Mirror, ThreadReducer, shared_gpu
 from paceline.place.units import Named, trainable
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.step.loss import LossContract
-from paceline.step.spmd import Parts, SpmdStep
+from paceline.step.parts import Parts
+from paceline.step.spmd import SpmdStep
 from paceline.step.threads import ThreadsStep
 from paceline.step.turns import ALONE, SharedTurns
 from paceline.step.update import Ema, Update
@@ -31,9 +32,10 @@ from paceline.torch_private import guard_hooks
 from paceline.train.apart import Unlisted
 from paceline.train.fit import refuse_unfit, unfit_optimizers, unfit_schedules
 from paceline.train.options import Options, given_options
+from paceline.train.refuse import refuse_asked
 from paceline.train.state import make_optimizers
-from paceline.train.wishes import best_rule
 from paceline.world import World
+from paceline.worlds import Worlds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class Built:
     job: Job
     settings: Settings
     plan: Plan
-    world: World
+    worlds: Worlds
     model: nn.Module
     models: Sequence[nn.Module]
     named: Sequence[Named]
@@ -52,6 +54,11 @@ class Built:
     notes: tuple[str, ...]
     given: Options
     unlisted: Unlisted
+
+    @property
+    def world(self) -> World:
+        """Everybody."""
+        return self.worlds.every
 
     @property
     def update(self) -> Update:
@@ -105,16 +112,17 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     Raises:
         JobError, UsageError, Problems: something can't be had as asked.
     """
-    _check_asked(job, settings, plan)
-    own = _worlds(plan, settings, world)
-    models = [build_model(job, seed=settings.seed).to(each.device) for each in own]
+    refuse_asked(job, settings, plan)
+    worlds = Worlds.of(world, mesh=plan.mesh) if plan.processes > 1 else Worlds.of_replicas(world)
+    own = _own(plan, settings, worlds)
+    models = [build_model(job, seed=settings.seed).to(each.every.device) for each in own]
     refuse_unfit(job, models[0])
     named = [trainable(model) for model in models]
     grids = [Grid(num_parameters=len(named[0])) if settings.train.exact else None for _ in own]
     notes = _equal_start(models[0], world)
     mirror = Mirror(models=models, grids=grids) if len(own) > 1 else None
     update, given = _update(job, settings, models[0], named[0], plan, world)
-    turns = None if mirror is None else SharedTurns(gpu=shared_gpu([each.device for each in own]))
+    turns = None if mirror is None else SharedTurns(gpu=shared_gpu([each.every.device for each in own]))
     reducers = [_reducer(members, named[0], each, grid) for members, each, grid in zip(named, own, grids, strict=True)]
     parts = [
         _parts(job, settings, model, each, reducer, update, turns)
@@ -124,7 +132,7 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
         job=job,
         settings=settings,
         plan=plan,
-        world=world,
+        worlds=worlds,
         model=models[0],
         models=models,
         named=named[0],
@@ -140,23 +148,23 @@ def _parts(
     job: Job,
     settings: Settings,
     model: nn.Module,
-    world: World,
+    worlds: Worlds,
     reducer: Reducer,
     update: Update,
     turns: SharedTurns | None,
 ) -> Parts:
     """One replica's."""
     train = settings.train
-    rounds = synchronise(model, world=world) if train.buffers == "sync_bn" else None
+    rounds = synchronise(model, world=worlds.data) if train.buffers == "sync_bn" else None
     streams = Streams(seed=settings.seed)
     streams.arm(model)
     return Parts(
         model=_compiled(model, settings),
-        world=world,
+        worlds=worlds,
         contract=LossContract(job=job, model=model),
         reducer=reducer,
-        tape=StatisticsTape(model=model, world=world, enabled=train.buffers == "fold"),
-        buffers=BufferPolicy(model=model, world=world, policy=train.buffers, exact=train.exact),
+        tape=StatisticsTape(model=model, world=worlds.data, enabled=train.buffers == "fold"),
+        buffers=BufferPolicy(model=model, world=worlds.data, policy=train.buffers, exact=train.exact),
         update=update,
         streams=streams,
         precision=train.precision,
@@ -172,10 +180,13 @@ def _step(parts: Sequence[Parts], mirror: Mirror | None, turns: SharedTurns | No
     return ThreadsStep(parts[0], others=parts[1:], mirror=mirror, turns=turns)
 
 
-def _worlds(plan: Plan, settings: Settings, world: World) -> list[World]:
+def _own(plan: Plan, settings: Settings, worlds: Worlds) -> list[Worlds]:
     """One for each replica of this process."""
-    here = plan.replicas // world.world_size
-    return thread_worlds(replicas=here, world=world, timeout_seconds=settings.train.timeout_seconds)
+    if plan.processes > 1 or plan.replicas == 1:
+        return [worlds]
+    timeout = settings.train.timeout_seconds
+    found = thread_worlds(replicas=plan.replicas, world=worlds.every, timeout_seconds=timeout)
+    return [Worlds.of_replicas(each) for each in found]
 
 
 def eval_batch_size(built: Built) -> int:
@@ -185,60 +196,6 @@ def eval_batch_size(built: Built) -> int:
     return built.settings.eval.batch_size or derived
 
 
-def _check_asked(job: Job, settings: Settings, plan: Plan) -> None:
-    problems: list[PacelineError] = []
-    train = settings.train
-    if train.exact:
-        problems += _check_exact(plan, train.precision)
-    if plan.replicas > plan.processes:
-        problems += refuse_under_threads(buffers=train.buffers, compiled=train.compile)
-    if train.precision == "fp16" and job.loss is not None and job.count is None:
-        problems.append(
-            JobError(
-                "fp16 needs the counts before the first forward, so that the scaled loss stays in range.",
-                hint="count=lambda batch: number of targets, or --train.precision bf16",
-            )
-        )
-    if job.loss_over == "batch":
-        problems += _check_whole(job, settings, plan)
-    best_rule(job)
-    raise_all(problems)
-
-
-def _check_whole(job: Job, settings: Settings, plan: Plan) -> list[PacelineError]:
-    found: list[PacelineError] = []
-    if job.loss is None:
-        found.append(JobError('loss_over="batch" needs loss=: the model\'s own sees its microbatch only.'))
-    if plan.num_micro > plan.replicas:
-        found.append(
-            UsageError(
-                f'loss_over="batch" refuses accumulation: {plan.num_micro} microbatches for {plan.replicas} replicas.',
-                cause="the loss needs the outputs of the whole batch at once",
-                hint="leave --train.micro_batch_size out, or more --ranks",
-            )
-        )
-    for is_on, name in ((settings.train.exact, "--train.exact"), (settings.train.buffers == "sync_bn", "sync_bn")):
-        if is_on:
-            found.append(UsageError(f'loss_over="batch" with {name} is not proved.', hint="leave one of them out"))
-    return found
-
-
-def _check_exact(plan: Plan, precision: str) -> list[PacelineError]:
-    found: list[PacelineError] = []
-    if plan.device != "cpu":
-        found.append(UsageError("exact mode is proved on CPUs only so far.", hint="--device cpu"))
-    if precision == "fp16":
-        found.append(UsageError("exact mode with fp16 is not proved: its loss scale may differ.", hint="bf16 or fp32"))
-    if plan.num_micro > MOST_MICROBATCHES:
-        found.append(
-            UsageError(
-                f"exact mode adds at most {MOST_MICROBATCHES} microbatches, this run has {plan.num_micro}.",
-                hint="a larger --train.micro_batch_size",
-            )
-        )
-    return found
-
-
 def _equal_start(model: nn.Module, world: World) -> list[str]:
     differed = [name for names in world.gather_json(equal_start(model, world=world)) for name in names]
     if not differed:
@@ -246,8 +203,9 @@ def _equal_start(model: nn.Module, world: World) -> list[str]:
     return [f"warning: start weights differed between ranks ({differed[0]}, ...); rank 0's were given to all"]
 
 
-def _reducer(named: Sequence[Named], home: Sequence[Named], world: World, grid: Grid | None) -> Reducer:
+def _reducer(named: Sequence[Named], home: Sequence[Named], worlds: Worlds, grid: Grid | None) -> Reducer:
     """`home` is where the gradients of this process's replicas end."""
+    world = worlds.summed
     if grid is not None:
         return ExactReducer(named=named, world=world, grid=grid)
     if isinstance(world, ThreadWorld):

@@ -3,8 +3,8 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from paceline.errors import DataError, JobError
 from paceline.feed.feed import eval_feed
-from paceline.job import Job
+from paceline.feed.types import LocalMicro
 from paceline.step.loss import LossContract
 from paceline.step.nested import to_device
 from paceline.streams import key, seed_all
+from paceline.train.built import Built
 from paceline.train.foreign import ForeignMetrics
-from paceline.world import World
 
 _LIMB_BITS = 32
 _SCALE_BITS = 1088
@@ -69,21 +69,17 @@ class ExactSum:
 class Evaluator:
     """Runs a model over a split."""
 
-    def __init__(
-        self,
-        *,
-        job: Job,
-        model: nn.Module,
-        world: World,
-        seed: int,
-        autocast: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._job = job
-        self._model = model
-        self._world = world
-        self._seed = seed
-        self._autocast = autocast
-        self._contract = LossContract(job=job, model=model)
+    def __init__(self, built: Built) -> None:
+        parts = built.step.parts
+        self._job = built.job
+        self._model = built.model
+        self._worlds = built.worlds
+        self._world = built.world
+        self._seed = built.settings.seed
+        self._autocast = parts.autocast
+        self._meets = parts.meets
+        self._tells = built.worlds.tp.rank == 0
+        self._contract = LossContract(job=built.job, model=built.model)
 
     def run(
         self,
@@ -98,13 +94,14 @@ class Evaluator:
         """Loss, its terms and the job's metrics, the same on every rank; None once any rank's `stop` says so."""
         began = time.perf_counter()
         sums: dict[str, tuple[ExactSum, ExactSum]] = {}
-        foreign = ForeignMetrics(self._job.metrics, world=self._world)
+        foreign = ForeignMetrics(self._job.metrics, world=self._worlds.data)
         totals: dict[str, list[int]] = {}
         samples = 0
         seed_all(key(self._seed, "evaluate"))
         with _evaluating(self._model), torch.no_grad():
-            for micro in self._feed(data, batch_size, workers, name, totals):
-                if stop():
+            feed = self._feed(data, batch_size, workers, name, totals)
+            for micro in self._in_step(feed, data, batch_size, name, stop) if self._meets else feed:
+                if stop() and not self._meets:
                     break
                 self._measure(micro.data, micro.num_samples, sums, foreign)
                 samples += micro.num_samples
@@ -120,18 +117,42 @@ class Evaluator:
         return Evaluated(metrics=metrics, samples=total, seconds=time.perf_counter() - began)
 
     def _feed(self, data: Any, batch_size: int, workers: int, name: str, totals: dict[str, list[int]]) -> Any:
+        own = self._worlds.data
+        agree = self._world.gather_json
+        return self._feed_of(
+            data, batch_size, workers, name, totals, replica=own.rank, replicas=own.world_size, agree=agree
+        )
+
+    def _feed_of(
+        self, data: Any, batch_size: int, workers: int, name: str, totals: dict[str, list[int]], **whose: Any
+    ) -> Iterator[LocalMicro]:
         return eval_feed(
             data=data,
             collate=self._job.collate,
             batch_size=batch_size,
-            replica=self._world.rank,
-            replicas=self._world.world_size,
             seed=self._seed,
             workers=workers,
             name=name,
             totals=totals,
-            agree=self._world.gather_json,
+            **whose,
         )
+
+    def _in_step(
+        self, feed: Iterator[LocalMicro], data: Any, batch_size: int, name: str, stop: Callable[[], bool]
+    ) -> Iterator[LocalMicro]:
+        """Where a forward waits for the other replicas', one without a batch repeats what it has, for nothing."""
+        spare: LocalMicro | None = None
+        while True:
+            micro = next(feed, None)
+            told = torch.tensor([int(stop()), int(micro is not None)], device=self._world.device)
+            stopped, going = self._world.all_reduce(told, op="max").tolist()
+            if stopped or not going:
+                return
+            if micro is None and spare is None:
+                spare = next(iter(self._feed_of(data, batch_size, 0, name, {}, replica=0, replicas=1)))
+            spare = micro or spare
+            assert spare is not None
+            yield micro or replace(spare, num_samples=0)
 
     def _measure(
         self, data: Any, num_samples: int, sums: dict[str, tuple[ExactSum, ExactSum]], foreign: ForeignMetrics
@@ -140,6 +161,8 @@ class Evaluator:
         with self._autocast():
             output = self._contract.forward(self._model, batch)
             terms = self._contract.terms(output, batch, num_samples=num_samples)
+        if not num_samples:
+            return
         for name, (total, count) in terms.items():
             _add(sums, name if len(terms) == 1 else f"{LOSS}/{name}", total, count)
         for name, metric in (self._job.metrics or {}).items():
@@ -156,8 +179,10 @@ class Evaluator:
 
     def _joint(self, sums: dict[str, tuple[ExactSum, ExactSum]], samples: int) -> tuple[dict[str, float], int]:
         names = sorted({name for mine in self._world.gather_json(list(sums)) for name in mine})
-        rows = [limb for name in names for part in sums.get(name, (ExactSum(), ExactSum())) for limb in part.limbs()]
-        vector = self._world.all_reduce(torch.tensor([*rows, samples], dtype=torch.int64, device=self._world.device))
+        own = sums if self._tells else {}
+        rows = [limb for name in names for part in own.get(name, (ExactSum(), ExactSum())) for limb in part.limbs()]
+        vector = torch.tensor([*rows, samples * self._tells], dtype=torch.int64, device=self._world.device)
+        self._world.all_reduce(vector)
         values = vector.tolist()
         width = _LIMBS + 1
         metrics = {}

@@ -66,13 +66,7 @@ class Loop:
         self.eval_every = built.settings.eval.every or derived_interval(self.total_steps)
         self._judge = Judge(built.job, progress)
         self.anew = self._judge.anew
-        self._evaluator = Evaluator(
-            job=built.job,
-            model=built.model,
-            world=built.world,
-            seed=built.settings.seed,
-            autocast=built.step.autocast,
-        )
+        self._evaluator = Evaluator(built)
         self._began = self._checked = cursor.step
         self._last: StepResult | None = None
         self._before: StepInput | None = None

@@ -61,7 +61,7 @@ class Run:
         self._session: Session | None = None
         kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
         asked = parse_layout(layout) if layout is not None else None
-        count = ranks or (asked and asked.replicas) or _world_size() or (visible_gpus() if kind == "cuda" else 1) or 1
+        count = ranks or (asked and asked.ranks) or _world_size() or (visible_gpus() if kind == "cuda" else 1) or 1
         script = Path(sys.argv[0]).stem or "run"
         given = {name: value for name, value in (settings or {}).items() if name != "run_dir" or not run_dir}
         asked_here = Asked().over(given, origin="Run(settings=)")

@@ -108,8 +108,8 @@ class Session:
             cut=Cut(
                 global_batch_size=plan.global_batch_size,
                 micro_batch_size=plan.micro_batch_size,
-                replica=self.world.rank,
-                replicas=self.world.world_size,
+                replica=self.built.worlds.data.rank,
+                replicas=self.built.worlds.data.world_size,
                 drop_last=settings.data.drop_last,
             ),
             cursor=cursor,

@@ -10,7 +10,9 @@ from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
 from paceline.faults import Fault, parse_faults
 from paceline.launch.environments import Joined, detect
 from paceline.launch.meet import adopt
+from paceline.plan.legal import refuse_unproved
 from paceline.plan.machine import usable_cores, visible_gpus
+from paceline.plan.mesh import mesh_of
 from paceline.plan.settle import Cluster, settle_threads
 from paceline.plugins import resolve
 from paceline.spec.jobref import job_defaults, parse_jobref
@@ -85,15 +87,17 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
         _check_not_nested(joined, faults, problems)
     if ref is not None:
         problems += _unknown_parameters(job_defaults(ref), asked)
-    if layout is not None and layout.replicas and common.ranks is None and (joined is None or threads):
-        ranks = layout.replicas
+    if layout is not None and layout.ranks and common.ranks is None and (joined is None or threads):
+        ranks = layout.ranks
+    if layout is not None:
+        problems += refuse_unproved(layout, mesh_of(layout, ranks=ranks, problems=problems))
     raise_all(problems)
     assert layout is not None and settings is not None
     return Task(
         verb=verb,
         job=job,
         run=common.run_dir or settings.run_dir or "",
-        layout=str(layout.kind if layout.kind is not Kind.DDP else layout),
+        layout=str(layout),
         update=common.update,
         ranks=ranks,
         device=device,

@@ -1,0 +1,88 @@
+"""What every rank holds of every tensor, and how whole tensors are put together from it, bit for bit."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from paceline.place.parts import Part
+from paceline.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A tensor of the model, by FQN, as this rank has it; `tensor` is None where it has nothing of it."""
+
+    name: str
+    part: Part
+    dtype: torch.dtype
+    tensor: Tensor | None
+
+
+class Holding:
+    """The tensors of all ranks. Every rank makes it with the same names, and calls what it offers together."""
+
+    def __init__(self, *, world: World, held: Sequence[Held]) -> None:
+        self._world = world
+        self.mine = {one.name: one for one in held}
+        told = world.gather_json([None if one.part.is_all else one.part.as_json() for one in held])
+        self._parts = {
+            one.name: [_part(one, parts[place]) for parts in told] for place, one in enumerate(self.mine.values())
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """In the model's order."""
+        return list(self.mine)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether every rank holds everything."""
+        return all(part.is_all for parts in self._parts.values() for part in parts)
+
+    def parts(self, name: str) -> list[Part]:
+        """Every rank's part of a tensor."""
+        return self._parts[name]
+
+    def copies(self, name: str) -> list[list[int]]:
+        """The ranks that hold it whole together, for each copy there is."""
+        holders: dict[object, list[int]] = {}
+        for rank, part in enumerate(self._parts[name]):
+            if part.boxes:
+                holders.setdefault(part.boxes, []).append(rank)
+        most = max(map(len, holders.values()), default=0)
+        return [[ranks[copy % len(ranks)] for ranks in holders.values()] for copy in range(most)]
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank's part belongs to the first copy: then it speaks for it."""
+        copies = self.copies(name)
+        return bool(copies) and self._world.rank in copies[0]
+
+    def whole(self, name: str, tensor: Tensor | None, *, copy: int = 0) -> Tensor:
+        """The whole tensor, on every rank, from `tensor`, each rank's part of it (a gradient, a weight)."""
+        held, ranks = self.mine[name], self.copies(name)[copy]
+        part = self._parts[name][self._world.rank]
+        found = torch.zeros(part.shape, dtype=held.dtype, device=self._world.device)
+        if self._world.rank in ranks and tensor is not None:
+            part.put(tensor.detach(), into=found)
+        if len(ranks) == 1:
+            return self._world.broadcast(found, source=ranks[0])
+        if found.numel():  # every byte is one rank's alone, so that the sum adds only zeros
+            self._world.all_reduce(found.view(-1).view(torch.uint8))
+        return found
+
+    def wholes(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+        """One whole tensor after another: no rank holds all of them, unless it keeps them."""
+        for name in self.names:
+            yield name, self.whole(name, tensors.get(name))
+
+    def take(self, name: str, whole: Tensor) -> Tensor | None:
+        """This rank's part of a whole tensor."""
+        part = self._parts[name][self._world.rank]
+        return None if part.local is None else part.take(whole)
+
+
+def _part(one: Held, told: list[object] | None) -> Part:
+    return Part.all_of(one.part.shape) if told is None else Part.from_json(told)

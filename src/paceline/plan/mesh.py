@@ -1,0 +1,184 @@
+"""The mesh: how many ranks each axis has, which rank stands where, and which products are legal."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from paceline.errors import LayoutError, PacelineError
+from paceline.spec.layout import AXES, REST, Kind, Layout
+from paceline.spec.words import many
+
+ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DATA = ("dp_replicate", "dp_shard")
+SUMMED = ("dp_replicate", "dp_shard", "cp")
+_MOST_NEAR = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Ranks per axis, outermost first; `ep` is carved out of the data axes and no factor of its own.
+
+    `zero` is the ZeRO stage of `dp_shard`, 0 where nothing is sharded.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    zero: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Processes in all."""
+        return math.prod(self.size(axis) for axis in ORDER)
+
+    @property
+    def replicas(self) -> int:
+        """Coordinates of (`dp_replicate`, `dp_shard`): each gets other samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @cached_property
+    def split(self) -> tuple[str, ...]:
+        """The axes that have more than one rank."""
+        return tuple(axis for axis in AXES if self.size(axis) > 1)
+
+    def size(self, axis: str) -> int:
+        """Ranks along an axis."""
+        found: int = getattr(self, axis)
+        return found
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis."""
+        found = {}
+        for axis in reversed(ORDER):
+            rank, found[axis] = divmod(rank, self.size(axis))
+        return found
+
+    def group(self, rank: int, *, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that differ from this one on these axes only, in order."""
+        own = self.place(rank)
+        fixed = [axis for axis in ORDER if axis not in axes]
+        return tuple(
+            other for other in range(self.ranks) if all(self.place(other)[axis] == own[axis] for axis in fixed)
+        )
+
+    def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
+        """All of them: every rank is in exactly one."""
+        return sorted({self.group(rank, axes=axes) for rank in range(self.ranks)})
+
+    def __str__(self) -> str:
+        """`pp=2,dp_shard=2`, the axes that are split."""
+        return ",".join(f"{axis}={self.size(axis)}" for axis in self.split) or "single"
+
+    def as_json(self) -> dict[str, int]:
+        """For plan.json."""
+        return asdict(self)
+
+
+def mesh_of(layout: Layout, *, ranks: int, problems: list[PacelineError]) -> Mesh:
+    """The sizes of all axes for this many ranks; what does not fit is added to `problems`."""
+    if layout.kind is Kind.THREADS:
+        if layout.threads not in (None, ranks):
+            text = f"{layout} needs {many(layout.threads or 0, 'rank')}, you have {ranks}."
+            problems.append(LayoutError(text, hint=f"--ranks {layout.threads}, or --layout threads={ranks}"))
+        return Mesh(dp_replicate=ranks)
+    sizes = {axis: layout.sizes.get(axis, 1) for axis in AXES}
+    if layout.kind is Kind.HSDP and "dp_replicate" not in layout.sizes:
+        _hsdp(layout, sizes, ranks, problems)
+    known = math.prod(size for axis, size in sizes.items() if size != REST and axis != "ep")
+    open_axis = next((axis for axis, size in sizes.items() if size == REST), None)
+    if open_axis == "ep":
+        sizes["ep"] = sizes["dp_replicate"] * sizes["dp_shard"]
+        if sizes["ep"] == 1:  # the word alone: experts over replicas
+            sizes["dp_replicate"] = sizes["ep"] = ranks
+            known = ranks
+    elif open_axis is not None:
+        sizes[open_axis] = max(1, ranks // known)
+        known *= sizes[open_axis]
+    mesh = Mesh(**sizes, zero=layout.zero if sizes["dp_shard"] > 1 else 0)
+    if known != ranks:
+        problems.append(_does_not_fit(layout, mesh, ranks, open_axis))
+    data = mesh.replicas
+    if data % mesh.ep:
+        hint = f"--layout dp_replicate={mesh.ep},ep={mesh.ep}"
+        cause = "experts are split over ranks that see other samples"
+        problems.append(LayoutError(f"ep={mesh.ep} does not divide {many(data, 'replica')}.", cause=cause, hint=hint))
+    return mesh
+
+
+def label(layout: Layout, mesh: Mesh) -> str:
+    """A layout's name in plans and answers: its word, or its axes, with what is not as it is by itself."""
+    own = [axis for axis in layout.sizes if axis != "ep"]
+    if layout.kind is not Kind.AXES and len(own) <= 1:
+        return ",".join([str(layout.kind), *layout.options()])
+    words = {("dp_replicate",): "ddp", ("tp",): "tp", ("pp",): "pp", ("cp",): "cp", (): "single"}
+    zeros = {1: "zero1", 2: "zero2", 3: "fsdp"}
+    word = zeros[mesh.zero] if mesh.split == ("dp_shard",) else words.get(mesh.split, str(mesh))
+    options = [option for option in layout.options() if not option.startswith("zero=") or word == str(mesh)]
+    return ",".join([word, *options])
+
+
+def near(mesh: Mesh, *, ranks: int) -> list[Mesh]:
+    """The products of this many ranks that are nearest to what was asked, nearest first."""
+    free = [axis for axis in ORDER if mesh.size(axis) > 1] or ["dp_replicate"]
+    found = {str(other): other for other in _products(free, ranks, zero=mesh.zero)}
+    wider = list(dict.fromkeys([*free, "dp_shard"]))
+    found |= {str(other): other for other in _products(wider, ranks, zero=mesh.zero or 3)}
+    return sorted(found.values(), key=lambda other: (_distance(mesh, other), str(other)))[:_MOST_NEAR]
+
+
+def _products(axes: Sequence[str], ranks: int, *, zero: int) -> Iterator[Mesh]:
+    for sizes in _factors(len(axes), ranks):
+        found = dict(zip(axes, sizes, strict=True))
+        yield Mesh(**found, zero=zero if found.get("dp_shard", 1) > 1 else 0)
+
+
+def _factors(places: int, product: int) -> Iterator[tuple[int, ...]]:
+    if places == 1:
+        yield (product,)
+        return
+    for first in (n for n in range(1, product + 1) if product % n == 0):
+        for rest in _factors(places - 1, product // first):
+            yield (first, *rest)
+
+
+def _distance(one: Mesh, other: Mesh) -> float:
+    """How far the sizes are apart; an axis that vanishes or appears counts twice."""
+    steps = [abs(math.log2(one.size(axis) / other.size(axis))) for axis in ORDER]
+    flips = [(one.size(axis) > 1) != (other.size(axis) > 1) for axis in ORDER]
+    return sum(steps) + sum(flips)
+
+
+def _does_not_fit(layout: Layout, mesh: Mesh, ranks: int, open_axis: str | None) -> PacelineError:
+    product = " × ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.split if axis != "ep")
+    nearest = near(mesh, ranks=ranks)
+    choice = " · ".join(map(str, nearest))
+    if layout.kind is Kind.SINGLE:
+        return LayoutError(
+            f"layout single is one process, you have {ranks} ranks.", hint=f"--layout ddp --ranks {ranks}"
+        )
+    if open_axis is not None:
+        others = math.prod(mesh.size(axis) for axis in ORDER if axis != open_axis)
+        return LayoutError(
+            f"{many(ranks, 'rank')} do not divide by the {others} that the other axes of {layout} take.",
+            cause=f"nearest that fit: {choice}",
+            hint=f"--layout {nearest[0]}, or --ranks {others * max(1, round(ranks / others))}",
+        )
+    return LayoutError(
+        f"{product or layout} needs {many(mesh.ranks, 'rank')}, you have {ranks}.",
+        cause=f"nearest that fit: {choice}",
+        hint=f"--ranks {mesh.ranks}, or --layout {nearest[0]}",
+    )
+
+
+def _hsdp(layout: Layout, sizes: dict[str, int], ranks: int, problems: list[PacelineError]) -> None:
+    """Shards of half the ranks, twice, unless said otherwise."""
+    others = math.prod(size for axis, size in sizes.items() if axis not in ("dp_replicate", "dp_shard", "ep"))
+    data = ranks // max(others, 1)
+    shard = layout.sizes.get("dp_shard", REST)
+    sizes["dp_replicate"] = 2 if shard == REST else max(1, data // shard)
+    if data < 4 and shard == REST:
+        sizes["dp_shard"] = 2

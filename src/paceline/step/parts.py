@@ -1,0 +1,71 @@
+"""What a step is made of."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paceline.place.batchnorm import StatisticsTape
+from paceline.place.buffers import BufferPolicy
+from paceline.place.replicate import Reducer
+from paceline.place.sync_bn import Rounds
+from paceline.place.views import write
+from paceline.step.loss import LossContract
+from paceline.step.turns import ALONE, Turns
+from paceline.step.update import Update
+from paceline.streams import Streams
+from paceline.world import World
+from paceline.worlds import Worlds
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """One replica's."""
+
+    model: nn.Module
+    worlds: Worlds
+    contract: LossContract
+    reducer: Reducer
+    tape: StatisticsTape
+    buffers: BufferPolicy
+    update: Update
+    streams: Streams
+    precision: str = "fp32"
+    exact: bool = False
+    rounds: Rounds | None = None
+    turns: Turns = ALONE
+
+    @property
+    def world(self) -> World:
+        """Everybody."""
+        return self.worlds.every
+
+    @property
+    def meets(self) -> bool:
+        """Whether a forward or backward waits for the other replicas': then all run equally many."""
+        return self.rounds is not None or self.reducer.meets
+
+    @contextmanager
+    def weightless(self) -> Iterator[None]:
+        """For a microbatch that counts nothing: it leaves no trace in running statistics or other buffers."""
+        if self.rounds is not None:
+            self.rounds.weight = 0.0
+        kept = [] if self.rounds is not None else [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        try:
+            yield
+        finally:
+            for buffer, value in kept:
+                write(buffer.data, value)
+            if self.rounds is not None:
+                self.rounds.weight = 1.0
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The precision that forward and loss run in."""
+        dtype = _AUTOCAST.get(self.precision)
+        if dtype is None:
+            return nullcontext()
+        return torch.autocast(self.world.device.type, dtype=dtype)

@@ -1,0 +1,173 @@
+"""Forward and backward of this rank's microbatches, one after another."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.errors import JobError
+from paceline.step.given import Given
+from paceline.step.joint import Joint
+from paceline.step.loss import Terms
+from paceline.step.nested import to_device
+from paceline.step.parts import Parts
+from paceline.step.telling import Telling
+from paceline.step.whole import gather, quotients
+
+
+class Passes(Protocol):
+    """What runs the microbatches of a step."""
+
+    def run(self, given: Given, *, step: int, stop: bool) -> tuple[Joint, bool]:
+        """Leave gradients with the reducer; returns the joint vector, sent, and whether its count is still to divide.
+
+        Raises:
+            JobError: the loss is none that can be had so.
+        """
+
+
+class MicroPasses:
+    """The joint vector travels under the last backward."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._telling = Telling(parts, tells=parts.worlds.tp.rank == 0)
+        self._spare: Any = None
+
+    def run(self, given: Given, *, step: int, stop: bool) -> tuple[Joint, bool]:
+        """Each microbatch forward and backward."""
+        device = self._parts.world.device
+        data = [to_device(micro.data, device) for micro in given.micro]
+        counts = self._telling.counts(data)
+        missing = self._missing(given)
+        joint: Joint | None = None
+        for position, (micro, batch) in enumerate(zip(given.micro, data, strict=True)):
+            last = position == len(data) - 1
+            terms = forward(self._parts, batch, step=step, index=micro.index, num_samples=micro.num_samples)
+            joint = joint or self._telling.joint(given, terms, stop=stop)
+            self._telling.put(joint, micro.index, terms)
+            if last and not missing:
+                self._telling.send(joint)
+            backward(self._parts, divided(terms, counts), last=last and not missing)
+        if missing:
+            self._spare = data[0] if data else self._spare
+            self._spare = _spare(given, device) if self._spare is None else self._spare
+        joint = self._stand_in(given, missing, joint, step=step, stop=stop)
+        joint.expect(counts or {})
+        return joint, counts is None
+
+    def _missing(self, given: Given) -> int:
+        """Rounds in which the layers meet and this replica has no sample."""
+        if not self._parts.meets:
+            return 0
+        return -(-given.num_micro // self._parts.worlds.data.world_size) - len(given.micro)
+
+    def _stand_in(self, given: Given, missing: int, joint: Joint | None, *, step: int, stop: bool) -> Joint:
+        """Take part in those rounds with weight zero; as on every rank, the joint vector is sent in the last one."""
+        if not missing:
+            if joint is None:
+                joint = self._telling.joint(given, None, stop=stop)
+                self._telling.send(joint)
+            return joint
+        for number in range(missing):
+            last = number == missing - 1
+            with self._parts.weightless():
+                terms = forward(self._parts, self._spare, step=step, index=given.num_micro, num_samples=0)
+                joint = joint or self._telling.joint(given, terms, stop=stop)
+                if last:
+                    self._telling.send(joint)
+                backward(self._parts, torch.stack([total for total, _ in terms.values()]).sum() * 0.0, last=last)
+        assert joint is not None
+        return joint
+
+
+def _spare(given: Given, device: torch.device) -> Any:
+    """A microbatch of another replica's, for one that has none."""
+    if given.spare is None:
+        raise JobError(
+            f"the first batch has {given.num_micro} microbatches, fewer than there are replicas.",
+            cause="layers that meet over all replicas need a sample on each, and a stream can't be read twice",
+            hint="a smaller --train.micro_batch_size, or --layout ddp --train.buffers fold",
+        )
+    return to_device(given.spare(), device)
+
+
+class WholePasses:
+    """One pass, with the loss of the whole batch on every replica that has a part of it."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._telling = Telling(parts, tells=parts.worlds.tp.rank == 0)
+
+    def run(self, given: Given, *, step: int, stop: bool) -> tuple[Joint, bool]:
+        """Outputs are gathered, then everybody has the same loss."""
+        parts = self._parts
+        mine, terms = None, None
+        for micro in given.micro:
+            batch = to_device(micro.data, parts.world.device)
+            mine = _output(parts, batch, step=step, index=micro.index), batch
+        own = sum(micro.num_samples for micro in given.micro)
+        whole = gather(mine, world=parts.worlds.data, num_samples=own)
+        if whole is not None:
+            with parts.autocast():
+                terms = parts.contract.terms(*whole, num_samples=given.num_samples)
+        joint = self._telling.joint(given, terms, stop=stop)
+        if terms is not None and given.micro[0].index == 0:  # all have the same: it is told once
+            self._telling.put(joint, 0, terms)
+        self._telling.send(joint)
+        if terms is not None:
+            backward(parts, quotients(terms), last=True)
+        return joint, False
+
+
+def forward(parts: Parts, batch: Any, *, step: int, index: int, num_samples: int) -> Terms:
+    """One microbatch's terms; it draws from its own stream. Without samples it leaves no trace."""
+    parts.tape.at(index, counts=num_samples > 0)
+    with parts.turns.forward(lambda: parts.streams.enter(step=step, microbatch=index)), parts.autocast():
+        output = parts.contract.forward(parts.model, batch)
+        return parts.contract.terms(output, batch, num_samples=num_samples)
+
+
+def _output(parts: Parts, batch: Any, *, step: int, index: int) -> Any:
+    parts.tape.at(index)
+    with parts.turns.forward(lambda: parts.streams.enter(step=step, microbatch=index)), parts.autocast():
+        return parts.contract.forward(parts.model, batch)
+
+
+def divided(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
+    """What backward runs on: the sum, or where the counts of the whole batch are known the quotients."""
+    if counts is None:
+        (total, _), *_ = terms.values()
+        return total
+    missing = sorted(set(terms) - set(counts))
+    if missing:
+        raise JobError(
+            f"count= gives no count for the loss term {', '.join(missing)}.",
+            hint=f"count=lambda batch: {{{missing[0]!r}: number, ...}}",
+        )
+    parts = [total / counts[name].to(total.dtype) for name, (total, _) in terms.items()]
+    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+
+def backward(parts: Parts, loss: Tensor, *, last: bool) -> None:
+    """One microbatch's; `last` of this replica's in the step."""
+    if not loss.requires_grad:
+        raise no_gradient()
+    parts.reducer.before_backward(last=last)
+    with parts.turns.backward():
+        parts.update.scaled(loss).backward()
+    parts.reducer.after_backward()
+
+
+def no_gradient() -> JobError:
+    """What to say of a loss that nothing trainable flows into."""
+    return JobError(
+        "the loss does not depend on any trainable parameter.",
+        cause="a detach(), .item() or torch.no_grad() inside the loss, or a frozen model",
+        hint="return the loss as a tensor that the model's output flows into",
+    )
+
+
+def passes_of(parts: Parts) -> Passes:
+    """How this job's microbatches run on every rank alike."""
+    return WholePasses(parts) if parts.contract.over_batch else MicroPasses(parts)

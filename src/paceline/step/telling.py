@@ -1,0 +1,67 @@
+"""What this rank tells the others in a step, and what it hears: terms, counts, flags."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from paceline.errors import JobError
+from paceline.step.given import Given
+from paceline.step.joint import BUFFERS, FINGERPRINT, STOP, Joint, joint_counts
+from paceline.step.loss import Terms
+from paceline.step.parts import Parts
+
+
+class Telling:
+    """The names of the terms are agreed on once. `tells`: no other rank gives what this one does."""
+
+    def __init__(self, parts: Parts, *, tells: bool) -> None:
+        self._parts = parts
+        self._tells = tells
+        self._names: tuple[str, ...] | None = None
+
+    def joint(self, given: Given, terms: Terms | None, *, stop: bool) -> Joint:
+        """The vector of this step, before anything was put into it."""
+        joint = Joint(world=self._parts.world, names=self._agreed_names(terms), num_micro=given.num_micro)
+        joint.flag(STOP, float(stop))
+        joint.flag(FINGERPRINT, float(given.fingerprint))
+        return joint
+
+    def put(self, joint: Joint, index: int, terms: Terms) -> None:
+        """Give a microbatch's terms, on one of the ranks that have them."""
+        if self._tells:
+            joint.put(index, terms)
+
+    def send(self, joint: Joint) -> None:
+        """With what has become of the buffers until now."""
+        joint.flag(BUFFERS, float(self._parts.buffers.changed()))
+        joint.start()
+
+    def counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
+        """The counts of the whole batch, where the job gives them before the forward."""
+        contract = self._parts.contract
+        if not contract.counts_first:
+            return None
+        local: dict[str, float | Tensor] = {}
+        for batch in data:
+            for name, count in contract.counts(batch).items():
+                local[name] = local.get(name, 0.0) + count
+        if self._names is None:
+            everybody = self._parts.world.gather_json(list(local))
+            self._names = tuple(next(names for names in everybody if names))
+        return joint_counts(local if self._tells else {}, world=self._parts.world, names=self._names)
+
+    def _agreed_names(self, terms: Terms | None) -> tuple[str, ...]:
+        """Also for ranks whose first step holds no sample."""
+        if self._names is None:
+            everybody = self._parts.world.gather_json(None if terms is None else list(terms))
+            first = next(names for names in everybody if names is not None)
+            contract = self._parts.contract
+            if len(first) > 1 and not (contract.counts_first or contract.over_batch):
+                raise JobError(
+                    f"the loss has {len(first)} terms ({', '.join(first)}), each with its own count.",
+                    cause="their counts over all ranks must be known before the first backward",
+                    hint="count=lambda batch: {name: number for each term}",
+                )
+            self._names = tuple(first)
+        return self._names
