@@ -1,24 +1,32 @@
 """What every rank holds of every tensor, and how whole tensors are put together from it, bit for bit."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.place.parts import Part
+from paceline.place.units import Named
 from paceline.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A tensor of the model, by FQN, as this rank has it; `tensor` is None where it has nothing of it."""
+    """A tensor of the model, by FQN, as this rank has it. `find` gives it as it is now: forwards replace buffers."""
 
     name: str
     part: Part
     dtype: torch.dtype
-    tensor: Tensor | None
+    find: Callable[[], Tensor]
+    is_buffer: bool = False
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """Without its history; None where the rank has nothing of it."""
+        return None if self.part.local is None else self.find().detach()
 
 
 class Holding:
@@ -36,6 +44,11 @@ class Holding:
     def names(self) -> list[str]:
         """In the model's order."""
         return list(self.mine)
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """The names that are no buffers."""
+        return frozenset(name for name, one in self.mine.items() if not one.is_buffer)
 
     @cached_property
     def is_whole(self) -> bool:
@@ -84,5 +97,38 @@ class Holding:
         return None if part.local is None else part.take(whole)
 
 
-def _part(one: Held, told: list[object] | None) -> Part:
+def all_of(model: nn.Module) -> list[Held]:
+    """Parameters and buffers of a model that is whole."""
+    buffers = [_whole(model, name, tensor, is_buffer=True) for name, tensor in model.named_buffers()]
+    return [
+        *(_whole(model, name, parameter, is_buffer=False) for name, parameter in model.named_parameters()),
+        *buffers,
+    ]
+
+
+def all_shares(named: Sequence[Named]) -> list[Held]:
+    """The parameters that optimizers hold whole."""
+    return [
+        Held(
+            name=m.name,
+            part=Part.all_of(m.parameter.shape),
+            dtype=m.parameter.dtype,
+            find=partial(Tensor.detach, m.parameter),
+        )
+        for m in named
+    ]
+
+
+def _whole(model: nn.Module, name: str, tensor: Tensor, *, is_buffer: bool) -> Held:
+    part = Part.all_of(tensor.shape)
+    return Held(name=name, part=part, dtype=tensor.dtype, find=partial(_live, model, name), is_buffer=is_buffer)
+
+
+def _live(model: nn.Module, name: str) -> Tensor:
+    path, _, leaf = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(path), leaf)
+    return found
+
+
+def _part(one: Held, told: Sequence[Any] | None) -> Part:
     return Part.all_of(one.part.shape) if told is None else Part.from_json(told)

@@ -52,21 +52,22 @@ def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say)
     contents: Contents = {}
     losses = [built.step.run(given).loss for given in _first(built, steps, contents)]
     _see_contents(finding, built, contents, right_contents)
-    apart = first_apart(built.model, world=built.world, ema=built.update.ema)
+    apart = first_apart(built)
     if apart is not None:
         finding.blame(step=steps, parameter=apart.name, cause=f"the replicas are no longer equal: {apart}")
     evaluated = _evaluated(built)
+    weights, kept = _of_layout(built), _listed(built)
     if reference is not None and steps:
         other = reference.again()
         if can_nudge(other, at=At(step=0, epoch=0, position=0), seed=1):
             nudge(other.model, seed=1)
         _alone(other, steps, backwards=True)
-        _judge(finding, built, reference, other, start, steps)
+        _judge(finding, weights, reference, other, start, steps)
         finding.detail = f"Loss {losses[-1]:.6g} beside {right_losses[-1]:.6g} after {many(steps, 'step')}."
         if evaluated is None and built.job.eval_data is not None:
             finding.detail += " The evaluation was not compared: eval_data is a stream, or has a sampler of its own."
         if evaluated is not None:
-            _judge_evaluation(finding, built, reference, evaluated, steps)
+            _judge_evaluation(finding, built, reference, evaluated, steps, kept)
     found: Finding = Finding(**built.world.share_json(vars(finding)))
     return found
 
@@ -113,7 +114,7 @@ def _alone(reference: Reference, steps: int, *, backwards: bool, contents: Conte
 
 def _judge(
     finding: Finding,
-    built: Built,
+    found: Mapping[str, Tensor],
     reference: Reference,
     disturbed: Reference,
     start: Mapping[str, Tensor],
@@ -122,7 +123,7 @@ def _judge(
     """Drift is measured against what a disturbance does, and against how far training has moved the tensor at all."""
     right, other = _trained(reference), _trained(disturbed)
     bad: dict[str, float] = {}
-    for name, weight in _of_layout(built).items():
+    for name, weight in found.items():
         apart = distance(weight, right[name])
         floor = max(MARGIN * distance(other[name], right[name]), _DRIFT * distance(right[name], start[name]))
         verdict = judged(apart, floor)
@@ -134,7 +135,7 @@ def _judge(
         finding.count("averages", len(reference.average.tensors))
     if bad:
         name = max(bad, key=lambda key: bad[key])
-        weights = any(name in bad for name, _ in built.model.named_parameters())
+        weights = any(name in bad for name, _ in reference.model.named_parameters())
         cause = _PART if weights else "the weights agree and their average does not: another decay, or steps left out"
         finding.blame(step=steps, parameter=name, cause=f"{cause} ({len(bad)} of {len(right)})")
 
@@ -147,8 +148,21 @@ def _trained(reference: Reference) -> dict[str, Tensor]:
 
 
 def _of_layout(built: Built) -> dict[str, Tensor]:
-    weights, ema = {name: p.detach() for name, p in built.model.named_parameters()}, built.update.ema
-    return weights if ema is None else weights | dict(zip(averaged(ema.names), ema.averages, strict=True))
+    """Weights and their averages, whole."""
+    holding, ema = built.weights, built.update.ema
+    mine = {name: held.tensor for name, held in holding.mine.items() if name in holding.parameters}
+    found = {name: holding.whole(name, tensor) for name, tensor in mine.items()}
+    if ema is not None:
+        names = zip(ema.names, averaged(ema.names), ema.averages, strict=True)
+        found |= {new: holding.whole(name, average) for name, new, average in names}
+    return found
+
+
+def _listed(built: Built) -> dict[str, Tensor]:
+    """What the `state_dict` lists, whole."""
+    holding = built.weights
+    listed = [name for name in tensors_of(built.model) if name in holding.mine]
+    return {name: holding.whole(name, holding.mine[name].tensor) for name in listed}
 
 
 def _evaluated(built: Built) -> Evaluated | None:
@@ -176,12 +190,19 @@ def _some(data: Any, built: Built) -> Any:
     return Subset(data, range(min(len(data), _EVALUATED_BATCHES * built.world.world_size * size + 1)))
 
 
-def _judge_evaluation(finding: Finding, built: Built, reference: Reference, evaluated: Evaluated, steps: int) -> None:
+def _judge_evaluation(
+    finding: Finding,
+    built: Built,
+    reference: Reference,
+    evaluated: Evaluated,
+    steps: int,
+    theirs: Mapping[str, Tensor],
+) -> None:
     """One process evaluates the layout's own weights: each sample once, sums over sums of counts."""
     with torch.no_grad():
-        theirs = tensors_of(built.model)
         for name, tensor in tensors_of(reference.model).items():
-            write(tensor, theirs[name])
+            if name in theirs:  # a tied one under its first name
+                write(tensor, theirs[name])
     right, samples = _by_hand(built, reference)
     if samples != evaluated.samples:
         cause = f"evaluation saw {evaluated.samples} samples for {samples}"

@@ -59,11 +59,13 @@ class Inquiry:
         """What is rounding in this parameter's gradient."""
         return self.floors.gradients.get(name, 0.0)
 
-    def cause(self, everywhere: Sequence[Tensors], names: Sequence[str], rank: int, is_data_right: bool) -> str:
+    def cause(
+        self, everywhere: Sequence[Tensors], names: Sequence[str], rank: int, is_data_right: bool, replicas: int
+    ) -> str:
         kept = list(names[:_MOST_PARAMETERS])
         detailed = self.again(keep=kept)
         evidence = self._evidence(everywhere, kept, rank, detailed)
-        ranks = len(everywhere) if self._reference.spec.together == 1 else 1
+        ranks = replicas if self._reference.spec.together == 1 else 1
         shape = {"num_parameters": len(self.gradient.total), "num_differing": len(names)}
         given: dict[str, Any] = {**shape, "ranks": ranks, "is_data_right": is_data_right}
         given["samples"] = sum(len(part) for part in detailed.samples)

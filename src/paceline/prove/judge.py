@@ -21,7 +21,10 @@ from paceline.prove.states import norm_cause, update_cause
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What the layout did in one step: on each rank the gradients and buffers, and what was read, by microbatch."""
+    """What the layout did in one step: in each copy the gradients and buffers, and what was read, by microbatch.
+
+    `replicas` deal the microbatches out among them; each has a copy of its own, unless shards make copies fewer.
+    """
 
     gradients: Sequence[Tensors]
     buffers: Sequence[Tensors]
@@ -30,6 +33,12 @@ class Seen:
     contents: Mapping[int, int] = field(default_factory=dict)
     rows: Mapping[int, int] = field(default_factory=dict)
     ran: Sequence[int] = ()
+    replicas: int = 0
+
+    @property
+    def dealt(self) -> int:
+        """Among how many the microbatches are dealt."""
+        return self.replicas or len(self.gradients)
 
 
 class Judge:
@@ -96,12 +105,16 @@ class Judge:
         """The joint counts, where the job gives them before the forward."""
         return self._inquiry.known
 
-    def see_own(self, own: Mapping[int, torch.Tensor], gradients: Sequence[Tensors]) -> None:
+    def see_own(
+        self, own: Mapping[int, torch.Tensor], gradients: Sequence[Tensors], *, replicas: int | None = None
+    ) -> None:
         """Every rank has run its microbatches by itself: did the fault arise there, or in adding them up?"""
         names, first = self.unexplained, self._finding.first_difference
         like = dict(self._reference.model.named_parameters())
         found = joined({name: gradients[0].get(name) for name in names}, like) * self._inquiry.gradient.divisor
-        cause, self._where = replay_cause(self._inquiry, own, names=names, found=found, ranks=len(gradients))
+        cause, self._where = replay_cause(
+            self._inquiry, own, names=names, found=found, ranks=replicas or len(gradients)
+        )
         if first is not None:
             share = f"{len(self._inquiry.unexplained)} of {len(self.right)} parameters"
             first["cause"] = f"{cause} ({share})"
@@ -162,7 +175,7 @@ class Judge:
         cause = data_cause(seen.samples, wanted)
         if cause is not None:
             wrong = [index for index, samples in wanted.items() if list(seen.samples.get(index, ())) != samples]
-            return cause + _owners(wrong, len(seen.gradients))
+            return cause + _owners(wrong, seen.dealt)
         other = [
             i
             for i, piece in enumerate(self._inquiry.pieces)
@@ -170,7 +183,7 @@ class Judge:
         ]
         if not other:
             return None
-        some = _owners(other, len(seen.gradients))
+        some = _owners(other, seen.dealt)
         share = f"{len(other)} of {len(wanted)}{some}"
         there = f"data: the right samples with other contents in microbatch {other[0]} ({share})"
         rows, samples = seen.rows.get(other[0], 0), len(wanted[other[0]])
@@ -190,7 +203,7 @@ class Judge:
             return
         names = bad[wrong[0]]
         where = f", on rank {', '.join(map(str, wrong))}" if len(wrong) < len(bad) else ""
-        cause = self._inquiry.cause(seen.gradients, names, wrong[0], is_data_right)
+        cause = self._inquiry.cause(seen.gradients, names, wrong[0], is_data_right, seen.dealt)
         if self._finding.first_difference is not None:
             self._inquiry.unexplained = []  # what came before the gradients explains them
         self._finding.blame(step=self._at.number, parameter=names[0], cause=cause + where)

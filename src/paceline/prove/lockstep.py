@@ -1,8 +1,6 @@
 """The second rung: the layout beside one process, step by step, from equal weights each time."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +10,9 @@ from paceline.feed.feed import Feed, make_feed
 from paceline.feed.stream import checksum
 from paceline.feed.types import Cut, StepInput
 from paceline.order.cursor import Cursor
+from paceline.place.views import write
 from paceline.prove.dropout import quiet
+from paceline.prove.everywhere import apart, everywhere, give
 from paceline.prove.finding import Finding
 from paceline.prove.inquiry import flat
 from paceline.prove.judge import Judge, Seen
@@ -51,17 +51,13 @@ class Lockstep:
 
     def _compare_start(self) -> None:
         """Weights and buffers as they were built, on every rank."""
-        everywhere = self._world.gather_json(_digests(_state(self._built.model)))
-        if self._reference is None:
+        wanted = {} if self._reference is None else _state(self._reference.model)
+        found = apart(self._mine(), wanted, holding=self._built.weights, world=self._world)
+        for name, ranks in found.items() if self._reference is not None else ():
+            here = ranks.split(", ")[0] == "0"
+            again = "the build is not repeatable" if here else "not built from the same seed, nor broadcast"
+            self.finding.blame(step=1, parameter=name, cause=f"unequal start weights on rank {ranks}: {again}")
             return
-        wanted = _digests(_state(self._reference.model))
-        for name, digest in wanted.items():
-            others = [rank for rank, mine in enumerate(everywhere) if mine.get(name) != digest]
-            if others:
-                ranks = ", ".join(map(str, others))
-                again = "the build is not repeatable" if 0 in others else "not built from the same seed, nor broadcast"
-                self.finding.blame(step=1, parameter=name, cause=f"unequal start weights on rank {ranks}: {again}")
-                return
 
     def _step(self, cursor: Cursor, at: At) -> None:
         self._take_over()
@@ -90,8 +86,8 @@ class Lockstep:
         read = [[m.index, list(m.indices), checksum(m.data, 0), num_rows(m.data)] for m in given.micro]
         rows = [row for rows in self._world.gather_json(read) for row in rows]
         losses = self._world.gather_json(result.loss)
-        gradients = self._everywhere(self._gradients())
-        buffers = self._everywhere({name: b.detach() for name, b in model.named_buffers()})
+        gradients = self._gradients()
+        buffers = self._buffers()
         if judge is not None:
             seen = Seen(
                 gradients=gradients,
@@ -101,6 +97,7 @@ class Lockstep:
                 samples={index: samples for index, samples, _, _ in rows},
                 contents={index: content for index, _, content, _ in rows},
                 rows={index: number for index, _, _, number in rows},
+                replicas=self._built.worlds.data.world_size,
             )
             judge.see(seen)
         self._see_own(given, judge, gradients)
@@ -125,7 +122,7 @@ class Lockstep:
         size = sum(flat(targets[name]).numel() for name in names)
         own = everybodys(self._built, mine, num_micro=given.num_micro, size=size)
         if judge is not None:
-            judge.see_own(own, gradients)
+            judge.see_own(own, gradients, replicas=self._world.world_size)
 
     def _see_quiet(self, given: StepInput, judge: Judge | None) -> None:
         """Once more with every dropout rate at zero, on both sides."""
@@ -133,24 +130,35 @@ class Lockstep:
         with quiet(models):
             self._take_over()
             self._built.step.gradients(given)
-            gradients = self._everywhere(self._gradients())
+            gradients = self._gradients()
             if judge is not None:
                 judge.see_quiet(gradients)
         self._take_over()
 
-    def _gradients(self) -> dict[str, Tensor]:
+    def _gradients(self) -> list[dict[str, Tensor]]:
         named, scaler = self._built.named, self._built.update.scaler
         scale = 1.0 if scaler is None else scaler.get_scale()
-        return {m.name: m.parameter.grad.detach() / scale for m in named if m.parameter.grad is not None}
+        mine = {m.name: m.parameter.grad.detach() / scale for m in named if m.parameter.grad is not None}
+        return everywhere(mine, holding=self._built.kept, world=self._world)
+
+    def _buffers(self) -> list[dict[str, Tensor]]:
+        names = [name for name, _ in self._built.model.named_buffers()]
+        mine = {name: tensor for name, tensor in self._mine().items() if name in names}
+        return everywhere(mine, holding=self._built.weights, world=self._world, names=names)
+
+    def _mine(self) -> dict[str, Tensor]:
+        """What this rank's model holds of every parameter and buffer."""
+        held = self._built.weights.mine.values()
+        return {one.name: one.tensor for one in held if one.tensor is not None}
 
     def _take_over(self) -> None:
         """Give every rank the reference's weights and buffers."""
         source = {} if self._reference is None else _state(self._reference.model)
         with torch.no_grad():
-            for name, tensor in _state(self._built.model).items():
-                if self._reference is not None:
-                    tensor.copy_(source[name])
-                self._world.broadcast(tensor.data)
+            for name, held in self._built.weights.mine.items():
+                value = give(name, source.get(name), holding=self._built.weights, world=self._world)
+                if held.tensor is not None and value is not None:
+                    write(held.tensor, value)
 
     def _given(self, cursor: Cursor) -> StepInput:
         feed = feed_of(self._built, cursor)
@@ -159,46 +167,27 @@ class Lockstep:
         finally:
             feed.close()
 
-    def _everywhere(self, mine: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Every rank's tensors; only what differs from rank 0's travels."""
-        digests = self._world.gather_json(_digests(mine))
-        found: list[dict[str, Tensor]] = []
-        for rank, theirs in enumerate(digests):
-            parts = {}
-            for name in theirs:
-                if theirs[name] == digests[0].get(name):
-                    parts[name] = mine[name] if name in mine else torch.empty(0)
-                    continue
-                parts[name] = self._world.broadcast(
-                    self._part(mine, name, is_mine=rank == self._world.rank), source=rank
-                )
-            found.append(parts)
-        return found
-
-    def _part(self, mine: Mapping[str, Tensor], name: str, *, is_mine: bool) -> Tensor:
-        return mine[name].clone() if is_mine else torch.empty_like(_state(self._built.model)[name].detach())
-
     def _update(self, right: Mapping[str, Tensor], judge: Judge | None, step: int) -> None:
         """The same gradient into both optimizers; then the weights must be equal, on every rank."""
         names = set(self._world.share_json(sorted(right)))
+        kept, weights = self._built.kept, self._built.weights
+        before = {} if self._reference is None else {n: t.clone() for n, t in _state(self._reference.model).items()}
+        values = {
+            name: give(name, right.get(name), holding=kept, world=self._world) for name in kept.names if name in names
+        }
         for member in self._built.named:
-            if member.name not in names:
-                member.parameter.grad = None
-                continue
-            value = right[member.name].clone() if right else torch.empty_like(member.parameter.detach())
-            member.parameter.grad = self._world.broadcast(value.to(member.parameter.dtype))
-        before = {m.name: m.parameter.detach().clone() for m in self._built.named}
+            member.parameter.grad = values.get(member.name)
         scaler, self._built.update.scaler = self._built.update.scaler, None  # what is given to both is not scaled
         norm, _ = self._built.update.commit(step=step + 1, loss=0.0)
         self._built.update.scaler = scaler
         norms = self._world.gather_json(None if norm is None else float(norm))
-        everywhere = self._everywhere({m.name: m.parameter.detach() for m in self._built.named})
+        everybody = everywhere(self._mine(), holding=weights, world=self._world, names=kept.names)
         if self._reference is None or judge is None:
             return
         self._reference.update(right)
         judge.norms(norms)
-        for rank, after in enumerate(everywhere):
-            changed = {n: t for n, t in after.items() if rank == 0 or t is not everywhere[0][n]}
+        for rank, after in enumerate(everybody):
+            changed = {n: t for n, t in after.items() if rank == 0 or t is not everybody[0][n]}
             where = f", on rank {rank}" if rank else ""
             judge.update(before=before, after=changed, where=where)
 
@@ -228,13 +217,3 @@ def feed_of(built: Built, cursor: Cursor) -> Feed:
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: _digest(tensor) for name, tensor in tensors.items()}
-
-
-def _digest(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
-    return hashlib.blake2b(raw, digest_size=16).hexdigest()

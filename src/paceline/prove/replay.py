@@ -25,8 +25,8 @@ Own = Mapping[int, Tensor]
 
 
 def can_replay(built: Built) -> bool:
-    """Not where layers meet other ranks in the forward, nor where the loss is scaled."""
-    return built.step.parts.rounds is None and built.update.scaler is None
+    """Not where layers meet other ranks in the forward, or ranks hold parts, nor where the loss is scaled."""
+    return not built.step.parts.meets and built.update.scaler is None and built.kept.is_whole
 
 
 def own_gradients(

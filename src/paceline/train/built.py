@@ -14,6 +14,7 @@ from paceline.job import Job
 from paceline.place.batchnorm import StatisticsTape
 from paceline.place.buffers import BufferPolicy
 from paceline.place.exact import ExactReducer, Grid
+from paceline.place.holding import Holding, all_of, all_shares
 from paceline.place.meeting import ThreadWorld, thread_worlds
 from paceline.place.replicate import BucketReducer, LocalReducer, Reducer, equal_start
 from paceline.place.sync_bn import synchronise
@@ -40,7 +41,11 @@ from paceline.worlds import Worlds
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """One rank's share of a run, ready to step. `models` are this process's replicas; `model` is the first."""
+    """One rank's share of a run, ready to step. `models` are this process's replicas; `model` is the first.
+
+    `weights` are parameters and buffers as the ranks' models hold them, `kept` what the optimizers do: where they
+    are sharded, `named` are this rank's parts of the parameters.
+    """
 
     job: Job
     settings: Settings
@@ -49,6 +54,8 @@ class Built:
     model: nn.Module
     models: Sequence[nn.Module]
     named: Sequence[Named]
+    weights: Holding
+    kept: Holding
     step: SpmdStep
     grid: Grid | None
     notes: tuple[str, ...]
@@ -136,6 +143,8 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
         model=models[0],
         models=models,
         named=named[0],
+        weights=Holding(world=world, held=all_of(models[0])),
+        kept=Holding(world=world, held=all_shares(named[0])),
         step=_step(parts, mirror, turns),
         grid=grids[0],
         notes=tuple(notes),

@@ -203,8 +203,7 @@ class Loop:
     def _check(self) -> None:
         """Compare the replicas, unless this step's have been, or `train.check_every` says never."""
         if self.built.settings.train.check_every and self._checked != self.cursor.step:
-            built = self.built
-            check_replicas(built.model, world=built.world, step=self.cursor.step, ema=built.update.ema)
+            check_replicas(self.built, step=self.cursor.step)
             self._checked = self.cursor.step
 
     def _evaluated(self) -> bool:

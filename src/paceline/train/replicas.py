@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.errors import DesyncError
-from paceline.step.update import Ema
-from paceline.world import World
+from paceline.train.built import Built
 
 _AVERAGE = "the average (ema) of "
+_NOTHING = torch.zeros((), dtype=torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +26,16 @@ class Apart:
         return f"{self.name} differs on rank {ranks} from rank 0 ({self.num} of {self.total} tensors differ)"
 
 
-def check_replicas(model: nn.Module, *, world: World, step: int, ema: Ema | None = None) -> None:
+def check_replicas(built: Built, *, step: int) -> None:
     """Compare a checksum of the bits of every parameter, and of its average, over the ranks.
 
     Raises:
         DesyncError: one differs; the first one is named, with the ranks that hold the other value.
     """
-    apart = first_apart(model, world=world, ema=ema)
+    apart = first_apart(built)
     if apart is None:
         return
-    average = ema is not None and apart.name.startswith(_AVERAGE)
+    average = apart.name.startswith(_AVERAGE)
     raise DesyncError(
         f"at step {step} the replicas are no longer equal: {apart}.",
         cause="an ema= that depends on the rank"
@@ -47,14 +47,18 @@ def check_replicas(model: nn.Module, *, world: World, step: int, ema: Ema | None
     )
 
 
-def first_apart(model: nn.Module, *, world: World, ema: Ema | None = None) -> Apart | None:
-    """What is not the same on every rank; every rank calls this and has the same answer."""
+def first_apart(built: Built) -> Apart | None:
+    """What is not the same on all ranks that hold it; every rank calls this and has the same answer."""
+    world, ema = built.world, built.update.ema
     if world.world_size == 1:
         return None
-    named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    weights = built.weights
+    named = [(name, held.tensor) for name, held in weights.mine.items() if name in weights.parameters]
     if ema is not None:
         named += list(zip(averaged(ema.names), ema.averages, strict=True))
-    mine = torch.stack([_checksum(tensor) for _, tensor in named])
+    mine = torch.stack([_checksum(tensor) if tensor is not None else _NOTHING for _, tensor in named])
+    if not weights.is_whole:
+        return _apart_in_parts(built, [name for name, _ in named], mine)
     highest, lowest = mine.clone(), mine.clone()
     world.all_reduce(highest, op="max")
     world.all_reduce(lowest, op="min")
@@ -64,6 +68,22 @@ def first_apart(model: nn.Module, *, world: World, ema: Ema | None = None) -> Ap
     values = world.gather_json(int(mine[differing[0]]))
     others = [rank for rank, value in enumerate(values) if value != values[0]]
     return Apart(name=named[differing[0]][0], ranks=others, num=len(differing), total=len(named))
+
+
+def _apart_in_parts(built: Built, names: list[str], mine: Tensor) -> Apart | None:
+    """Those that hold the same boxes must hold the same numbers."""
+    everybody = built.world.gather_json(mine.tolist())
+    found: list[tuple[str, list[int]]] = []
+    for place, name in enumerate(names):
+        first: dict[object, int] = {}
+        others = []
+        for rank, part in enumerate(built.weights.parts(name.removeprefix(_AVERAGE))):
+            value = everybody[rank][place]
+            if part.boxes and first.setdefault(part.boxes, value) != value:
+                others.append(rank)
+        if others:
+            found.append((name, others))
+    return Apart(name=found[0][0], ranks=found[0][1], num=len(found), total=len(names)) if found else None
 
 
 def averaged(names: list[str]) -> list[str]:

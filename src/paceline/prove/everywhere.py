@@ -1,0 +1,71 @@
+"""What all ranks have of a set of tensors, as whole ones: one set for each copy that the layout keeps."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.place.holding import Holding
+from paceline.world import World
+
+
+def everywhere(
+    mine: Mapping[str, Tensor], *, holding: Holding, world: World, names: Sequence[str] | None = None
+) -> list[dict[str, Tensor]]:
+    """Every copy's tensors, whole; only what differs from the first copy's travels. Right on rank 0 at least.
+
+    A tensor that its holders have not (a gradient that did not come) is absent from their copy.
+    """
+    told = world.gather_json(digests(mine))
+    names = holding.names if names is None else names
+    most = max((len(holding.copies(name)) for name in names), default=0)
+    found: list[dict[str, Tensor]] = [{} for _ in range(max(most, 1))]
+    for name in names:
+        copies = holding.copies(name)
+        seen = [[told[rank].get(name) for rank in ranks] for ranks in copies]
+        for number, parts in enumerate(found):
+            copy = number if number < len(copies) else 0
+            if any(digest is None for digest in seen[copy]):
+                continue
+            if number and seen[copy] == seen[0] and name in found[0]:
+                parts[name] = found[0][name]
+            elif len({digest for digests in seen for digest in digests}) == 1 and len(copies) == world.world_size:
+                parts[name] = mine[name]  # everybody has all of it, and the same
+            else:
+                parts[name] = holding.whole(name, mine.get(name), copy=copy)
+    return found
+
+
+def apart(mine: Mapping[str, Tensor], right: Mapping[str, Tensor], *, holding: Holding, world: World) -> dict[str, str]:
+    """Names whose parts differ from those of the whole tensors `right` (rank 0's), with the ranks, in words."""
+    found: dict[str, list[int]] = {}
+    for name in holding.names:
+        whole = give(name, right.get(name), holding=holding, world=world)
+        same = whole is None or (name in mine and digest(mine[name]) == digest(whole))
+        for rank, is_same in enumerate(world.gather_json(same)):
+            if not is_same:
+                found.setdefault(name, []).append(rank)
+    return {name: ", ".join(map(str, ranks)) for name, ranks in found.items()}
+
+
+def give(name: str, whole: Tensor | None, *, holding: Holding, world: World) -> Tensor | None:
+    """Rank 0's whole tensor to everybody; each rank keeps its part."""
+    held = holding.mine[name]
+    sent = whole.detach().to(world.device, held.dtype).contiguous() if whole is not None else None
+    if sent is None:
+        sent = torch.empty(held.part.shape, dtype=held.dtype, device=world.device)
+    return holding.take(name, world.broadcast(sent))
+
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Of the bytes, by name."""
+    return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def digest(tensor: Tensor) -> str:
+    """Of the bytes."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return hashlib.blake2b(raw, digest_size=16).hexdigest()
