@@ -215,9 +215,7 @@ def add_rounded(gradient: Tensor, *, to: Tensor, exponent: int, first: bool, scr
             target.add_(rounded.view(torch.int64).sub_(offset))
 
 
-def from_sums(
-    sums: Tensor, *, to: Tensor, exponent: int, divisor: float | Tensor | None, scratch: Tensor
-) -> None:
+def from_sums(sums: Tensor, *, to: Tensor, exponent: int, divisor: float | Tensor | None, scratch: Tensor) -> None:
     """The sums of multiples of 2^exponent, divided, in the target's own type; in pieces that stay in the cache."""
     flat, unit = to.view(-1), 2.0**exponent
     for start in range(0, flat.numel(), _CHUNK):

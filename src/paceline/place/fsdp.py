@@ -19,8 +19,8 @@ from paceline.errors import LayoutError
 from paceline.place.exact import Grid
 from paceline.place.parts import Part, Parts
 from paceline.place.scatter import ScatterReducer
-from paceline.place.share import Cut, Share, cuts, shares_of, view_of
 from paceline.place.sharded import Data, Sharded, zero
+from paceline.place.share import Cut, Share, cuts, shares_of, view_of
 from paceline.place.units import Named
 from paceline.place.wrap import Units, find_units
 from paceline.place.zero import Spread
@@ -109,7 +109,7 @@ def _wrap(model: nn.Module, data: Data, asked: FullySharded, ignored: set[nn.Par
 
 def _prefetch(model: nn.Module, ahead: int) -> None:
     """Units in the order of the model, which is the order of forward where blocks form a chain."""
-    units = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
+    units: list[FSDPModule] = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
     for place, unit in enumerate(units if ahead else ()):
         unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
         unit.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
@@ -156,7 +156,8 @@ def _share(member: Named, holder: nn.Parameter, cut: Mapping[str, Cut], place: i
 
 
 def _local(parameter: Tensor) -> Tensor:
-    return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.detach()
 
 
 def _refuse(every: Sequence[Named]) -> None:

@@ -17,9 +17,10 @@ def offload_state(optimizer: Optimizer) -> list[RemovableHandle]:
 
 def _move(optimizer: Optimizer, *, home: bool) -> None:
     for group in optimizer.param_groups:
+        counts_there = bool(group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
             state: dict[str, Any] = optimizer.state.get(parameter, {})
-            device = "cpu" if home else parameter.device
             for key, value in state.items():
-                if isinstance(value, Tensor) and (key != "step" or value.device.type != "cpu"):
-                    state[key] = value.to(device)
+                if isinstance(value, Tensor):
+                    stays = home or (key == "step" and not counts_there)
+                    state[key] = value.to("cpu" if stays else parameter.device)

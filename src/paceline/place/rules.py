@@ -64,7 +64,8 @@ class Rules:
             raise LayoutError(
                 f"{reason}, and {layout} cuts {name} into rows.",
                 cause="the update rule looks at a whole tensor, or draws its own random numbers",
-                hint="--layout zero1 or zero2, which give such parameters whole to one rank each; or torch.optim.AdamW",
+                hint=f"--layout zero1 or zero2, which give such parameters whole to one rank each; or "
+                f"torch.optim.AdamW{' without fused=True' if exact else ''}",
             )
 
     def on(self, shares: Sequence[Share]) -> list[Optimizer]:
@@ -94,7 +95,12 @@ def learn(factory: Callable[[Pairs], Any], named: Sequence[Named]) -> Rules:
 
 
 def shared_optimizers(
-    factory: Callable[[Pairs], Any], named: Sequence[Named], shares: Sequence[Share], *, layout: str, exact: bool = False
+    factory: Callable[[Pairs], Any],
+    named: Sequence[Named],
+    shares: Sequence[Share],
+    *,
+    layout: str,
+    exact: bool = False,
 ) -> list[Optimizer]:
     """The job's optimizers over shares that are cut by rows.
 
@@ -129,7 +135,7 @@ def _built_again(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Opti
     kind = type(optimizer)
     plain = [{k: v for k, v in group.items() if k != "param_names"} for group in groups]
     try:
-        made = kind(plain, **optimizer.defaults)  # type: ignore[call-arg]
+        made = kind(plain, **optimizer.defaults)
     except (TypeError, ValueError, RuntimeError) as error:
         raise JobError(
             f"{kind.__name__} makes its state when it is built, and can't be built again from its defaults: {error}",

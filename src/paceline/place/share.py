@@ -89,9 +89,7 @@ def _by_rows(shape: tuple[int, ...], places: int) -> Cut:
     return Cut(shape=shape, ranges=tuple(row_range(rows, place=place, places=places) for place in range(places)))
 
 
-def shares_of(
-    named: Sequence[Named], *, cut: dict[str, Cut], place: int, parts: Parts | None = None
-) -> list[Share]:
+def shares_of(named: Sequence[Named], *, cut: dict[str, Cut], place: int, parts: Parts | None = None) -> list[Share]:
     """Views of this place's rows, in the storage of the model's own parameters.
 
     `parts` says what this process's model has of the whole, where that is not all of it (tensor parallel).
