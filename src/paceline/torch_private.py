@@ -34,6 +34,7 @@ __all__ = [
     "hide_worker",
     "in_backward",
     "introduce_worker",
+    "is_view",
     "lerp_all",
     "stop_data_workers",
     "version",
@@ -76,6 +77,11 @@ def guard_hooks() -> None:
 def in_backward() -> bool:
     """Whether this thread is inside autograd's backward, as a forward that is run again there is."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether the tensor is a view that autograd knows as one."""
+    return bool(tensor._is_view())
 
 
 def version(tensor: Tensor) -> int:

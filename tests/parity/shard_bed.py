@@ -4,7 +4,10 @@
 that it holds, which are put together here and compared with one process's.
 """
 
+import importlib
 import math
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from paceline.place.exact import ExactReducer, Grid
 from paceline.place.fsdp import FullySharded, shard_fully
@@ -52,6 +55,7 @@ class Gpt(nn.Module):
         self.embed = nn.Embedding(vocabulary, width)
         self.places = nn.Parameter(torch.randn(5, width) * 0.1, requires_grad=False)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.remat = False
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embed.weight
@@ -63,7 +67,7 @@ class Gpt(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.places[: ids.shape[1]] + self.row
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.remat else block(x)
         if int(ids[0, 0]) % 2:
             x = x * self.sometimes
         return self.head(self.norm(x)) * self.scale
@@ -134,11 +138,22 @@ class Case:
     asked: FullySharded = field(default_factory=FullySharded)
     fault: str = ""
     offload_state: bool = False
+    autocast: bool = False
+    remat: bool = False
+
+
+    def __str__(self) -> str:
+        words = [self.layout, self.model, self.optimizer, "exact" if self.exact else "", self.fault]
+        words += [name for name in ("autocast", "remat", "offload_state") if getattr(self, name)]
+        words += ["" if self.asked == FullySharded() else "asked", f"x{self.replicate}" if self.replicate > 1 else ""]
+        return "-".join(word for word in words if word)
 
 
 def build(case: Case) -> nn.Module:
     torch.manual_seed(3)
     model = MODELS[case.model]()
+    if case.remat:
+        model.remat = True
     return model if case.exact else model.double()
 
 
@@ -237,7 +252,8 @@ def _loop(
                 break
         else:
             raise AssertionError("no grid")
-        norm = joint_norm([p.grad for _, p in pairs if p.grad is not None], worlds=worlds, exact=case.exact)
+        over = () if case.fault == "norm of own rows" else worlds
+        norm = joint_norm([p.grad for _, p in pairs if p.grad is not None], worlds=over, exact=case.exact)
         norms.append(norm)
         nn.utils.clip_grads_with_norm_([p for _, p in pairs], CLIP, norm)
         for optimizer in optimizers:
@@ -250,7 +266,8 @@ def _microbatch(
     case: Case, model: nn.Module, reducer: Any, own: list[Tensor], micro: list[Tensor], number: int, rounds: int
 ) -> None:
     counts = number < len(own)
-    total, _ = loss_of(model, own[number] if counts else micro[0])
+    with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+        total, _ = loss_of(model, own[number] if counts else micro[0])
     if counts:
         reducer.before_backward(last=number == len(own) - 1)
     else:
@@ -308,13 +325,22 @@ def train(case: Case, rank: int, size: int) -> dict[str, Any]:
 
 def _plant(case: Case, sharded: Sharded, rank: int) -> None:
     """A mistake, where people make it."""
+    reducer: Any = sharded.reducer
     if case.fault == "not spread":
-        sharded.spread.__class__.__call__ = lambda self: None  # type: ignore[method-assign]
+        sharded.spread._packings.clear()  # type: ignore[attr-defined]
     if case.fault == "replicas not added":
-        sharded.reducer._replicas = None  # type: ignore[attr-defined]
-    if case.fault == "one unit's rows of another place" and rank == 0:
-        unit = sharded.reducer._units[0]  # type: ignore[attr-defined]
-        unit.parts[:] = [part.flip(0) for part in unit.parts]
+        reducer._replicas = None
+    if case.fault == "rows left out" and rank == 0:
+        reducer._units[0].parts[0] = torch.zeros_like(reducer._units[0].parts[0])
+    if case.fault == "only the last microbatch":
+        land = reducer._launch_next
+
+        def forgetful() -> None:
+            rounds, reducer._rounds = reducer._rounds, 0
+            land()
+            reducer._rounds = rounds
+
+        reducer._launch_next = forgetful
 
 
 def held(model: nn.Module, sharded: Sharded, optimizers: Sequence[Any]) -> dict[str, int]:
@@ -347,9 +373,10 @@ def together(pieces: Sequence[Sequence[tuple[str, Any, Tensor | None]]]) -> dict
     return whole
 
 
-def _rank(rank: int, size: int, folder: str, work: Callable[..., Any], cases: Sequence[Any]) -> None:
+def _rank(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", size)
+    work, cases = torch.load(folder / "asked.pt", weights_only=False)
+    store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     found = []
     for case in cases:
@@ -357,15 +384,26 @@ def _rank(rank: int, size: int, folder: str, work: Callable[..., Any], cases: Se
             found.append(work(case, rank, size))
         except Exception as error:
             found.append({"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()})
-    torch.save(found, f"{folder}/rank-{rank}.pt")
+    torch.save(found, folder / f"rank-{rank}.pt")
     dist.destroy_process_group()
 
 
-def run(cases: Sequence[Any], *, ranks: int, folder: Path, work: Callable[..., Any] = train) -> list[list[Any]]:
+def run(cases: Sequence[Any], *, ranks: int, folder: Path, work: Callable[..., Any] | None = None) -> list[list[Any]]:
     """For each case every rank's answer."""
-    context = mp.spawn(_rank, (ranks, str(folder), work, list(cases)), nprocs=ranks, join=False)
-    assert context is not None
-    while not context.join(timeout=90):
-        pass
+    me = importlib.import_module("tests.parity.shard_bed")  # a rank finds the same functions by this name
+    torch.save((work or me.train, list(cases)), folder / "asked.pt")
+    command = [sys.executable, "-W", "error", "-m", "tests.parity.shard_bed", str(folder), str(ranks)]
+    processes = [subprocess.Popen([*command, str(rank)], cwd=Path(__file__).parents[2]) for rank in range(ranks)]
+    try:
+        codes = [process.wait(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0] * ranks
     answers = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(ranks)]
     return [list(case) for case in zip(*answers, strict=True)]
+
+
+if __name__ == "__main__":
+    _rank(int(sys.argv[3]), int(sys.argv[2]), Path(sys.argv[1]))

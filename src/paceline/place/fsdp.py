@@ -8,6 +8,7 @@ and replicas of the shards work alike, and a unit may be of any make. With repli
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from paceline.place.share import Cut, Share, cuts, shares_of, view_of
 from paceline.place.units import Named
 from paceline.place.wrap import Units, find_units
 from paceline.place.zero import Spread
+from paceline.torch_private import is_view
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,7 @@ def _wrap(model: nn.Module, data: Data, asked: FullySharded, ignored: set[nn.Par
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if asked.offload else OffloadPolicy()
     units = list(find_units(model, by=asked.units).values())
     for unit in [*units, model]:
+        unit.register_forward_hook(lambda _, __, output: _own_memory(output))
         output = torch.float32 if asked.params is not None and unit is model else None
         fully_shard(
             unit,
@@ -105,6 +108,15 @@ def _wrap(model: nn.Module, data: Data, asked: FullySharded, ignored: set[nn.Par
             ignored_params=ignored,
         )
     _prefetch(model, asked.prefetch)
+
+
+def _own_memory(output: Any) -> Any:
+    """Copies in place of views: what writes to a view drops the hook that gathers the unit again for backward."""
+    if isinstance(output, Tensor):
+        return output.clone() if output.requires_grad and is_view(output) else output
+    if type(output) in (tuple, list):
+        return type(output)(_own_memory(item) for item in output)
+    return output
 
 
 def _prefetch(model: nn.Module, ahead: int) -> None:

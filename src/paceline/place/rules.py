@@ -69,7 +69,10 @@ class Rules:
             )
 
     def on(self, shares: Sequence[Share]) -> list[Optimizer]:
-        """The same optimizers, groups and options over the shares; a parameter without a share is left out."""
+        """The same optimizers, groups and options over the shares; a parameter without a share is left out.
+
+        Called once: the optimizers themselves move.
+        """
         local = {share.name: share.parameter for share in shares}
         names = {id(p): name for name, p in self.pairs}
         return [_moved(optimizer, local, names) for optimizer in self.optimizers]

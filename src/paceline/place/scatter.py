@@ -199,7 +199,10 @@ class ScatterReducer:
             self._under_way.pop(0)()
 
     def _finish(self, divisor: float | Tensor | None) -> bool:
-        flags = torch.tensor(self._touched, dtype=torch.float32, device=self._shard.device)
+        flags = torch.ones(len(self._shares), device=self._shard.device)
+        absent = [index for index, touched in enumerate(self._touched) if not touched]
+        if absent:
+            flags[absent] = 0.0
         for world in self._worlds:
             world.all_reduce(flags, op="max")
         for unit in self._units:
