@@ -141,7 +141,6 @@ class Case:
     autocast: bool = False
     remat: bool = False
 
-
     def __str__(self) -> str:
         words = [self.layout, self.model, self.optimizer, "exact" if self.exact else "", self.fault]
         words += [name for name in ("autocast", "remat", "offload_state") if getattr(self, name)]
@@ -274,6 +273,8 @@ def _microbatch(
         reducer.before_backward(last=True, counts=case.fault == "a stand-in counts")
     total.backward()
     reducer.after_backward()
+    if case.layout in ("zero2", "fsdp"):
+        assert all(p.grad is None for p in model.parameters()), "a whole gradient stays after its microbatch"
 
 
 def worlds_of(rank: int, size: int, replicate: int) -> Data:
@@ -288,9 +289,7 @@ def worlds_of(rank: int, size: int, replicate: int) -> Data:
     def world(ranks: list[int]) -> World:
         if len(ranks) == 1:
             return World.alone()
-        return World(
-            rank=ranks.index(rank), world_size=len(ranks), backend="gloo", group=groups[tuple(ranks)]
-        )
+        return World(rank=ranks.index(rank), world_size=len(ranks), backend="gloo", group=groups[tuple(ranks)])
 
     return Data(all=every, shard=world(rows[rank // each]), replicas=world(columns[rank % each]))
 
@@ -347,13 +346,15 @@ def held(model: nn.Module, sharded: Sharded, optimizers: Sequence[Any]) -> dict[
     """Bytes of the storages that are alive: parameters, gradients, optimizer state."""
 
     def total(tensors: list[Tensor]) -> int:
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.numel()}
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values())
 
     locals_ = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     gradients += [s.parameter.grad for s in sharded.shares if s.parameter.grad is not None]
-    state = [v for o in optimizers for s in o.state.values() for k, v in s.items() if isinstance(v, Tensor) and v.dim()]
+    state = [
+        v for o in optimizers for s in o.state.values() for k, v in s.items() if isinstance(v, Tensor) and k != "step"
+    ]
     return {
         "parameters": total([t.detach() for t in locals_] + [s.parameter.detach() for s in sharded.shares]),
         "gradients": total([g.to_local() if hasattr(g, "to_local") else g for g in gradients]),

@@ -99,7 +99,9 @@ def _equal(case: Case, found: Tensor, right: Tensor, what: str) -> None:
     if case.exact:
         assert torch.equal(found, right), f"{what}: {(found - right).abs().max()}"
     else:
-        assert torch.allclose(found, right.to(found.dtype), rtol=0, atol=1e-12), f"{what}: {(found - right).abs().max()}"
+        assert torch.allclose(found, right.to(found.dtype), rtol=0, atol=1e-12), (
+            f"{what}: {(found - right).abs().max()}"
+        )
 
 
 @pytest.mark.parametrize("case", DAILY, ids=str)

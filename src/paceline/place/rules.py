@@ -41,7 +41,7 @@ class Rules:
         """The parameters whose rule looks at whole tensors, with what it is that differs.
 
         Raises:
-            JobError: a rule that looks at several parameters at once, which no cut gets right.
+            JobError: a rule that no cut gets right.
         """
         names = {id(p): name for name, p in self.pairs}
         found: dict[str, str] = {}
@@ -63,7 +63,7 @@ class Rules:
         for name, reason in whole.items():
             raise LayoutError(
                 f"{reason}, and {layout} cuts {name} into rows.",
-                cause="the update rule looks at a whole tensor, or draws its own random numbers",
+                cause="the update rule looks at a whole tensor",
                 hint=f"--layout zero1 or zero2, which give such parameters whole to one rank each; or "
                 f"torch.optim.AdamW{' without fused=True' if exact else ''}",
             )
@@ -203,8 +203,8 @@ def _refuse_across(optimizer: Optimizer) -> None:
         return  # the other try names it
     if not _same(both[0], alone, False):
         raise JobError(
-            f"{type(optimizer).__name__} updates a parameter by what it sees in others.",
-            cause="one parameter beside a second one came out different than alone",
+            f"{type(optimizer).__name__} moves a parameter otherwise beside a second one than alone.",
+            cause="it looks at several parameters at once, or draws random numbers",
             hint="--layout ddp, where every rank has all of them",
         )
 
