@@ -4,10 +4,10 @@ Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torc
 `Tensor._version` (bumped by every write in place), and the common bases of
 BatchNorm, of all norms with running statistics, and of dropout; the data worker's note about itself; the default
 process group, set aside for a while; the number of the backward that a thread is in; what compiled modules are
-guarded by.
+guarded by; how a loss scaler unscales gradients.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.utils.data._utils import worker as _data_worker
 __all__ = [
     "BatchNormBase",
     "DropoutBase",
+    "JointScaler",
     "NormBase",
     "SeededOps",
     "add_all",
@@ -33,6 +34,7 @@ __all__ = [
     "hide_worker",
     "in_backward",
     "introduce_worker",
+    "is_view",
     "lerp_all",
     "stop_data_workers",
     "version",
@@ -75,6 +77,11 @@ def guard_hooks() -> None:
 def in_backward() -> bool:
     """Whether this thread is inside autograd's backward, as a forward that is run again there is."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether the tensor is a view that autograd knows as one."""
+    return bool(tensor._is_view())
 
 
 def version(tensor: Tensor) -> int:
@@ -135,3 +142,22 @@ def without_group() -> Iterator[None]:
         yield
     finally:
         distributed_c10d._update_default_pg(group)
+
+
+class JointScaler(torch.amp.GradScaler):
+    """A loss scaler for gradients that lie in pieces on several ranks: all find an overflow that one finds.
+
+    `join` reduces a tensor in place over those ranks with MAX.
+    """
+
+    def __init__(self, device: str, *, join: Callable[[Tensor], object], **options: Any) -> None:
+        super().__init__(device, **options)
+        self._join = join
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        joint = torch.stack([one.to(inv_scale.device) for one in found.values()] or [found_inf]).amax(0)
+        self._join(joint)
+        return {device: joint.to(device) for device in found or [inv_scale.device]}

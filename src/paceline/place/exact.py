@@ -74,8 +74,8 @@ class ExactReducer:
         self._named = list(named)
         self._grid = grid
         self._units = [_Unit(members, device=world.device) for members in cut_units(named)]
-        self._scratch = torch.empty(_CHUNK, dtype=torch.float64, device=world.device)
-        self._seen: list[tuple[int, Tensor, Tensor]] = []
+        self._scratch = scratch_on(world.device)
+        self._sizes = Sizes(num_parameters=len(named))
         self._touched = [False] * len(named)
         self._armed = False
         self._next = 0
@@ -87,7 +87,7 @@ class ExactReducer:
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
-        self._seen = []
+        self._sizes = Sizes(num_parameters=len(self._named))
         self._touched = [False] * len(self._named)
         self._armed = False
         self._next = 0
@@ -111,7 +111,7 @@ class ExactReducer:
         """
         while self._next < len(self._units):
             self._launch_next()
-        largest = self._joint_largest()
+        largest = self._sizes.joint([self._world])
         fits = all(self._grid.fits(member.index, largest[member.index][0]) for member in self._named)
         for unit in self._units:
             assert unit.wait is not None
@@ -120,7 +120,7 @@ class ExactReducer:
                 if fits:
                     member.parameter.grad = self._gradient(member, part, largest[member.index], divisor)
         for member in self._named:
-            _check_size(member.name, largest[member.index][0])
+            check_size(member.name, largest[member.index][0])
             self._grid.follow(member.index, largest[member.index][0])
         return fits
 
@@ -136,30 +136,17 @@ class ExactReducer:
             parameter.grad = None
             if unit.wait is not None:
                 raise second_gradient(member.name)
-            if gradient.numel():
-                self._seen.append((member.index, *torch.aminmax(gradient)))
+            self._sizes.see(member.index, gradient)
             exponent = self._grid.exponents[member.index]
             if exponent is not None:
-                self._add(part, gradient.reshape(-1), magic(exponent), first=not self._touched[member.index])
+                first = not self._touched[member.index]
+                add_rounded(gradient.reshape(-1), to=part, exponent=exponent, first=first, scratch=self._scratch)
                 self._touched[member.index] = True
             unit.ready += self._armed
             while self._next < len(self._units) and self._units[self._next].ready == len(self._units[self._next].parts):
                 self._launch_next()
 
         return add
-
-    def _add(self, sums: Tensor, gradient: Tensor, constant: float, *, first: bool) -> None:
-        """In pieces that stay in the cache; the step's first gradient is written over the last step's sum."""
-        offset = bits(constant)
-        for start in range(0, gradient.numel(), _CHUNK):
-            piece, target = gradient[start : start + _CHUNK], sums[start : start + _CHUNK]
-            rounded = target.view(torch.float64) if first else self._scratch[: piece.numel()]
-            rounded.copy_(piece)
-            rounded.add_(constant)
-            if first:
-                target.sub_(offset)
-            else:
-                target.add_(rounded.view(torch.int64).sub_(offset))
 
     def _launch_next(self) -> None:
         unit = self._units[self._next]
@@ -169,42 +156,89 @@ class ExactReducer:
         unit.wait = self._world.start_all_reduce(unit.sums)
         self._next += 1
 
-    def _joint_largest(self) -> list[list[float]]:
-        """For each parameter the largest magnitude over all microbatches, and 1 once a gradient came.
-
-        NaN counts as infinite: MAX over ranks would drop it.
-        """
-        rows = torch.zeros(len(self._named), 2, dtype=torch.float64)
-        if self._seen:
-            lows = torch.stack([low for _, low, _ in self._seen])
-            highs = torch.stack([high for _, _, high in self._seen])
-            sizes = torch.maximum(-lows, highs).double().nan_to_num(nan=math.inf).tolist()
-            for (index, _, _), size in zip(self._seen, sizes, strict=True):
-                rows[index, 0] = max(float(rows[index, 0]), size)
-                rows[index, 1] = 1.0
-        joint: list[list[float]] = self._world.all_reduce(rows.to(self._world.device), op="max").tolist()
-        return joint
-
     def _gradient(
         self, member: Named, part: Tensor, seen: Sequence[float], divisor: float | Tensor | None
     ) -> Tensor | None:
-        """The sum, divided, in the parameter's own type; in pieces that stay in the cache."""
         size, touched = seen
         if not touched:
             return None
         gradient = torch.empty_like(member.parameter, memory_format=torch.contiguous_format)
-        flat = gradient.view(-1)
-        unit = 2.0 ** (self._grid.exponents[member.index] or 0)
-        for start in range(0, flat.numel(), _CHUNK):
-            value = self._scratch[: flat[start : start + _CHUNK].numel()]
-            value.copy_(part[start : start + _CHUNK]).mul_(unit)
-            if divisor is not None:
-                value.div_(divisor)
-            flat[start : start + _CHUNK].copy_(value)
+        exponent = self._grid.exponents[member.index] or 0
+        from_sums(part, to=gradient, exponent=exponent, divisor=divisor, scratch=self._scratch)
         return gradient if math.isfinite(size) else gradient.fill_(math.nan)
 
 
-def _check_size(name: str, largest: float) -> None:
+class Sizes:
+    """The magnitudes of a step's gradients, of all microbatches."""
+
+    def __init__(self, *, num_parameters: int) -> None:
+        self._num = num_parameters
+        self._seen: list[tuple[int, Tensor, Tensor]] = []
+
+    def see(self, index: int, gradient: Tensor) -> None:
+        """One parameter's gradient of one microbatch."""
+        if gradient.numel():
+            self._seen.append((index, *torch.aminmax(gradient)))
+
+    def joint(self, worlds: Sequence[World]) -> list[list[float]]:
+        """For each parameter the largest magnitude over all microbatches, and 1 once a gradient came.
+
+        NaN counts as infinite: MAX over ranks would drop it.
+        """
+        rows = torch.zeros(self._num, 2, dtype=torch.float64)
+        if self._seen:
+            lows = torch.stack([low.double() for _, low, _ in self._seen])
+            highs = torch.stack([high.double() for _, _, high in self._seen])
+            sizes = torch.maximum(-lows, highs).nan_to_num(nan=math.inf).tolist()
+            for (index, _, _), size in zip(self._seen, sizes, strict=True):
+                rows[index, 0] = max(float(rows[index, 0]), size)
+                rows[index, 1] = 1.0
+        for world in worlds:
+            rows = world.all_reduce(rows.to(world.device), op="max")
+        joint: list[list[float]] = rows.tolist()
+        return joint
+
+
+def add_rounded(gradient: Tensor, *, to: Tensor, exponent: int, first: bool, scratch: Tensor) -> None:
+    """Round to multiples of 2^exponent and add to the int64 sums, in pieces that stay in the cache.
+
+    The step's first gradient is written over what was there.
+    """
+    constant = magic(exponent)
+    offset = bits(constant)
+    for start in range(0, gradient.numel(), _CHUNK):
+        piece, target = gradient[start : start + _CHUNK], to[start : start + _CHUNK]
+        rounded = target.view(torch.float64) if first else scratch[: piece.numel()]
+        rounded.copy_(piece)
+        rounded.add_(constant)
+        if first:
+            target.sub_(offset)
+        else:
+            target.add_(rounded.view(torch.int64).sub_(offset))
+
+
+def from_sums(sums: Tensor, *, to: Tensor, exponent: int, divisor: float | Tensor | None, scratch: Tensor) -> None:
+    """The sums of multiples of 2^exponent, divided, in the target's own type; in pieces that stay in the cache."""
+    flat, unit = to.view(-1), 2.0**exponent
+    for start in range(0, flat.numel(), _CHUNK):
+        value = scratch[: flat[start : start + _CHUNK].numel()]
+        value.copy_(sums[start : start + _CHUNK]).mul_(unit)
+        if divisor is not None:
+            value.div_(divisor)
+        flat[start : start + _CHUNK].copy_(value)
+
+
+def scratch_on(device: torch.device) -> Tensor:
+    """Room for one piece."""
+    return torch.empty(_CHUNK, dtype=torch.float64, device=device)
+
+
+def check_size(name: str, largest: float) -> None:
+    """Refuse what no grid holds.
+
+    Raises:
+        RunError: on every rank alike, since `largest` is joint.
+    """
     if math.isfinite(largest) and math.frexp(largest)[1] > HIGHEST + VALUE_BITS:
         raise RunError(
             f"the gradient of {name} reaches {largest:.3g}: exact mode adds what is below 2**{HIGHEST + VALUE_BITS}.",

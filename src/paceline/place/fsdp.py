@@ -1,0 +1,191 @@
+"""ZeRO-3 on `fully_shard`: between uses each rank holds its rows of every parameter, and nothing else.
+
+`fully_shard` gathers a unit's parameters before they are used and frees them afterwards. Gradients are taken from it
+as soon as autograd has written them, and added by the reducer of ZeRO-2: so exact mode, parameters without a gradient
+and replicas of the shards work alike, and a unit may be of any make. With replicas (hybrid sharding; Zhao et al.,
+"PyTorch FSDP", VLDB 2023) only the rows' sums cross them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from paceline.errors import LayoutError
+from paceline.place.exact import Grid
+from paceline.place.parts import Part, Parts
+from paceline.place.scatter import ScatterReducer
+from paceline.place.sharded import Data, Sharded, zero
+from paceline.place.share import Cut, Share, cuts, shares_of, view_of
+from paceline.place.units import Named
+from paceline.place.wrap import Units, find_units
+from paceline.place.zero import Spread
+from paceline.torch_private import is_view
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullySharded:
+    """What can be chosen.
+
+    `reshard`: whether a unit's parameters are freed between forward and backward; None frees all but the model's
+    own, which backward needs first. `prefetch`: how many units ahead are gathered; 0 leaves it to torch.
+    `params`: the type that parameters are gathered and used in, where that is not their own. `offload`: keep
+    parameters, gradients and optimizer state in host memory.
+    """
+
+    units: Units = field(default_factory=Units)
+    reshard: bool | None = None
+    prefetch: int = 0
+    params: torch.dtype | None = None
+    offload: bool = False
+
+
+def shard_fully(
+    model: nn.Module,
+    *,
+    named: Sequence[Named],
+    data: Data,
+    grid: Grid | None = None,
+    parts: Parts | None = None,
+    asked: FullySharded | None = None,
+) -> Sharded:
+    """Shard the model in place; every rank holds the same whole weights before. On one rank nothing is sharded.
+
+    Raises:
+        LayoutError: a parameter that can't be sharded, or a unit that the model does not have.
+    """
+    asked = asked or FullySharded()
+    if data.shard.world_size == 1:
+        _refuse_alone(asked)
+        return zero(stage=2, model=model, named=named, data=data, grid=grid, parts=parts)
+    every = [Named(index=i, name=n, parameter=p) for i, (n, p) in enumerate(model.named_parameters())]
+    _refuse(every)
+    cut = cuts(every, places=data.shard.world_size)
+    base = parts or {m.name: Part.all_of(m.parameter.shape) for m in every}
+    kept = {m.name: m.parameter for m in every if not m.parameter.dim()}
+    _wrap(model, data, asked, set(kept.values()))
+    sources = {**kept, **_gathered(model)}
+    now = dict(model.named_parameters())
+    shares = [_share(member, now[member.name], cut, data.shard.rank, base) for member in named]
+    whole = [share for share in shares if share.name in kept]
+    return Sharded(
+        shares=shares,
+        reducer=ScatterReducer(
+            shares=shares,
+            sources=[sources[share.name] for share in shares],
+            cut=cut,
+            shard=data.shard,
+            replicas=data.replicas,
+            grid=grid,
+        ),
+        spread=Spread(whole, cut=cut, world=data.shard),
+        parts={n: base[n] if n in kept else cut[n].part(base[n], data.shard.rank) for n in now},
+        locals={name: _local(p) for name, p in now.items()},
+        data=data,
+    )
+
+
+def _wrap(model: nn.Module, data: Data, asked: FullySharded, ignored: set[nn.Parameter]) -> None:
+    device = data.shard.device.type
+    assert data.shard.group is not None
+    mesh = DeviceMesh.from_group(data.shard.group, device, mesh_dim_names=("dp_shard",))
+    offload = CPUOffloadPolicy(pin_memory=device == "cuda") if asked.offload else OffloadPolicy()
+    units = list(find_units(model, by=asked.units).values())
+    for unit in [*units, model]:
+        unit.register_forward_hook(lambda _, __, output: _own_memory(output))
+        output = torch.float32 if asked.params is not None and unit is model else None
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=asked.reshard,
+            mp_policy=MixedPrecisionPolicy(param_dtype=asked.params, output_dtype=output),
+            offload_policy=offload,
+            ignored_params=ignored,
+        )
+    _prefetch(model, asked.prefetch)
+
+
+def _own_memory(output: Any) -> Any:
+    """Copies in place of views: what writes to a view drops the hook that gathers the unit again for backward."""
+    if isinstance(output, Tensor):
+        return output.clone() if output.requires_grad and is_view(output) else output
+    if type(output) in (tuple, list):
+        return type(output)(_own_memory(item) for item in output)
+    return output
+
+
+def _prefetch(model: nn.Module, ahead: int) -> None:
+    """Units in the order of the model, which is the order of forward where blocks form a chain."""
+    units: list[FSDPModule] = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
+    for place, unit in enumerate(units if ahead else ()):
+        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
+
+
+def _gathered(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that autograd will write to; each unit is gathered once to see them."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    found: dict[str, nn.Parameter] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            own = [(owner, name, first[id(p)]) for owner, name, p in _sharded_in(module)]
+            module.unshard()
+            for owner, name, known_as in own:
+                parameter = getattr(owner, name)
+                if not isinstance(parameter, DTensor):
+                    found[known_as] = parameter
+            module.reshard()
+    return found
+
+
+def _sharded_in(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    return [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner.named_parameters(recurse=False)
+        if isinstance(parameter, DTensor)
+    ]
+
+
+def _share(member: Named, holder: nn.Parameter, cut: Mapping[str, Cut], place: int, base: Parts) -> Share:
+    """The local tensor lies in the storage that `fully_shard` gathers from, and stays there."""
+    if not isinstance(holder, DTensor):
+        return shares_of([member], cut=dict(cut), place=place, parts=base)[0]
+    local = _local(holder)
+    assert tuple(local.shape) == cut[member.name].shape_of(place), member.name
+    return Share(
+        index=member.index,
+        name=member.name,
+        parameter=view_of(local),
+        part=cut[member.name].part(base[member.name], place),
+        holder=holder,
+    )
+
+
+def _local(parameter: Tensor) -> Tensor:
+    local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.detach()
+
+
+def _refuse(every: Sequence[Named]) -> None:
+    for member in every:
+        if not member.parameter.is_contiguous():
+            raise LayoutError(
+                f"fsdp can't cut {member.name}: its memory is not contiguous.",
+                cause="a transposed or channels_last weight",
+                hint="parameter.data = parameter.data.contiguous() at the end of model=, or --layout zero2",
+            )
+
+
+def _refuse_alone(asked: FullySharded) -> None:
+    if asked.params is not None or asked.offload:
+        what = f"params={asked.params}" if asked.params is not None else "offload"
+        raise LayoutError(
+            f"fsdp on one rank gathers nothing, so {what} has nothing to act on.",
+            hint="--ranks 2 or more, or leave it out",
+        )

@@ -1,0 +1,235 @@
+"""Gradients added so that each rank keeps its own rows only (ZeRO-2 and -3; Rajbhandari et al., 2020).
+
+A hook takes each gradient as soon as backward has made it and copies it to the buffer of its unit; a full unit is
+reduce-scattered at once, while backward goes on. Full gradients live as long as their unit is under way. Where it
+happens is the same for a model that keeps its parameters whole and for one whose parameters `fully_shard` gathers:
+the hook sits on whatever parameter autograd writes to. In exact mode what travels are int64 sums on the grid.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.place.exact import Grid, Sizes, add_rounded, check_size, from_sums, scratch_on
+from paceline.place.packing import Packing, start_reduce_scatter
+from paceline.place.replicate import second_gradient
+from paceline.place.share import Cut, Share
+from paceline.place.units import Named, cut_units
+from paceline.world import World
+
+IN_FLIGHT = 2
+
+
+class _Unit:
+    """Gradients that travel together, and this rank's sums of them over the step's microbatches."""
+
+    def __init__(self, packing: Packing, *, place: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.packing = packing
+        self.place = place
+        self.ready = 0
+        self.launched = False
+        self.buffer: Tensor | None = None
+        self.targets: list[list[Tensor]] = []
+        sizes = [cut.numel(place) for cut in packing.cuts]
+        self.sums = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self.parts = list(self.sums.split(sizes))
+
+    def open(self) -> None:
+        """Room for this microbatch's gradients."""
+        if self.buffer is None:
+            self.buffer = self.packing.empty(dtype=self.sums.dtype, device=self.sums.device)
+            self.targets = self.packing.targets(self.buffer)
+
+    def send(self, world: World, *, first: bool) -> Callable[[], None]:
+        """Start to add over the world; call the answer to have the result in the sums."""
+        self.open()
+        buffer, self.buffer, self.targets = self.buffer, None, []
+        assert buffer is not None
+        out = torch.empty(self.packing.chunk, dtype=buffer.dtype, device=buffer.device)
+        wait = start_reduce_scatter(buffer, out=out, world=world)
+
+        def land() -> None:
+            wait()
+            found = out[: self.sums.numel()]
+            self.sums.copy_(found) if first else self.sums.add_(found)
+
+        return land
+
+
+class ScatterReducer:
+    """Adds over microbatches and ranks; leaves this rank's rows of the global gradient in the shares' `.grad`.
+
+    `sources` are the parameters that autograd writes to, one a share; `shard` are the ranks that the rows are cut
+    over, `replicas` those that hold the same rows. Every rank must run backward equally often (`meets`).
+    """
+
+    def __init__(
+        self,
+        *,
+        shares: Sequence[Share],
+        sources: Sequence[nn.Parameter],
+        cut: Mapping[str, Cut],
+        shard: World,
+        replicas: World | None = None,
+        grid: Grid | None = None,
+    ) -> None:
+        self._shares = list(shares)
+        self._sources = list(sources)
+        self._shard = shard
+        self._worlds = [world for world in (shard, replicas) if world is not None and world.world_size > 1]
+        self._replicas = replicas if replicas is not None and replicas.world_size > 1 else None
+        self._grid = grid
+        self._scratch = scratch_on(shard.device)
+        named = [Named(index=i, name=s.name, parameter=s.holder) for i, s in enumerate(shares)]
+        self._units = [self._unit(members, cut) for members in cut_units(named)]
+        self._forget()
+        self._handles = [
+            self._sources[member.index].register_post_accumulate_grad_hook(self._hook(unit, position, member))
+            for unit in self._units
+            for position, member in enumerate(unit.packing.members)
+        ]
+
+    @property
+    def meets(self) -> bool:
+        """Whether a rank without a sample must take part in a microbatch with `counts=False`."""
+        return self._shard.world_size > 1
+
+    def begin(self) -> None:
+        """Forget the last step's gradients."""
+        self._forget()
+        for share, source in zip(self._shares, self._sources, strict=True):
+            share.parameter.grad = None
+            source.grad = None
+
+    def before_backward(self, *, last: bool, counts: bool = True) -> None:
+        """A microbatch is about to run backward; one that does not count takes part with nothing."""
+        self._counts = counts
+        self._next = 0
+        for unit in self._units:
+            unit.ready, unit.launched = 0, False
+        self._taken = [False] * len(self._shares)
+
+    def after_backward(self) -> None:
+        """Send what backward did not reach."""
+        while self._next < len(self._units):
+            self._launch_next()
+        self._rounds += 1
+
+    def finish(self, *, divisor: float | Tensor | None) -> bool:
+        """Leave gradients in the shares, or set a better grid and answer False.
+
+        Raises:
+            RunError: no grid holds gradients of this size; on every rank alike.
+        """
+        self._land(keep=0)
+        waits = []
+        for unit in self._units:
+            if self._rounds == 0:
+                unit.sums.zero_()
+            if self._replicas is not None and unit.sums.numel():
+                waits.append(self._replicas.start_all_reduce(unit.sums))
+        for wait in waits:
+            wait()
+        return self._finish_exact(self._grid, divisor) if self._grid is not None else self._finish(divisor)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _unit(self, members: Sequence[Named], cut: Mapping[str, Cut]) -> _Unit:
+        packing = Packing(members, cut=cut, places=self._shard.world_size)
+        dtype = members[0].parameter.dtype if self._grid is None else torch.int64
+        return _Unit(packing, place=self._shard.rank, dtype=dtype, device=self._shard.device)
+
+    def _forget(self) -> None:
+        self._rounds = 0
+        self._next = 0
+        self._counts = True
+        self._under_way: list[Callable[[], None]] = []
+        self._taken = [False] * len(self._shares)
+        self._touched = [False] * len(self._shares)
+        self._sizes = Sizes(num_parameters=len(self._shares))
+        for unit in self._units:
+            unit.buffer, unit.targets = None, []
+
+    def _hook(self, unit: _Unit, position: int, member: Named) -> Callable[[Tensor], None]:
+        def take(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            assert gradient is not None
+            parameter.grad = None
+            if unit.launched or self._taken[member.index]:
+                raise second_gradient(member.name)
+            self._taken[member.index] = True
+            if self._counts:
+                self._touched[member.index] = True
+                self._put(unit, position, member, gradient)
+            unit.ready += 1
+            while self._next < len(self._units) and self._units[self._next].ready == len(self._units[self._next].parts):
+                self._launch_next()
+
+        return take
+
+    def _put(self, unit: _Unit, position: int, member: Named, gradient: Tensor) -> None:
+        exponent = None
+        if self._grid is not None:
+            self._sizes.see(member.index, gradient)
+            exponent = self._grid.exponents[member.index]
+            if exponent is None:
+                return
+        unit.open()
+        rows = unit.packing.rows(position, gradient)
+        for target, row in zip(unit.targets[position], rows, strict=True):
+            if exponent is None:
+                target.view(row.shape).copy_(row)
+            else:
+                add_rounded(row.reshape(-1), to=target, exponent=exponent, first=True, scratch=self._scratch)
+
+    def _launch_next(self) -> None:
+        unit = self._units[self._next]
+        self._land(keep=IN_FLIGHT - 1)
+        self._under_way.append(unit.send(self._shard, first=self._rounds == 0))
+        unit.launched = True
+        self._next += 1
+
+    def _land(self, *, keep: int) -> None:
+        while len(self._under_way) > keep:
+            self._under_way.pop(0)()
+
+    def _finish(self, divisor: float | Tensor | None) -> bool:
+        flags = torch.ones(len(self._shares), device=self._shard.device)
+        absent = [index for index, touched in enumerate(self._touched) if not touched]
+        if absent:
+            flags[absent] = 0.0
+        for world in self._worlds:
+            world.all_reduce(flags, op="max")
+        for unit in self._units:
+            if divisor is not None:
+                unit.sums.div_(divisor)
+            for member, part in zip(unit.packing.members, unit.parts, strict=True):
+                if self._touched[member.index] or flags[member.index]:
+                    parameter = self._shares[member.index].parameter
+                    parameter.grad = part.view(parameter.shape).to(parameter.device)
+        return True
+
+    def _finish_exact(self, grid: Grid, divisor: float | Tensor | None) -> bool:
+        largest = self._sizes.joint(self._worlds)
+        fits = all(grid.fits(index, size) for index, (size, _) in enumerate(largest))
+        for unit in self._units if fits else ():
+            for member, part in zip(unit.packing.members, unit.parts, strict=True):
+                size, touched = largest[member.index]
+                if touched:
+                    self._leave(member.index, part, size, grid.exponents[member.index] or 0, divisor)
+        for index, (size, _) in enumerate(largest):
+            check_size(self._shares[index].name, size)
+            grid.follow(index, size)
+        return fits
+
+    def _leave(self, index: int, part: Tensor, size: float, exponent: int, divisor: float | Tensor | None) -> None:
+        parameter = self._shares[index].parameter
+        gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device=part.device)
+        from_sums(part, to=gradient, exponent=exponent, divisor=divisor, scratch=self._scratch)
+        gradient = gradient if math.isfinite(size) else gradient.fill_(math.nan)
+        parameter.grad = gradient.to(parameter.device)

@@ -1,0 +1,97 @@
+"""What sharding leaves: the shares of this rank's optimizer, and what the step and the checkpoint need to know."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from paceline.place.exact import ExactReducer, Grid
+from paceline.place.parts import Part, Parts
+from paceline.place.replicate import BucketReducer, LocalReducer, Reducer
+from paceline.place.scatter import ScatterReducer
+from paceline.place.share import Cut, Share, cuts, shares_of
+from paceline.place.units import Named
+from paceline.place.zero import RowsReducer, Spread
+from paceline.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The ranks that split a batch: all of them, those that split rows, those that hold the same rows."""
+
+    all: World
+    shard: World
+    replicas: World | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """One rank's side of a sharded model.
+
+    `parts` says which part of each of the model's parameters, frozen ones too, this rank's model holds between two
+    steps; `locals` are those tensors. `spread` is called after each update of the shares.
+    """
+
+    shares: Sequence[Share]
+    reducer: Reducer
+    spread: Callable[[], None]
+    parts: Parts
+    locals: Mapping[str, Tensor]
+    data: Data
+
+    @property
+    def meets(self) -> bool:
+        """Whether every rank must run forward and backward equally often."""
+        return bool(getattr(self.reducer, "meets", False))
+
+
+def zero(
+    *,
+    stage: int,
+    model: nn.Module,
+    named: Sequence[Named],
+    data: Data,
+    grid: Grid | None = None,
+    parts: Parts | None = None,
+    whole: Sequence[str] = (),
+) -> Sharded:
+    """ZeRO stage 1 or 2: the model keeps its parameters whole. `whole` names those that are not cut into rows."""
+    cut = cuts(named, places=data.shard.world_size, whole=whole)
+    shares = shares_of(named, cut=cut, place=data.shard.rank, parts=parts)
+    every = {name: p.detach() for name, p in model.named_parameters()}
+    return Sharded(
+        shares=shares,
+        reducer=_reducer(stage, named, shares, cut, data, grid),
+        spread=Spread(shares, cut=cut, world=data.shard),
+        parts=parts or whole_parts(every),
+        locals=every,
+        data=data,
+    )
+
+
+def _reducer(
+    stage: int,
+    named: Sequence[Named],
+    shares: Sequence[Share],
+    cut: Mapping[str, Cut],
+    data: Data,
+    grid: Grid | None,
+) -> Reducer:
+    if stage == 2:
+        sources = [share.holder for share in shares]
+        return ScatterReducer(
+            shares=shares, sources=sources, cut=cut, shard=data.shard, replicas=data.replicas, grid=grid
+        )
+    inner: Reducer
+    if grid is not None:
+        inner = ExactReducer(named=named, world=data.all, grid=grid)
+    elif data.all.world_size > 1:
+        inner = BucketReducer(named=named, world=data.all)
+    else:
+        inner = LocalReducer(named=named)
+    return RowsReducer(inner, shares=shares, cut=cut, place=data.shard.rank)
+
+
+def whole_parts(tensors: Mapping[str, Tensor]) -> Parts:
+    """All of each."""
+    return {name: Part.all_of(tensor.shape) for name, tensor in tensors.items()}

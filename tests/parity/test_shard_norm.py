@@ -1,0 +1,82 @@
+"""The norm of a gradient in pieces: right, the same for any cut, in exact mode to the bit, and wide."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.place.meeting import thread_worlds
+from paceline.place.norm import joint_norm
+from paceline.world import World
+
+
+def spread(pieces: Sequence[Sequence[Tensor]], *, exact: bool) -> list[Tensor]:
+    """Each thread is a rank with its own pieces."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    worlds = thread_worlds(replicas=len(pieces), world=World.alone(), timeout_seconds=20)
+    with ThreadPoolExecutor(len(pieces)) as pool:
+        calls = [pool.submit(joint_norm, own, worlds=[w], exact=exact) for own, w in zip(pieces, worlds, strict=True)]
+        return [call.result() for call in calls]
+
+
+def drawn(dtype: torch.dtype = torch.float32, scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(7, 5), (1,), (300, 9), ()]
+    return [torch.randn(shape, generator=generator, dtype=dtype) * scale * 3.0**-k for k, shape in enumerate(shapes)]
+
+
+def cut(gradients: Sequence[Tensor], places: int) -> list[list[Tensor]]:
+    flat = torch.cat([g.reshape(-1) for g in gradients])
+    generator = torch.Generator().manual_seed(places)
+    owner = torch.randint(0, places, flat.shape, generator=generator)
+    return [[flat[owner == place][::2], flat[owner == place][1::2]] for place in range(places)]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20])
+def test_it_is_the_norm_and_the_same_on_every_rank(exact: bool, dtype: torch.dtype, scale: float) -> None:
+    gradients = drawn(dtype, scale)
+    square = sum(Fraction(x) ** 2 for g in gradients for x in g.double().reshape(-1).tolist())
+    right = math.sqrt(square / Fraction(scale) ** 2) * scale
+    for places in (2, 3, 5):
+        found = spread(cut(gradients, places), exact=exact)
+        assert len({float(norm) for norm in found}) == 1 and found[0].dtype is torch.float64
+        assert abs(float(found[0]) / right - 1) < 1e-12
+
+
+def test_exact_bits_are_the_same_for_any_cut() -> None:
+    gradients = drawn()
+    right = joint_norm(gradients, worlds=[], exact=True)
+    for places in (2, 3, 4, 7):
+        assert all(torch.equal(norm, right) for norm in spread(cut(gradients, places), exact=True))
+
+
+def test_the_usual_bits_are_not() -> None:
+    """Otherwise the test above would show nothing."""
+    found = {float(spread(cut(drawn(), places), exact=False)[0]) for places in (2, 3, 4, 5, 7, 9)}
+    assert len(found) > 1
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_huge_finite_gradients_have_a_norm_and_others_none(exact: bool) -> None:
+    big = [[torch.tensor([3e200], dtype=torch.float64)], [torch.tensor([4e200], dtype=torch.float64)]]
+    assert all(abs(float(norm) / 5e200 - 1) < 1e-12 for norm in spread(big, exact=exact))
+    tiny = [[torch.tensor([3e-320], dtype=torch.float64)], []]
+    assert all(float(norm) < 1e-300 for norm in spread(tiny, exact=exact))
+    for bad in (math.nan, math.inf, -math.inf):
+        found = spread([[torch.tensor([1.0, bad])], [torch.ones(3)]], exact=exact)
+        assert not any(math.isfinite(norm) for norm in found)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_nothing_and_zeros_are_zero_and_gradients_stay(exact: bool) -> None:
+    assert float(joint_norm([], worlds=[], exact=exact)) == 0.0
+    assert float(joint_norm([torch.zeros(3), torch.empty(0, 4)], worlds=[], exact=exact)) == 0.0
+    kept = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert float(joint_norm([kept], worlds=[], exact=exact)) == 5.0
+    assert kept.tolist() == [3.0, 4.0]

@@ -1,0 +1,243 @@
+"""The job's optimizer on shares: its groups, its state, and rules that are not right on rows."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.errors import JobError, LayoutError
+from paceline.place.offload import offload_state
+from paceline.place.rules import learn, shared_optimizers
+from paceline.place.share import Share, cuts, shares_of
+from paceline.place.units import trainable
+from paceline.torch_private import JointScaler
+
+
+class Sign(Optimizer):
+    """A user's own, elementwise, with an attribute of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.seen: list[int] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["last"] = 0.9 * state.get("last", torch.zeros_like(p)) + p.grad
+                    p.sub_(group["lr"] * state["last"].sign())
+
+
+class Trust(Sign):
+    """Scales each update by its tensor's norm, as LAMB and LARS do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.norm() / p.grad.norm() * p.grad)
+
+
+class Joint(Sign):
+    """Scales all updates by what it sees in all."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        size = sum(p.grad.square().sum() for p in every).sqrt()
+        for p in every:
+            p.sub_(p.grad / size)
+
+
+class Noisy(Sign):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * (p.grad + torch.randn_like(p)))
+
+
+class Keeper(Sign):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.mine = {p: 0 for group in self.param_groups for p in group["params"]}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    found = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 2))
+    found.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+    return found
+
+
+def shares(place: int, places: int = 3, whole: Any = ()) -> tuple[nn.Module, list[Share]]:
+    made = model()
+    named = trainable(made)
+    return made, shares_of(named, cut=cuts(named, places=places, whole=whole), place=place)
+
+
+RIGHT = {
+    "sgd": lambda named: torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adam": lambda named: torch.optim.Adam([p for _, p in named], lr=0.1, amsgrad=True),
+    "fused": lambda named: torch.optim.AdamW([p for _, p in named], lr=0.1, fused=True),
+    "adagrad": lambda named: torch.optim.Adagrad(
+        [{"params": [p for _, p in named], "lr": 0.3}], initial_accumulator_value=0.2, lr_decay=0.1
+    ),
+    "rmsprop": lambda named: torch.optim.RMSprop([p for _, p in named], lr=0.1, centered=True, momentum=0.5),
+    "nadam": lambda named: torch.optim.NAdam([p for _, p in named], lr=0.1),
+    "rprop": lambda named: torch.optim.Rprop([p for _, p in named], lr=0.1),
+    "lion": lambda named: Sign([p for _, p in named]),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_each_place_takes_its_rows_where_one_process_takes_them(name: str) -> None:
+    whole = model()
+    pairs = list(whole.named_parameters())
+    right = RIGHT[name](pairs)
+    ranks = [shares(place) for place in range(3)]
+    optimizers = [shared_optimizers(RIGHT[name], trainable(made), own, layout="fsdp")[0] for made, own in ranks]
+    for step in range(4):
+        torch.manual_seed(step)
+        for p in whole.parameters():
+            p.grad = torch.randn_like(p)
+        for (_, own), optimizer in zip(ranks, optimizers, strict=True):
+            gradients = {n: p.grad for n, p in pairs}
+            for share in own:
+                if share.part.local is not None:
+                    share.parameter.grad = share.part.take(gradients[share.name])
+            optimizer.step()
+        right.step()
+    for (made, own), optimizer in zip(ranks, optimizers, strict=True):
+        assert len(optimizer.param_groups) == len(right.param_groups)
+        for group, other in zip(optimizer.param_groups, right.param_groups, strict=True):
+            assert {k: v for k, v in group.items() if k != "params"} == {
+                k: v for k, v in other.items() if k != "params"
+            }
+        for share in own:
+            if share.part.local is not None:
+                expected = share.part.take(dict(pairs)[share.name].detach())
+                assert torch.allclose(share.parameter.detach(), expected, rtol=1e-6, atol=1e-7), share.name
+                assert share.parameter.untyped_storage()._cdata == share.holder.untyped_storage()._cdata
+        del made
+
+
+def test_named_groups_stay_also_where_one_is_empty_here() -> None:
+    made, own = shares(2)
+    named = trainable(made)
+
+    def factory(pairs: Any) -> Optimizer:
+        bias = [(n, p) for n, p in pairs if n.endswith("bias")]
+        rest = [(n, p) for n, p in pairs if not n.endswith("bias")]
+        return torch.optim.AdamW([{"params": rest, "lr": 0.1}, {"params": bias, "weight_decay": 0.0}], lr=0.2)
+
+    here = [share for share in own if not share.name.endswith("bias")]  # a stage that has no bias
+    (optimizer,) = learn(factory, named).on(here)
+    assert [group["param_names"] for group in optimizer.param_groups] == [[s.name for s in here], []]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    for share in here:
+        share.parameter.grad = torch.ones_like(share.parameter)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda named: torch.optim.Muon([p for _, p in named if p.dim() == 2]), "Muon gives other values"),
+        (lambda named: torch.optim.Adafactor([p for _, p in named]), "Adafactor gives other values"),
+        (lambda named: Trust([p for _, p in named]), "Trust gives other values"),
+    ],
+)
+def test_a_rule_on_whole_tensors_is_refused_by_name_or_given_whole_ones(make: Any, says: str) -> None:
+    rules = learn(make, trainable(model()))
+    with pytest.raises(LayoutError, match=says):
+        rules.refuse_rows(layout="fsdp")
+    whole = rules.whole()
+    assert "0.weight" in whole
+    cut = cuts(trainable(model()), places=2, whole=list(whole))
+    owned = [sum(cut[name].numel(place) for name in whole) for place in range(2)]
+    assert all(owned) and sum(owned) == sum(p.numel() for n, p in model().named_parameters() if n in whole)
+    for name in whole:
+        assert sorted(cut[name].numel(place) > 0 for place in range(2)) == [False, True]
+
+
+def test_fused_rows_are_refused_in_exact_mode_only() -> None:
+    rules = learn(RIGHT["fused"], trainable(model()))
+    rules.refuse_rows(layout="fsdp")
+    if not rules.whole(exact=True):
+        pytest.skip("this processor's fused kernel rounds alike in body and tail")
+    with pytest.raises(LayoutError, match="AdamW gives other bits"):
+        rules.refuse_rows(layout="fsdp", exact=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda named: Joint([p for _, p in named]), "Joint moves a parameter otherwise beside a second one"),
+        (lambda named: Noisy([p for _, p in named]), "Noisy moves a parameter otherwise beside a second one"),
+        (lambda named: torch.optim.SGD([p for _, p in named if p.norm().item() > 0]), "parameters without memory"),
+    ],
+)
+def test_what_no_cut_gets_right_is_refused(make: Any, says: str) -> None:
+    with pytest.raises(JobError, match=says):
+        learn(make, trainable(model())).whole()
+
+
+def test_an_optimizer_with_its_own_references_is_refused() -> None:
+    made, own = shares(0)
+    with pytest.raises(JobError, match=r"Keeper\.mine holds parameters"):
+        learn(lambda named: Keeper([p for _, p in named]), trainable(made)).on(own)
+
+
+def test_a_probe_leaves_the_optimizer_and_the_random_stream_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    rules = learn(lambda named: Sign([p for _, p in named]), trainable(model()))
+    torch.set_rng_state(before)
+    rules.whole()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not rules.optimizers[0].state and rules.optimizers[0].seen == []  # type: ignore[attr-defined]
+
+
+def test_offloaded_state_is_at_home_between_steps() -> None:
+    made, own = shares(0)
+    (optimizer,) = shared_optimizers(RIGHT["adam"], trainable(made), own, layout="zero1")
+    plain = shared_optimizers(RIGHT["adam"], trainable(model()), shares(0)[1], layout="zero1")[0]
+    offload_state(optimizer)
+    for _ in range(2):
+        for one in (optimizer, plain):
+            for group in one.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.ones_like(p)
+            one.step()
+    for one, other in zip(optimizer.param_groups[0]["params"], plain.param_groups[0]["params"], strict=True):
+        assert torch.equal(one, other)
+        assert all(v.device.type == "cpu" for v in optimizer.state[one].values())
+
+
+def test_one_rank_s_overflow_is_everybody_s() -> None:
+    """The other rank has no gradient at all, and skips the step with the first."""
+    world: list[float] = []
+
+    def join(tensor: torch.Tensor) -> None:
+        world.append(float(tensor))
+        tensor.fill_(max(world))
+
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    weights[0].grad = torch.tensor([1.0, float("inf"), 1.0])
+    scales = []
+    for weight in weights:
+        scaler = JointScaler("cpu", join=join, init_scale=4.0)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        scaler.scale(torch.ones(1))
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        assert torch.equal(weight.detach(), torch.ones(3))
+    assert scales == [2.0, 2.0] and world == [1.0, 0.0]
