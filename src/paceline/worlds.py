@@ -11,8 +11,9 @@ from paceline.world import World
 class Worlds:
     """This rank's fellows on each axis, itself among them.
 
-    `data` have other samples of the same weights; `summed` are those and `cp`: their gradients add up. `ep` splits
-    `data` into groups that share out the experts, and `peers` hold the same experts in the other groups.
+    `data` have other samples of the same weights; `summed` are those and `cp`: their gradients add up; `mirrors` are
+    those of them that hold the same rows where they are sharded. `ep` splits `data` into groups that share out the
+    experts, and `peers` hold the same experts in the other groups.
     """
 
     mesh: Mesh
@@ -24,6 +25,7 @@ class Worlds:
     tp: World
     data: World
     summed: World
+    mirrors: World
     ep: World
     peers: World
 
@@ -46,6 +48,7 @@ class Worlds:
             tp=every.part(mesh.groups(["tp"])),
             data=data,
             summed=summed,
+            mirrors=every.part(mesh.groups(["dp_replicate", "cp"])) if mesh.cp > 1 else replicate,
             ep=every.part(_experts(mesh)),
             peers=every.part(_peers(mesh)) if mesh.ep > 1 else data,
         )
@@ -64,6 +67,7 @@ class Worlds:
             tp=alone,
             data=world,
             summed=world,
+            mirrors=world,
             ep=alone,
             peers=world,
         )

@@ -130,7 +130,7 @@ def test_and_so_are_replicas_of_shards(trained: Any, case: Case, ranks: int, rep
 
 @pytest.mark.parametrize("case", FAULTS, ids=str)
 def test_a_planted_mistake_is_seen(trained: Any, case: Case) -> None:
-    with pytest.raises(AssertionError, match="weights|gradients|norm"):
+    with pytest.raises(AssertionError, match=r"weights|gradients|norm"):
         check(case, trained(2, 1, "daily")[case])
 
 
@@ -138,5 +138,5 @@ def test_a_planted_mistake_is_seen(trained: Any, case: Case) -> None:
 def test_replicas_that_are_not_added_are_seen(tmp_path: Path) -> None:
     case = Case(layout="fsdp", replicate=2, fault="replicas not added")
     (answers,) = run([case], ranks=4, folder=tmp_path)
-    with pytest.raises(AssertionError, match="weights|gradients|norm"):
+    with pytest.raises(AssertionError, match=r"weights|gradients|norm"):
         check(case, answers)

@@ -96,7 +96,7 @@ class ExactReducer:
         for member in self._named:
             member.parameter.grad = None
 
-    def before_backward(self, *, last: bool) -> None:
+    def before_backward(self, *, last: bool, counts: bool = True) -> None:
         """After the last microbatch's gradient a sum is complete on this rank."""
         self._armed = last
 

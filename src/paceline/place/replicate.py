@@ -22,14 +22,15 @@ from paceline.world import World
 class Reducer(Protocol):
     """What turns the gradients of this process's microbatches into those of the global batch."""
 
-    meets: bool
-    """Whether forward or backward waits for the other replicas', so that all must run equally many."""
+    @property
+    def meets(self) -> bool:
+        """Whether forward or backward waits for the other replicas', so that all must run equally many."""
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
 
-    def before_backward(self, *, last: bool) -> None:
-        """A microbatch is about to run backward; `last` when it is this replica's last of the step."""
+    def before_backward(self, *, last: bool, counts: bool = True) -> None:
+        """A microbatch is about to run backward, the `last` of this replica's in the step, or one for nothing."""
 
     def after_backward(self) -> None:
         """A microbatch has run backward."""
@@ -54,7 +55,7 @@ class LocalReducer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def before_backward(self, *, last: bool) -> None:
+    def before_backward(self, *, last: bool, counts: bool = True) -> None:
         """Nothing to prepare."""
 
     def after_backward(self) -> None:
@@ -146,7 +147,7 @@ class BucketReducer:
         self._armed = False
         self._next = 0
 
-    def before_backward(self, *, last: bool) -> None:
+    def before_backward(self, *, last: bool, counts: bool = True) -> None:
         """Before the last microbatch gradients only add up locally."""
         self._armed = last
 

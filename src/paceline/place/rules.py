@@ -68,7 +68,7 @@ class Rules:
                 f"torch.optim.AdamW{' without fused=True' if exact else ''}",
             )
 
-    def on(self, shares: Sequence[Share]) -> list[Optimizer]:
+    def on(self, shares: Sequence[Named]) -> list[Optimizer]:
         """The same optimizers, groups and options over the shares; a parameter without a share is left out.
 
         Called once: the optimizers themselves move.

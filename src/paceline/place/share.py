@@ -56,16 +56,13 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class Share(Named):
     """What this rank's optimizer has of one parameter.
 
     `index` is the place in the whole model's order; `parameter` holds this rank's rows, perhaps none; `part` says
     which those are of the whole; `holder` is the model's own parameter.
     """
 
-    index: int
-    name: str
-    parameter: nn.Parameter
     part: Part
     holder: nn.Parameter
 

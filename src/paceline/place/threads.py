@@ -83,7 +83,7 @@ class ThreadReducer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def before_backward(self, *, last: bool) -> None:
+    def before_backward(self, *, last: bool, counts: bool = True) -> None:
         """Nothing to prepare."""
 
     def after_backward(self) -> None:

@@ -4,7 +4,7 @@ from paceline.errors import LayoutError, PacelineError
 from paceline.plan.mesh import Mesh
 from paceline.spec.layout import Layout
 
-_PROVED = ("dp_replicate",)
+_PROVED = ("dp_replicate", "dp_shard")
 
 
 def refuse_unproved(layout: Layout, mesh: Mesh) -> list[PacelineError]:
@@ -15,7 +15,7 @@ def refuse_unproved(layout: Layout, mesh: Mesh) -> list[PacelineError]:
     return [
         LayoutError(
             f"the layout {layout} is not in this version yet: {', '.join(missing)}.",
-            cause="it places data parallelism only: single, threads, ddp",
+            cause="it splits data and shards parameters: ddp, zero1, zero2, fsdp, hsdp",
             hint="--layout ddp",
         )
     ]

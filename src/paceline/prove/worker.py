@@ -26,8 +26,9 @@ from paceline.spec.task import Task
 from paceline.step.nested import mapped
 from paceline.store.disk import write_json
 from paceline.torch_private import guard_hooks
-from paceline.train.built import Built, build, lr_factor
+from paceline.train.built import Built, build
 from paceline.train.ready import Ready, join_world, prepare
+from paceline.train.updates import lr_factor
 from paceline.world import World
 
 _LOSS_SCALE = 1024.0

@@ -76,7 +76,8 @@ class MicroPasses:
                 joint = joint or self._telling.joint(given, terms, stop=stop)
                 if last:
                     self._telling.send(joint)
-                backward(self._parts, torch.stack([total for total, _ in terms.values()]).sum() * 0.0, last=last)
+                nothing = torch.stack([total for total, _ in terms.values()]).sum() * 0.0
+                backward(self._parts, nothing, last=last, counts=False)
         assert joint is not None
         return joint
 
@@ -149,11 +150,11 @@ def divided(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
     return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
 
-def backward(parts: Parts, loss: Tensor, *, last: bool) -> None:
-    """One microbatch's; `last` of this replica's in the step."""
+def backward(parts: Parts, loss: Tensor, *, last: bool, counts: bool = True) -> None:
+    """One microbatch's; `last` of this replica's in the step. One that does not count waits with the others."""
     if not loss.requires_grad:
         raise no_gradient()
-    parts.reducer.before_backward(last=last)
+    parts.reducer.before_backward(last=last, counts=counts)
     with parts.turns.backward():
         parts.update.scaled(loss).backward()
     parts.reducer.after_backward()

@@ -1,7 +1,7 @@
 """From gradients to weights: unscale, measure, clip, step, schedule, average."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,19 +14,29 @@ from paceline.place.units import Named
 from paceline.step.result import StepResult
 from paceline.torch_private import lerp_all
 
+Norm = Callable[[], Tensor]
+
+
+def _nothing() -> None:
+    return None
+
 
 class Ema:
-    """An exponential moving average of the weights (Polyak and Juditsky, 1992)."""
+    """An exponential moving average of the weights (Polyak and Juditsky, 1992), of what this rank holds of them.
 
-    def __init__(self, *, model: nn.Module, decay: float) -> None:
+    `settle` is called where the weights have changed places with it.
+    """
+
+    def __init__(self, *, live: Mapping[str, Tensor], decay: float, settle: Callable[[], None] = _nothing) -> None:
         self.decay = decay
-        self.live = [p for p in model.parameters() if p.is_floating_point()]
-        self.averages = [p.detach().clone() for p in self.live]
-        self.names = [name for name, p in model.named_parameters() if p.is_floating_point()]
+        self.names = list(live)
+        self.live = list(live.values())
+        self.averages = [tensor.detach().clone() for tensor in self.live]
+        self._settle = settle
 
     def update(self) -> None:
         """Move a little towards the weights."""
-        lerp_all(self.averages, [p.detach() for p in self.live], 1.0 - self.decay)
+        lerp_all(self.averages, self.live, 1.0 - self.decay)
 
     def swap(self) -> None:
         """Exchange average and weights; a second call undoes the first."""
@@ -35,6 +45,7 @@ class Ema:
                 kept = live.detach().clone()
                 live.copy_(average)
                 average.copy_(kept)
+        self._settle()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -60,6 +71,8 @@ class Update:
         check_finite: bool,
         skip_nonfinite: bool,
         ema: Ema | None,
+        norm: Norm | None = None,
+        spread: Callable[[], None] = _nothing,
     ) -> None:
         self.optimizers = list(optimizers)
         self.schedules = list(schedules)
@@ -69,6 +82,8 @@ class Update:
         self._max_grad_norm = max_grad_norm
         self._check = check_finite
         self._skip = skip_nonfinite
+        self._joint_norm = norm
+        self._spread = spread
         self.lr = self.optimizers[0].param_groups[0]["lr"]  # of the last step; the schedule has moved on since
 
     @property
@@ -129,7 +144,11 @@ class Update:
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """Of finite gradients it may be too large for their own type; on a GPU nobody looks, since that would wait."""
-        if not gradients or (self._max_grad_norm is None and not self._check):
+        if self._max_grad_norm is None and not self._check:
+            return None
+        if self._joint_norm is not None:
+            return self._joint_norm()
+        if not gradients:
             return None
         norm = nn.utils.get_total_norm(gradients)
         if norm.device.type == "cpu" and not math.isfinite(norm.item()):
@@ -151,6 +170,7 @@ class Update:
                 optimizer.step()
             else:
                 self.scaler.step(optimizer)
+        self._spread()
         if self.ema is not None:
             self.ema.update()
 

@@ -1,24 +1,24 @@
 """From a task to something that can train: job, settings, plan, world, model, optimizer, step."""
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from paceline.errors import JobError, raise_all
+from paceline.errors import JobError
 from paceline.job import Job
 from paceline.place.batchnorm import StatisticsTape
 from paceline.place.buffers import BufferPolicy
-from paceline.place.exact import ExactReducer, Grid
+from paceline.place.compose import Placed, beside, compose
+from paceline.place.exact import Grid
 from paceline.place.holding import Holding, all_of, all_shares
 from paceline.place.meeting import ThreadWorld, thread_worlds
-from paceline.place.replicate import BucketReducer, LocalReducer, Reducer, equal_start
+from paceline.place.replicate import Reducer, equal_start
+from paceline.place.rules import Rules
 from paceline.place.sync_bn import synchronise
-from paceline.place.threads import Mirror, ThreadReducer, shared_gpu
+from paceline.place.threads import Mirror, shared_gpu
 from paceline.place.units import Named, trainable
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
@@ -27,14 +27,14 @@ from paceline.step.parts import Parts
 from paceline.step.spmd import SpmdStep
 from paceline.step.threads import ThreadsStep
 from paceline.step.turns import ALONE, SharedTurns
-from paceline.step.update import Ema, Update
+from paceline.step.update import Update
 from paceline.streams import Streams, key, seed_all
 from paceline.torch_private import guard_hooks
 from paceline.train.apart import Unlisted
-from paceline.train.fit import refuse_unfit, unfit_optimizers, unfit_schedules
-from paceline.train.options import Options, given_options
+from paceline.train.fit import refuse_unfit
+from paceline.train.options import Options
 from paceline.train.refuse import refuse_asked
-from paceline.train.state import make_optimizers
+from paceline.train.updates import learn_rules, make_update
 from paceline.world import World
 from paceline.worlds import Worlds
 
@@ -128,12 +128,17 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     grids = [Grid(num_parameters=len(named[0])) if settings.train.exact else None for _ in own]
     notes = _equal_start(models[0], world)
     mirror = Mirror(models=models, grids=grids) if len(own) > 1 else None
-    update, given = _update(job, settings, models[0], named[0], plan, world)
+    rules = learn_rules(job, named[0], plan=plan, exact=settings.train.exact)
+    unlisted = Unlisted(models[0])
+    placed = [
+        _placed(model, members, named[0], each, grid, plan, rules)
+        for model, members, each, grid in zip(models, named, own, grids, strict=True)
+    ]
+    update, given = make_update(job, settings, plan, models[0], placed[0], rules, world=world)
     turns = None if mirror is None else SharedTurns(gpu=shared_gpu([each.every.device for each in own]))
-    reducers = [_reducer(members, named[0], each, grid) for members, each, grid in zip(named, own, grids, strict=True)]
     parts = [
-        _parts(job, settings, model, each, reducer, update, turns)
-        for model, each, reducer in zip(models, own, reducers, strict=True)
+        _parts(job, settings, model, each, one.reducer, update, turns)
+        for model, each, one in zip(models, own, placed, strict=True)
     ]
     return Built(
         job=job,
@@ -142,15 +147,31 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
         worlds=worlds,
         model=models[0],
         models=models,
-        named=named[0],
-        weights=Holding(world=world, held=all_of(models[0])),
-        kept=Holding(world=world, held=all_shares(named[0])),
+        named=placed[0].named,
+        weights=placed[0].weights if mirror is None else Holding(world=world, held=all_of(models[0])),
+        kept=placed[0].kept if mirror is None else Holding(world=world, held=all_shares(named[0])),
         step=_step(parts, mirror, turns),
         grid=grids[0],
         notes=tuple(notes),
         given=given,
-        unlisted=Unlisted(models[0]),
+        unlisted=unlisted,
     )
+
+
+def _placed(
+    model: nn.Module,
+    named: Sequence[Named],
+    home: Sequence[Named],
+    worlds: Worlds,
+    grid: Grid | None,
+    plan: Plan,
+    rules: Rules | None,
+) -> Placed:
+    """`home` is where the gradients of this process's replicas end."""
+    if isinstance(worlds.every, ThreadWorld):
+        return beside(named, home=home, world=worlds.every, grid=grid)
+    whole = [] if rules is None or plan.mesh.zero == 3 else list(rules.whole(exact=grid is not None))
+    return compose(model, named=named, asked=plan.asked, worlds=worlds, grid=grid, whole=whole)
 
 
 def _parts(
@@ -210,49 +231,6 @@ def _equal_start(model: nn.Module, world: World) -> list[str]:
     if not differed:
         return []
     return [f"warning: start weights differed between ranks ({differed[0]}, ...); rank 0's were given to all"]
-
-
-def _reducer(named: Sequence[Named], home: Sequence[Named], worlds: Worlds, grid: Grid | None) -> Reducer:
-    """`home` is where the gradients of this process's replicas end."""
-    world = worlds.summed
-    if grid is not None:
-        return ExactReducer(named=named, world=world, grid=grid)
-    if isinstance(world, ThreadWorld):
-        return ThreadReducer(named=named, home=home, world=world)
-    return LocalReducer(named=named) if world.world_size == 1 else BucketReducer(named=named, world=world)
-
-
-def _update(
-    job: Job, settings: Settings, model: nn.Module, named: Sequence[Named], plan: Plan, world: World
-) -> tuple[Update, Options]:
-    """The optimizer's side, and the options as the job gives them: a schedule writes to them at once."""
-    optimizers = make_optimizers(job, model)
-    factor = lr_factor(settings.train.lr_scaling, plan.global_batch_size / job.global_batch_size)
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["lr"] = group["lr"] * factor if factor != 1.0 else group["lr"]
-    given = given_options(optimizers)
-    schedules = [job.lr_schedule(optimizer) for optimizer in optimizers] if job.lr_schedule else []
-    raise_all([*unfit_optimizers(optimizers), *unfit_schedules(schedules)])
-    fp16 = settings.train.precision == "fp16"
-    update = Update(
-        named=named,
-        optimizers=optimizers,
-        schedules=schedules,
-        scaler=torch.amp.GradScaler(world.device.type) if fp16 else None,
-        max_grad_norm=settings.train.max_grad_norm,
-        check_finite=not fp16,
-        skip_nonfinite=settings.train.on_nonfinite == "skip",
-        ema=Ema(model=model, decay=job.ema) if job.ema is not None else None,
-    )
-    return update, given
-
-
-def lr_factor(rule: str, ratio: float) -> float:
-    """What the learning rate is multiplied by when the batch is `ratio` times the job's own.
-
-    Linear: Goyal et al. 2017 (SGD). Square root: Krizhevsky 2014, Malladi et al. 2022 (Adam).
-    """
-    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
 
 
 def _compiled(model: nn.Module, settings: Settings) -> nn.Module:

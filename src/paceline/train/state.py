@@ -34,14 +34,23 @@ def make_optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
         raise JobError("the model has no trainable parameter.", hint="parameter.requires_grad_(True)")
     made = job.optimizer(named)
     optimizers = list(made) if isinstance(made, list | tuple) else [made]
+    check_optimizers(optimizers, {id(p): name for name, p in named})
+    return optimizers
+
+
+def check_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> None:
+    """That `optimizer=` gave optimizers, and each of these parameters is in exactly one group.
+
+    Raises:
+        JobError: a parameter is missing, twice there, or not the model's.
+    """
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise JobError(
                 f"optimizer= gave a {type(optimizer).__name__}, expected a torch.optim.Optimizer.",
                 hint="optimizer=lambda named: torch.optim.AdamW([p for _, p in named])",
             )
-    _check_groups(optimizers, {id(p): name for name, p in named})
-    return optimizers
+    _check_groups(optimizers, names)
 
 
 def files_of(

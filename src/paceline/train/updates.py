@@ -1,0 +1,96 @@
+"""The optimizer's side of a run: the job's optimizers on what this rank holds, schedules, scaler, average."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import raise_all
+from paceline.job import Job
+from paceline.place.compose import Placed
+from paceline.place.norm import joint_norm
+from paceline.place.offload import offload_state
+from paceline.place.rules import Rules, learn
+from paceline.place.units import Named
+from paceline.plan.settle import Plan
+from paceline.spec.settings import Settings
+from paceline.step.update import Ema, Norm, Update
+from paceline.train.fit import unfit_optimizers, unfit_schedules
+from paceline.train.options import Options, given_options
+from paceline.train.state import check_optimizers, make_optimizers
+from paceline.world import World
+
+
+def learn_rules(job: Job, named: Sequence[Named], *, plan: Plan, exact: bool) -> Rules | None:
+    """The job's optimizers on the whole model's shapes, where ranks are to hold parts; None where they hold it whole.
+
+    Raises:
+        JobError, LayoutError: groups that don't fit the model, or a rule that is not right on rows.
+    """
+    if not plan.mesh.zero:
+        return None
+    rules = learn(job.optimizer, named)
+    check_optimizers(rules.optimizers, {id(p): name for name, p in rules.pairs})
+    if plan.mesh.zero == 3:
+        rules.refuse_rows(layout=plan.layout, exact=exact)
+    return rules
+
+
+def make_update(
+    job: Job, settings: Settings, plan: Plan, model: nn.Module, placed: Placed, rules: Rules | None, *, world: World
+) -> tuple[Update, Options]:
+    """The optimizer's side, and the options as the job gives them: a schedule writes to them at once."""
+    optimizers = make_optimizers(job, model) if rules is None else rules.on(placed.named)
+    factor = lr_factor(settings.train.lr_scaling, plan.global_batch_size / job.global_batch_size)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = group["lr"] * factor if factor != 1.0 else group["lr"]
+    if "optimizer" in plan.asked.offload:
+        for optimizer in optimizers:
+            offload_state(optimizer)
+    given = given_options(optimizers)
+    schedules = [job.lr_schedule(optimizer) for optimizer in optimizers] if job.lr_schedule else []
+    raise_all([*unfit_optimizers(optimizers), *unfit_schedules(schedules)])
+    fp16 = settings.train.precision == "fp16"
+    update = Update(
+        named=placed.named,
+        optimizers=optimizers,
+        schedules=schedules,
+        scaler=torch.amp.GradScaler(world.device.type) if fp16 else None,
+        max_grad_norm=settings.train.max_grad_norm,
+        check_finite=not fp16,
+        skip_nonfinite=settings.train.on_nonfinite == "skip",
+        ema=Ema(live=_averaged(placed), decay=job.ema, settle=placed.spread) if job.ema is not None else None,
+        norm=_norm(placed, settings, world=world),
+        spread=placed.spread,
+    )
+    return update, given
+
+
+def lr_factor(rule: str, ratio: float) -> float:
+    """What the learning rate is multiplied by when the batch is `ratio` times the job's own.
+
+    Linear: Goyal et al. 2017 (SGD). Square root: Krizhevsky 2014, Malladi et al. 2022 (Adam).
+    """
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+
+
+def _averaged(placed: Placed) -> dict[str, Tensor]:
+    weights = placed.weights
+    held = {name: weights.mine[name].tensor for name in weights.names if name in weights.parameters}
+    return {name: tensor for name, tensor in held.items() if tensor is not None and tensor.is_floating_point()}
+
+
+def _norm(placed: Placed, settings: Settings, *, world: World) -> Norm | None:
+    """Where ranks hold parts, and where the bits of the norm count, over all of them; None: each rank its own."""
+    exact = settings.train.exact and settings.train.max_grad_norm is not None
+    if placed.kept.is_whole and not exact:
+        return None
+    owned = {name for name in placed.kept.names if placed.kept.owns(name)}
+    mine = [m.parameter for m in placed.named if placed.kept.is_whole or m.name in owned]
+    worlds = [] if placed.kept.is_whole else [world]
+
+    def norm() -> Tensor:
+        return joint_norm([p.grad for p in mine if p.grad is not None], worlds=worlds, exact=exact)
+
+    return norm
