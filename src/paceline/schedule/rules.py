@@ -22,10 +22,12 @@ def faults_of_rank(program: Program, rank: int) -> Iterator[Fault]:
             yield Fault(rank=rank, place=place, action=action, what=what)
         else:
             at[action] = place
+    needed_at = _first_need(needs, at)
     for action, before in needs.items():
         if action not in at:
-            after = [at[other] for other, its in needs.items() if action in its and other in at]
-            place = min(after) if after else max((at[b] for b in before if b in at), default=len(row))
+            place = (
+                needed_at[action] if action in needed_at else max((at[b] for b in before if b in at), default=len(row))
+            )
             what = f"{action} is missing."
             yield Fault(rank=rank, place=place, action=action, what=what, cause=_WHY[action.op], severity=1)
     for action, before in needs.items():
@@ -33,6 +35,15 @@ def faults_of_rank(program: Program, rank: int) -> Iterator[Fault]:
             if action in at and first in at and at[first] > at[action]:
                 what = f"{action} comes before {first}, which it needs."
                 yield Fault(rank=rank, place=at[action], action=action, what=what, severity=2)
+
+
+def _first_need(needs: Needs, at: dict[Action, int]) -> dict[Action, int]:
+    """The first place at which somebody needs an action."""
+    found: dict[Action, int] = {}
+    for action, before in needs.items():
+        for first in before if action in at else ():
+            found[first] = min(at[action], found.get(first, at[action]))
+    return found
 
 
 def needs_of_rank(program: Program, rank: int) -> Needs:

@@ -17,9 +17,10 @@ def loop(*, ranks: int, virtual: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A way to order the work: `orders(ranks=, micro=, virtual=)` gives each rank's computes, `makespan` its closed form.
+    """A way to order the work: `orders(ranks=, micro=, virtual=)` gives each rank's computes.
 
-    `virtual` is how many stages a rank holds if nothing is said; `any_virtual` whether another number may be said.
+    `makespan` is its closed form; `virtual` is how many stages a rank holds if nothing is said, `any_virtual` whether
+    another number may be said; `placement(ranks=, virtual=)` says who holds which stage.
     """
 
     name: str

@@ -11,7 +11,7 @@ names any (`SF0.1>1`, `RB0.1<1`) has to name all.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,7 +106,10 @@ def _program(rows: dict[int, list[_Word]], *, file: str, name: str) -> Program:
         )
     parsed = [[(word, _action(word, rank=rank, file=file)) for word in rows[rank]] for rank in range(len(rows))]
     owner = _owners(parsed, file=file)
-    num_micro = max((a.microbatch for row in parsed for _, a in row), default=-1) + 1
+    used = {action.microbatch for row in parsed for _, action in row}
+    if (gap := _gap(used)) is not None:
+        raise UsageError(f"{file}: nobody computes microbatch {gap}.", cause="microbatches are counted from 0")
+    num_micro = len(used)
     orders = [[action for _, action in row] for row in parsed]
     program = lower(orders, name=name, rank_of_stage=owner, num_micro=num_micro)
     if any(not action.op.is_compute for row in orders for action in row):
@@ -140,10 +143,15 @@ def _owners(parsed: list[list[tuple[_Word, Action]]], *, file: str) -> tuple[int
         for word, action in row:
             if owner.setdefault(action.stage, rank) != rank:
                 raise _error(file, word, f"is in stage {action.stage}, which lies on rank {owner[action.stage]}")
-    missing = sorted(set(range(max(owner, default=-1) + 1)) - set(owner))
-    if missing or not owner:
-        raise UsageError(f"{file}: nobody computes in stage {missing[0] if missing else 0}.")
+    if (gap := _gap(owner)) is not None or not owner:
+        raise UsageError(f"{file}: nobody computes in stage {gap or 0}.", cause="stages are counted from 0")
     return tuple(owner[stage] for stage in range(len(owner)))
+
+
+def _gap(numbers: Iterable[int]) -> int | None:
+    """The first number that lacks below the highest."""
+    have = set(numbers)
+    return next((n for n in range(len(have)) if n not in have), None)
 
 
 def _error(file: str, word: _Word, what: str) -> UsageError:

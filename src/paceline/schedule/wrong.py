@@ -27,11 +27,13 @@ class ScheduleError(LayoutError):
 
     def __init__(self, program: Program, fault: Fault, *, more: int = 0) -> None:
         row = program.actions[fault.rank] if fault.rank < len(program.actions) else ()
-        action = str(row[fault.place]) if fault.place < len(row) else "its end"
+        place = (
+            f"action {fault.place + 1} of {len(row)}: {row[fault.place]}" if fault.place < len(row) else "at the end"
+        )
         also = f" (and {more} more after it)" if more else ""
         super().__init__(
             f"schedule {program.name!r}: {fault.what}{also}",
-            where=f"rank {fault.rank}, action {fault.place + 1} of {len(row)}: {action}",
+            where=f"rank {fault.rank}, {place}",
             cause=fault.cause,
             hint="mend that rank's line; `paceline.schedule.build` gives orders that are right",
         )
