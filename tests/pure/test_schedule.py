@@ -96,6 +96,27 @@ def test_what_is_held_at_most(ranks: int, micro: int) -> None:
     assert max(peaks("zb_interleaved")) == max(peaks("interleaved"))
 
 
+@many
+@given(ranks=RANKS, rounds=st.integers(4, 6), virtual=st.integers(2, 3))
+def test_what_interleaving_holds_as_the_docs_say(ranks: int, rounds: int, virtual: int) -> None:
+    def peaks(name: str) -> list[float]:
+        return [*simulate(build(name, ranks=ranks, micro=rounds * ranks, virtual=virtual)).peak_activations()]
+
+    first = ranks * (virtual - 1) + 2 * ranks - 1
+    assert peaks("interleaved") == [first - 2 * rank for rank in range(ranks)]
+    assert peaks("zb_interleaved") == [first - rank for rank in range(ranks)]
+
+
+@many
+@given(ranks=st.integers(2, 8), micro=MICRO, virtual=VIRTUAL)
+def test_how_many_messages_are_sent_as_the_docs_say(ranks: int, micro: int, virtual: int) -> None:
+    for name in SCHEDULES:
+        program = program_of(name, ranks, micro, virtual)
+        each = program.num_stages // ranks
+        borders = 2 * (ranks - 1) if name == "zbv" else each * ranks - 1
+        assert sum(action.op.is_send for row in program for action in row) == 2 * micro * borders
+
+
 def test_bytes_held_are_weighed_by_stage() -> None:
     timeline = simulate(build("gpipe", ranks=2, micro=3))
     assert timeline.peak_activations(of_stage=[10, 100]) == (30, 300)

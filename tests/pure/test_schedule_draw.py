@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -59,6 +60,12 @@ def test_a_measured_timeline_lies_under_the_planned_one_on_the_same_axis() -> No
     assert ends[1] / ends[0] == pytest.approx(1.5, rel=0.01)
     assert sum("bubble" in text for text in texts(picture)) == 2
     assert any(text.endswith(" s") for text in texts(picture))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_pictures_of_the_docs_are_what_is_drawn(name: str) -> None:
+    kept = Path(__file__).parents[2] / "docs" / "pictures" / f"schedule-{name}.svg"
+    assert kept.read_text() == draw(simulate(build(name, ranks=4, micro=8))), "python docs/pictures/draw_schedules.py"
 
 
 def test_names_are_escaped() -> None:

@@ -93,5 +93,9 @@ def test_what_is_not_there_is_said(text: str, words: str) -> None:
 def test_what_is_understood_is_checked() -> None:
     with pytest.raises(ScheduleError, match=r"B0\.1 is missing"):
         parse("rank 0: F0 F1 B0\nrank 1: F0 F1 B0 B1")
-    with pytest.raises(ScheduleError, match="deadlock"):
-        parse("rank 0: F0 B0 F1 B1\nrank 1: F0 F1 B0 B1")
+    with pytest.raises(ScheduleError, match="deadlock") as found:
+        parse("rank 0: F0 B0 F1 B1\nrank 1: F0 F1 B0 B1", file="mine.txt")
+    assert found.value.where == "mine.txt:1:12, rank 0, action 3 of 8: RB0.0<1"
+    with pytest.raises(ScheduleError, match=r"B0\.1 comes before F0\.1") as found:
+        parse("rank 0: F0 B1\n  B0 F1\nrank 1: F0 F1 B0 B1", file="mine.txt")
+    assert found.value.where.startswith("mine.txt:1:12, rank 0")

@@ -20,6 +20,7 @@ from paceline.schedule.check import check
 from paceline.schedule.lower import lower
 from paceline.schedule.program import Action, Op, Program
 from paceline.schedule.strip import names_stages
+from paceline.schedule.wrong import ScheduleError, compute_of
 
 _ACTION = re.compile(r"(?P<op>SF|RF|SB|RB|[FBIW])(?:(?P<stage>\d+)\.)?(?P<micro>\d+)(?:(?P<way>[<>])(?P<peer>\d+))?")
 _LINE = re.compile(r"(?P<key>name|rank\s+(?P<rank>\d+))\s*:(?P<rest>.*)", re.I | re.S)
@@ -53,7 +54,15 @@ def parse(text: str, *, file: str = "schedule", name: str = "") -> Program:
             raise _error(file, _Word(text=match["key"], line=number, column=1), "stands twice")
         else:
             rows[int(match["rank"])] = list(_words(match["rest"], line=number, before=match.start("rest")))
-    return check(_program(rows, file=file, name=found or "own"))
+    program = _program(rows, file=file, name=found or "own")
+    try:
+        return check(program)
+    except ScheduleError as error:
+        row, words = program.actions[error.fault.rank], rows[error.fault.rank]
+        place = error.fault.place if len(row) == len(words) else compute_of(row, place=error.fault.place)
+        if place < len(words):
+            error.where = f"{file}:{words[place].line}:{words[place].column}, {error.where}"
+        raise
 
 
 def read(path: Path | str) -> Program:

@@ -57,7 +57,7 @@ def picture(program: Program, *, marks: Mapping[int, int]) -> str:
         ticks = [*done, *((now + _computes(later[:n]), action) for n, action in enumerate(later))]
         order[rank] = [pair for pair in ticks if pair[1].op.is_compute]
         if rank in marks:
-            places[rank] = _cell_of(row, marks[rank])
+            places[rank] = compute_of(row, place=marks[rank])
     return marked_panel(program, order=order, marks=places)
 
 
@@ -65,7 +65,7 @@ def _computes(actions: Sequence[Action]) -> int:
     return sum(action.op.is_compute for action in actions)
 
 
-def _cell_of(row: Sequence[Action], place: int) -> int:
+def compute_of(row: Sequence[Action], *, place: int) -> int:
     """Which of the row's computes stands for an action: itself, or what a message is for or from."""
     if place >= len(row):
         return max(0, _computes(row) - 1)
