@@ -1,0 +1,98 @@
+"""What answers for a module that a stage does not hold: NaN of the right shape, so that no value of it passes for real.
+
+Shapes are found by running a copy of the module that has no memory (device "meta"), once for each kind of input.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import LayoutError
+from paceline.place.values import Path, Spec, flattened, replaced, tensors_in, unflattened
+from paceline.place.values import Kinds
+from paceline.torch_private import mute
+
+Kind = tuple[torch.Size, torch.dtype]
+Pool = dict[tuple[Kind, torch.device], Tensor]
+
+
+class Dummy:
+    """The stand-in of one module. Without a copy, or where it can't run on "meta", outputs are shaped like inputs."""
+
+    def __init__(self, module: nn.Module, *, name: str, kinds: Kinds, sample: Any = None) -> None:
+        self._name = name
+        self._kinds = kinds
+        self._skeleton = _without_memory(module)
+        self._known: dict[Any, tuple[Spec, list[Kind]]] = {}
+        self._sample = None if sample is None else flattened(sample, where=name)[1]
+
+    def answer(self, args: Any, kwargs: Any, *, pool: Pool | None = None) -> Any:
+        """Its output with every float NaN and every integer 0; equal ones are one tensor within a `pool`."""
+        value = {"args": args, "kwargs": kwargs}
+        inputs = dict(tensors_in(value))
+        key = tuple((path, tensor.shape, tensor.dtype) for path, tensor in inputs.items())
+        if key not in self._known:
+            self._known[key] = self._shapes(value, inputs)
+        spec, shapes = self._known[key]
+        device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
+        return unflattened(spec, iter([_filled(kind, device, pool) for kind in shapes]), self._kinds)
+
+    def _shapes(self, value: Any, inputs: Mapping[Path, Tensor]) -> tuple[Spec, list[Kind]]:
+        try:
+            if self._skeleton is None:
+                raise RuntimeError("it can't be copied")
+            moved = replaced(value, {path: _on_meta(tensor) for path, tensor in inputs.items()})
+            with torch.no_grad():
+                output = self._skeleton(*moved["args"], **moved["kwargs"])
+            tensors, spec = flattened(output, where=self._name)
+            return spec, [(tensor.shape, tensor.dtype) for tensor in tensors]
+        except LayoutError:
+            raise
+        except Exception as error:  # whatever a module that needs real values says
+            first = next((tensor for tensor in inputs.values() if tensor.is_floating_point()), None)
+            if self._sample is None or first is None or _num_tensors(self._sample) != 1:
+                raise LayoutError(
+                    f"the shape of what {self._name} returns can't be found without its weights: {error}",
+                    hint="cut so that the first stage alone calls it, or make it a block",
+                ) from error
+            return self._sample, [(first.shape, first.dtype)]
+
+
+def _without_memory(module: nn.Module) -> nn.Module | None:
+    """A copy whose parameters and buffers are on "meta"; made without copying them."""
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {id(tensor): _meta_of(tensor) for tensor in tensors}
+    try:
+        skeleton = copy.deepcopy(module, memo)
+    except Exception:  # a module that holds a lock, a generator, a file
+        return None
+    mute(skeleton)
+    return skeleton
+
+
+def _meta_of(tensor: Tensor) -> Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _filled(kind: Kind, device: torch.device, pool: Pool | None) -> Tensor:
+    if pool is not None and (kind, device) in pool:
+        return pool[kind, device]
+    shape, dtype = kind
+    made = torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    if pool is not None:
+        pool[kind, device] = made
+    return made
+
+
+def _num_tensors(spec: Spec) -> int:
+    if spec[0] == "of":
+        return sum(_num_tensors(part) for _, part in spec[2])
+    return int(spec[0] == "tensor")
