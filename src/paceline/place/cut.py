@@ -16,6 +16,7 @@ from torch import nn
 from paceline.errors import LayoutError
 from paceline.place.blocks import Block, find_blocks
 from paceline.place.bounds import Bounds, checked_bounds, even_bounds
+from paceline.place.dummies import Form, form_of
 from paceline.place.flow import Flow, Key, watch
 from paceline.place.needs import Needs, needs_of
 from paceline.place.values import Kinds, Path
@@ -65,6 +66,7 @@ class Cut:
     parts: tuple[StagePart, ...]
     carried: tuple[Carried, ...]
     kinds: Kinds
+    forms: tuple[Form | None, ...]
     used: frozenset[str]
 
     def runs(self, parameters: set[str], *, stage: int) -> bool:
@@ -161,6 +163,10 @@ def cut_flow(model: nn.Module, *, flow: Flow, bounds: Bounds) -> Cut:
         parts=tuple(parts),
         carried=tuple(carried),
         kinds=Kinds.of([seen.output for seen in flow.calls]),
+        forms=tuple(
+            form_of(seen.output, where=block.name, given=seen.given)
+            for block, seen in zip(flow.blocks, flow.calls, strict=True)
+        ),
         used=frozenset(name for need in needs for name in need.parameters),
     )
 

@@ -11,23 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.place.values import Path, Spec, flattened, replaced, tensors_in, unflattened
-from paceline.place.values import Kinds
+from paceline.place.values import Kinds, Path, Spec, flattened, replaced, tensors_in, unflattened
 from paceline.torch_private import mute
 
 Kind = tuple[torch.Size, torch.dtype]
+Form = tuple[Spec, tuple[Path | None, ...]]
 Pool = dict[tuple[Kind, torch.device], Tensor]
 
 
 class Dummy:
-    """The stand-in of one module. Without a copy, or where it can't run on "meta", outputs are shaped like inputs."""
+    """The stand-in of one module.
 
-    def __init__(self, module: nn.Module, *, name: str, kinds: Kinds, sample: Any = None) -> None:
+    Where the copy can't run on "meta", as with experts that look at their tokens, `form` says what it returned when
+    the model was cut, and which input each tensor is shaped like.
+    """
+
+    def __init__(self, module: nn.Module, *, name: str, kinds: Kinds, form: Form | None = None) -> None:
         self._name = name
         self._kinds = kinds
         self._skeleton = _without_memory(module)
         self._known: dict[Any, tuple[Spec, list[Kind]]] = {}
-        self._sample = None if sample is None else flattened(sample, where=name)[1]
+        self._form = form
 
     def answer(self, args: Any, kwargs: Any, *, pool: Pool | None = None) -> Any:
         """Its output with every float NaN and every integer 0; equal ones are one tensor within a `pool`."""
@@ -52,13 +56,23 @@ class Dummy:
         except LayoutError:
             raise
         except Exception as error:  # whatever a module that needs real values says
-            first = next((tensor for tensor in inputs.values() if tensor.is_floating_point()), None)
-            if self._sample is None or first is None or _num_tensors(self._sample) != 1:
+            if self._form is None or any(path not in inputs for path in self._form[1]):
                 raise LayoutError(
                     f"the shape of what {self._name} returns can't be found without its weights: {error}",
                     hint="cut so that the first stage alone calls it, or make it a block",
                 ) from error
-            return self._sample, [(first.shape, first.dtype)]
+            spec, like = self._form
+            return spec, [(inputs[path].shape, inputs[path].dtype) for path in like if path is not None]
+
+
+def form_of(output: Any, *, where: str, given: Mapping[Path, Kind]) -> Form | None:
+    """What a block returned, and the first input of each tensor's shape and type; None for what can't cross."""
+    try:
+        tensors, spec = flattened(output, where=where)
+    except LayoutError:
+        return None
+    kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    return spec, tuple(next((path for path, kind in given.items() if kind == each), None) for each in kinds)
 
 
 def _without_memory(module: nn.Module) -> nn.Module | None:
@@ -91,8 +105,3 @@ def _filled(kind: Kind, device: torch.device, pool: Pool | None) -> Tensor:
         pool[kind, device] = made
     return made
 
-
-def _num_tensors(spec: Spec) -> int:
-    if spec[0] == "of":
-        return sum(_num_tensors(part) for _, part in spec[2])
-    return int(spec[0] == "tensor")

@@ -41,6 +41,7 @@ class Call:
 
     takes: dict[Path, Key]
     gives: dict[Path, Key] = field(default_factory=dict)
+    given: dict[Path, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     output: Any = None
 
 
@@ -112,7 +113,9 @@ class _Watcher:
 
         def answer(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self._begin(block)
-            seen = Call(takes=self._keys({"args": args, "kwargs": kwargs}))
+            value = {"args": args, "kwargs": kwargs}
+            given = {path: (tensor.shape, tensor.dtype) for path, tensor in tensors_in(value)}
+            seen = Call(takes=self._keys(value), given=given)
             self.flow.calls.append(seen)
             output = call(*args, **kwargs)
             seen.output, seen.gives = output, self._keys(output)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError, LayoutError, RunError
 from paceline.place.cut import Cut, StagePart
-from paceline.place.dummies import Dummy, Pool
+from paceline.place.dummies import Dummy, Form, Pool
 from paceline.place.hollow import glue, hollow
 from paceline.place.values import Spec, flattened, replaced, tensors_in, unflattened
 from paceline.torch_private import intercept
@@ -69,7 +69,7 @@ class Stages:
         first = {id(p): name for name, p in model.named_parameters()}
         outside = {name: {first[id(p)] for p in module.parameters()} for name, module in glue(model, blocks)}
         self._undo = [
-            intercept(module, self._block_gate(number, self._dummy(module, cut.blocks[number])))
+            intercept(module, self._block_gate(number, self._dummy(module, cut.blocks[number], cut.forms[number])))
             for number, module in enumerate(blocks)
         ]
         self._undo += [
@@ -211,8 +211,8 @@ class Stages:
 
         return gate
 
-    def _dummy(self, module: nn.Module, name: str) -> Dummy:
-        return Dummy(module, name=name, kinds=self.cut.kinds)
+    def _dummy(self, module: nn.Module, name: str, form: Form | None = None) -> Dummy:
+        return Dummy(module, name=name, kinds=self.cut.kinds, form=form)
 
 
 def leaves_of(sent: Sent) -> Iterator[Tensor]:
