@@ -1,0 +1,150 @@
+"""A pipeline schedule as data: what each rank does, in order. The runtime, the planner and the picture read the same.
+
+The model is a chain of `num_stages` stages; `rank_of_stage` says who holds which, and a rank may hold several. An
+action names the stage *on its own rank* that it is done for: `SEND_F` of stage 2 sends what stage 2 put out,
+`RECV_F` of stage 3 receives what stage 3 takes in. A stage whose neighbour lives on the same rank sends nothing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+
+class Op(StrEnum):
+    """What an action does; the value is its spelling in texts and pictures."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # the gradients of input and weights together
+    INPUT = "I"  # the gradient of the stage's input only
+    WEIGHT = "W"  # the gradients of its weights only, some time after INPUT
+    SEND_F = "SF"  # this stage's output, to the next stage
+    RECV_F = "RF"  # this stage's input, from the stage before
+    SEND_B = "SB"  # the gradient of this stage's input, to the stage before
+    RECV_B = "RB"  # the gradient of this stage's output, from the next stage
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether it computes; the others are messages."""
+        return self in COMPUTES
+
+    @property
+    def is_send(self) -> bool:
+        """Whether a message leaves."""
+        return self in (Op.SEND_F, Op.SEND_B)
+
+    @property
+    def is_receive(self) -> bool:
+        """Whether a message is waited for."""
+        return self in (Op.RECV_F, Op.RECV_B)
+
+    @property
+    def gives_input_gradient(self) -> bool:
+        """Whether the stage before can go on after it."""
+        return self in (Op.BACKWARD, Op.INPUT)
+
+
+COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """What makes a message one of its own: activation (`FORWARD`) or gradient (`BACKWARD`), who made it, for which microbatch.
+
+    `stage` is the stage that made it: an activation goes from `stage` to `stage + 1`, a gradient to `stage - 1`.
+    """
+
+    kind: Op
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Action:
+    """One thing that a rank does for one microbatch in one of its stages; `peer` is the other rank of a message."""
+
+    op: Op
+    stage: int
+    microbatch: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        arrow = "" if self.peer is None else f"{'>' if self.op.is_send else '<'}{self.peer}"
+        return f"{self.op}{self.stage}.{self.microbatch}{arrow}"
+
+    @property
+    def message(self) -> Message:
+        """The message that is sent or received: equal on both sides."""
+        kind, shift = _MESSAGES[self.op]
+        return Message(kind=kind, stage=self.stage + shift, microbatch=self.microbatch)
+
+
+_MESSAGES = {
+    Op.SEND_F: (Op.FORWARD, 0),
+    Op.RECV_F: (Op.FORWARD, -1),
+    Op.SEND_B: (Op.BACKWARD, 0),
+    Op.RECV_B: (Op.BACKWARD, 1),
+}
+
+Actions = tuple[Action, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What every rank does, `actions[rank]` in order, for `num_micro` microbatches through `num_stages` stages."""
+
+    name: str
+    num_ranks: int
+    num_stages: int
+    num_micro: int
+    rank_of_stage: tuple[int, ...]
+    actions: tuple[Actions, ...]
+
+    @property
+    def loss_rank(self) -> int:
+        """Who holds the last stage, and so computes loss and metrics."""
+        return self.rank_of_stage[-1]
+
+    @property
+    def first_rank(self) -> int:
+        """Who holds the first stage, and so reads the batch's inputs."""
+        return self.rank_of_stage[0]
+
+    @cached_property
+    def trains(self) -> bool:
+        """Whether it computes gradients; without, it is for evaluation and generation."""
+        return any(a.op.is_compute and a.op is not Op.FORWARD for row in self.actions for a in row)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether gradients of input and weights are computed apart."""
+        return any(a.op in (Op.INPUT, Op.WEIGHT) for row in self.actions for a in row)
+
+    @property
+    def num_actions(self) -> int:
+        """Of all ranks, messages included."""
+        return sum(len(row) for row in self.actions)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, in the model's order."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
+
+    def computes(self, rank: int) -> Actions:
+        """A rank's actions without the messages."""
+        return tuple(action for action in self.actions[rank] if action.op.is_compute)
+
+    def incoming(self, rank: int) -> dict[int, Actions]:
+        """Peer -> this rank's receives from it, in the order in which that peer *sends* them.
+
+        The order in which receives have to be posted where a transport matches messages by order and not by name.
+        """
+        own = {(a.peer, a.message): a for a in self.actions[rank] if a.op.is_receive}
+        found: dict[int, list[Action]] = {}
+        for peer, row in enumerate(self.actions):
+            for action in row:
+                if action.op.is_send and action.peer == rank and (peer, action.message) in own:
+                    found.setdefault(peer, []).append(own[peer, action.message])
+        return {peer: tuple(actions) for peer, actions in found.items()}
+
+    def __iter__(self) -> Iterator[Actions]:
+        return iter(self.actions)
