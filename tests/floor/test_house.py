@@ -23,6 +23,7 @@ FREE_OF_TORCH = [
     "talk",
     "faults",
     "spec",
+    "schedule",
     "plan",
     "order",
     "store",

@@ -1,6 +1,7 @@
 """The schedules: each a function that gives every rank's *compute* order, and nothing else.
 
 To add one: a function here, a row in `table.py`. Sends, checks, bubble, memory, picture and runtime come free.
+Stages lie on the ranks in a loop (stage s on rank s mod ranks), `virtual` of them on each.
 """
 
 from collections.abc import Sequence
@@ -10,31 +11,103 @@ from paceline.schedule.program import Action, Op
 Order = list[Action]
 
 
-def gpipe(*, ranks: int, micro: int, virtual: int) -> list[Order]:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
+def naive(*, ranks: int, micro: int, virtual: int) -> list[Order]:
+    """One microbatch at a time goes all the way and back: model parallelism without a pipeline."""
     return [
-        _phases(forwards=_all(Op.FORWARD, rank, micro), backwards=_all(Op.BACKWARD, rank, micro), warm=micro)
+        [
+            Action(op=op, stage=stage, microbatch=m)
+            for m in range(micro)
+            for op in (Op.FORWARD, Op.BACKWARD)
+            for stage in _stages(rank, ranks=ranks, virtual=virtual, op=op)
+        ]
         for rank in range(ranks)
     ]
+
+
+def gpipe(*, ranks: int, micro: int, virtual: int) -> list[Order]:
+    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
+    return breadth_first(ranks=ranks, micro=micro, virtual=virtual)
+
+
+def breadth_first(*, ranks: int, micro: int, virtual: int) -> list[Order]:
+    """All microbatches through a rank's first stage, then its second; back likewise (arXiv 2211.05953)."""
+    orders = []
+    for rank in range(ranks):
+        forwards, backwards = _sequences(rank, groups=[micro], ranks=ranks, virtual=virtual)
+        orders.append(_in_turn(forwards, backwards, warm=len(forwards)))
+    return orders
 
 
 def one_f_one_b(*, ranks: int, micro: int, virtual: int) -> list[Order]:
-    """A backward as soon as there is one: at most `ranks - rank` microbatches are held (arXiv 1806.03377, 2006.09503)."""
-    return [
-        _phases(forwards=_all(Op.FORWARD, rank, micro), backwards=_all(Op.BACKWARD, rank, micro), warm=ranks - 1 - rank)
-        for rank in range(ranks)
-    ]
+    """A backward as soon as there is one, so that few microbatches are held (PipeDream-Flush, arXiv 2006.09503)."""
+    return interleaved(ranks=ranks, micro=micro, virtual=virtual)
 
 
-def _all(op: Op, stage: int, micro: int) -> Order:
-    return [Action(op=op, stage=stage, microbatch=m) for m in range(micro)]
+def interleaved(*, ranks: int, micro: int, virtual: int) -> list[Order]:
+    """1F1B over several stages a rank, group of microbatches by group (Narayanan et al. 2021, arXiv 2104.04473).
+
+    The paper wants groups of exactly `ranks` microbatches; here they may be a few more, so that any number goes.
+    """
+    groups = _groups(micro, ranks=ranks)
+    orders = []
+    for rank in range(ranks):
+        forwards, backwards = _sequences(rank, groups=groups, ranks=ranks, virtual=virtual)
+        after = (ranks - 1 - rank) * (2 if virtual > 1 else 1)
+        orders.append(_in_turn(forwards, backwards, warm=(virtual - 1) * groups[0] + after))
+    return orders
 
 
-def _phases(*, forwards: Sequence[Action], backwards: Sequence[Action], warm: int) -> Order:
+def zero_bubble(*, ranks: int, micro: int, virtual: int) -> list[Order]:
+    """(Interleaved) 1F1B whose weight gradients wait and fill the gaps: ZB-H1 (Qi et al. 2023, arXiv 2401.10241).
+
+    Rank r puts them off by r microbatches, so every rank holds as much as 1F1B's first rank, and none more.
+    """
+    orders = interleaved(ranks=ranks, micro=micro, virtual=virtual)
+    return [_split(order, put_off=rank) for rank, order in enumerate(orders)]
+
+
+def _stages(rank: int, *, ranks: int, virtual: int, op: Op) -> list[int]:
+    stages = [rank + ranks * chunk for chunk in range(virtual)]
+    return stages if op is Op.FORWARD else stages[::-1]
+
+
+def _groups(micro: int, *, ranks: int) -> list[int]:
+    """Sizes of the groups, the larger ones first: 1F1B's order needs it, since a group waits for the one before."""
+    rounds = max(1, micro // ranks)
+    each, more = divmod(micro, rounds)
+    return [each + (place < more) for place in range(rounds)]
+
+
+def _sequences(rank: int, *, groups: Sequence[int], ranks: int, virtual: int) -> tuple[Order, Order]:
+    """A rank's forwards and its backwards: a group of microbatches through all its stages, then the next group."""
+    found: dict[Op, Order] = {Op.FORWARD: [], Op.BACKWARD: []}
+    for op, order in found.items():
+        start = 0
+        for group in groups:
+            for stage in _stages(rank, ranks=ranks, virtual=virtual, op=op):
+                order += [Action(op=op, stage=stage, microbatch=m) for m in range(start, start + group)]
+            start += group
+    return found[Op.FORWARD], found[Op.BACKWARD]
+
+
+def _in_turn(forwards: Order, backwards: Order, *, warm: int) -> Order:
     """`warm` forwards, then forward and backward in turn, then the backwards that are left."""
-    warm = min(warm, len(forwards))
-    order = list(forwards[:warm])
+    order = forwards[:warm]
     for place, backward in enumerate(backwards):
         order += forwards[warm + place : warm + place + 1]
         order.append(backward)
     return order
+
+
+def _split(order: Order, *, put_off: int) -> Order:
+    found: Order = []
+    waiting: list[Action] = []
+    for action in order:
+        if action.op is Op.FORWARD:
+            found.append(action)
+            continue
+        found.append(Action(op=Op.INPUT, stage=action.stage, microbatch=action.microbatch))
+        waiting.append(Action(op=Op.WEIGHT, stage=action.stage, microbatch=action.microbatch))
+        if len(waiting) > put_off:
+            found.append(waiting.pop(0))
+    return found + waiting

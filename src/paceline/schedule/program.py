@@ -49,7 +49,7 @@ COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """What makes a message one of its own: activation (`FORWARD`) or gradient (`BACKWARD`), who made it, for which microbatch.
+    """What tells a message from all others: activation (`FORWARD`) or gradient (`BACKWARD`), its stage and microbatch.
 
     `stage` is the stage that made it: an activation goes from `stage` to `stage + 1`, a gradient to `stage - 1`.
     """
