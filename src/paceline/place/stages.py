@@ -229,6 +229,7 @@ def _stream(device: torch.device) -> Tensor:
 
 
 def _set_stream(state: Tensor, device: torch.device) -> None:
+    state = state.clone()  # torch reads the storage from its beginning: a view of a message's buffer is another state
     if device.type == "cuda":
         torch.cuda.set_rng_state(state.cpu(), device)
     else:
