@@ -189,12 +189,13 @@ def intercept(module: torch.nn.Module, gate: Callable[..., Any]) -> Callable[[],
     before = module._compiled_call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (module._call_impl if before is None else before)(*args, **kwargs)
+        inner: Callable[..., Any] = module._call_impl if before is None else before
+        return inner(*args, **kwargs)
 
     def answer(*args: Any, **kwargs: Any) -> Any:
         return gate(call, *args, **kwargs)
 
-    module._compiled_call_impl = answer  # type: ignore[assignment]
+    module._compiled_call_impl = answer
 
     def undo() -> None:
         module._compiled_call_impl = before

@@ -112,7 +112,7 @@ def _hf(name: str, **settings: Any) -> Callable[[], nn.Module]:
         import transformers
 
         transformers.logging.set_verbosity_error()
-        kind, _, task = name.partition("For")
+        kind, _, _ = name.partition("For")
         config = getattr(transformers, f"{kind.removesuffix('LMHeadModel')}Config")(**settings)
         return getattr(transformers, name)(config)
 

@@ -71,9 +71,7 @@ def one(word: str, world: World) -> dict[str, Any]:
     streams = Streams(seed=3)
     streams.arm(model)
     stages = Stages(model, cut=cut, own=program.stages_of(world.rank))
-    work = Staged(
-        stages, call=lambda j: case.loss(model, j), enter=lambda j: streams.enter(step=0, microbatch=j)
-    )
+    work = Staged(stages, call=lambda j: case.loss(model, j), enter=lambda j: streams.enter(step=0, microbatch=j))
     fired: dict[str, int] = {}
     for n, p in model.named_parameters():
         if p.device.type != "meta":

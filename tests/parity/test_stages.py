@@ -16,7 +16,11 @@ from paceline.place.stages import Sent, Stages
 from paceline.streams import Streams
 from tests.parity.staged_models import CASES, HF, OWN, Block, Nano, Pair, built
 
-HF_SLOW = [pytest.param(n, s, marks=[] if (n, s) in (("t5", 4), ("gpt2", 3)) else pytest.mark.soak) for n in HF for s in (2, 3, 4)]
+HF_SLOW = [
+    pytest.param(n, s, marks=[] if (n, s) in (("t5", 4), ("gpt2", 3)) else pytest.mark.soak)
+    for n in HF
+    for s in (2, 3, 4)
+]
 
 
 def streamed(model: nn.Module) -> Streams:
@@ -211,7 +215,11 @@ class Hidden(Nano):
 
 
 REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
-    ("skip", Unet, r"a skip connection crosses the cut before blocks.2: an input of blocks.3 needs a value \(\w+\) made in blocks.0"),
+    (
+        "skip",
+        Unet,
+        r"a skip connection crosses the cut before blocks.2: an input of blocks.3 needs a value \(\w+\) made in blocks.0",
+    ),
     ("branch", Early, r"the forward branches on a value that stage blocks.2..blocks.3 does not have"),
     ("collected", Collected, r"what follows the last block needs a value \(\w+\) made in blocks.0"),
     ("shared", Shared, "the block blocks.0 is called twice"),

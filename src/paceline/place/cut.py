@@ -180,7 +180,9 @@ def _sights(flow: Flow) -> dict[Key, list[Sight]]:
     return found
 
 
-def _check_seen(flow: Flow, keys: set[Key], sights: Mapping[Key, Sequence[Sight]], *, bounds: Bounds, index: int) -> None:
+def _check_seen(
+    flow: Flow, keys: set[Key], sights: Mapping[Key, Sequence[Sight]], *, bounds: Bounds, index: int
+) -> None:
     start = bounds[index][0]
     for key in keys:
         if not any(sight[0] < start for sight in sights.get(key, ())):

@@ -104,4 +104,3 @@ def _filled(kind: Kind, device: torch.device, pool: Pool | None) -> Tensor:
     if pool is not None:
         pool[kind, device] = made
     return made
-

@@ -5,8 +5,9 @@ block it was made in (None between blocks) and how many blocks had begun before 
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -194,23 +195,16 @@ class _Watcher:
 
 def geometry(tensor: Tensor) -> Geometry:
     """What tells views of one storage apart."""
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), str(tensor.dtype)
+    return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), str(tensor.dtype)
 
 
 def _line() -> str:
     """The innermost line that is neither torch's nor ours."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
         if "/torch/" not in file and not file.endswith(("place/flow.py", "torch_private.py")):
             return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
 
-
-def names_of(parameters: Mapping[str, Tensor]) -> dict[int, str]:
-    """Identity to first name."""
-    found: dict[int, str] = {}
-    for name, tensor in parameters.items():
-        found.setdefault(id(tensor), name)
-    return found

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline does at its stages: the user's forward and loss, and the sums of weights that several hold."""
+"""What a rank of a pipeline does at its stages: the user's forward and loss, and sums of weights that several hold."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -134,7 +134,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _size(form: list[Any]) -> int:
     dtype: torch.dtype = getattr(torch, form[0])
-    return math.prod(form[1]) * dtype.itemsize
+    return int(math.prod(form[1])) * dtype.itemsize
 
 
 def _num_bytes(layout: list[Any]) -> int:
