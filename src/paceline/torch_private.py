@@ -4,7 +4,8 @@ Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torc
 `Tensor._version` (bumped by every write in place), and the common bases of
 BatchNorm, of all norms with running statistics, and of dropout; the data worker's note about itself; the default
 process group, set aside for a while; the number of the backward that a thread is in; what compiled modules are
-guarded by; how a loss scaler unscales gradients.
+guarded by; how a loss scaler unscales gradients;
+what `Module.__call__` asks first (`_compiled_call_impl`, which `Module.compile` sets and copies leave out).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,18 +28,22 @@ __all__ = [
     "JointScaler",
     "NormBase",
     "SeededOps",
+    "WatchedOps",
     "add_all",
     "copy_all",
     "divide_all",
     "guard_hooks",
     "hide_worker",
     "in_backward",
+    "intercept",
     "introduce_worker",
     "is_view",
     "lerp_all",
+    "mute",
     "stop_data_workers",
     "version",
     "without_group",
+    "written",
 ]
 
 
@@ -161,3 +166,73 @@ class JointScaler(torch.amp.GradScaler):
         joint = torch.stack([one.to(inv_scale.device) for one in found.values()] or [found_inf]).amax(0)
         self._join(joint)
         return {device: joint.to(device) for device in found or [inv_scale.device]}
+
+
+class WatchedOps(TorchDispatchMode):
+    """Tells `see(operation, args, kwargs, result, drew)` of each operation of this thread while the mode is on.
+
+    `drew`: whether it took numbers from a random generator; without memory ("meta"), whether it might.
+    """
+
+    def __init__(self, see: Callable[[Any, Any, Any, Any, bool], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._see = see
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, then tell."""
+        may_draw = torch.Tag.nondeterministic_seeded in func.tags
+        before = _generators() if may_draw else []
+        result = func(*args, **(kwargs or {}))
+        first = result[0] if isinstance(result, tuple | list) and result else result
+        drew = may_draw and (
+            not (isinstance(first, Tensor) and first.device.type in ("cpu", "cuda"))
+            or any(not torch.equal(old, new) for old, new in zip(before, _generators(), strict=True))
+        )
+        self._see(func, args, kwargs or {}, result, drew)
+        return result
+
+
+def _generators() -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+def written(operation: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
+    """The tensors among its arguments that an operation writes to."""
+    found: list[Tensor] = []
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        found += [part for part in (value if isinstance(value, list | tuple) else [value]) if isinstance(part, Tensor)]
+    return found
+
+
+def intercept(module: torch.nn.Module, gate: Callable[..., Any]) -> Callable[[], None]:
+    """Let `gate(call, *args, **kwargs)` answer calls of this module, outside of all its hooks; returns the undo.
+
+    `call` is what a call would have done: hooks and forward, compiled where the module is. Hooks that are registered
+    later, such as those of `fully_shard`, are inside as well.
+    """
+    before = module._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        inner: Callable[..., Any] = module._call_impl if before is None else before
+        return inner(*args, **kwargs)
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return gate(call, *args, **kwargs)
+
+    module._compiled_call_impl = answer
+
+    def undo() -> None:
+        module._compiled_call_impl = before
+
+    return undo
+
+
+def mute(module: torch.nn.Module) -> None:
+    """Forget every forward and backward hook of a module and of those in it."""
+    for part in module.modules():
+        part._compiled_call_impl = None
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
+            hooks.clear()

@@ -1,0 +1,227 @@
+"""Where a model is cut into stages, and what each stage holds, takes and gives: decided from one watched forward.
+
+Stage `s` runs the model's own forward up to its last block. The block before its first one returns what was
+received; blocks and modules that it does not need answer with dummies. So everything that its own blocks and the code
+between them use must be one of: the received output, the batch, a parameter that the stage holds, or a value that is
+carried along from an earlier stage and handed to a block as one of its arguments (an encoder's output).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import LayoutError
+from paceline.place.blocks import Block, find_blocks
+from paceline.place.bounds import Bounds, checked_bounds, even_bounds
+from paceline.place.dummies import Form, form_of
+from paceline.place.flow import Flow, Key, watch
+from paceline.place.needs import Needs, needs_of
+from paceline.place.values import Kinds, Path
+
+Sight = tuple[int, bool, Path]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carried:
+    """A value that crosses borders beside the blocks' outputs.
+
+    `sights`: (block, whether it gives it, way) where it can be seen; `targets`: (block, way) where it is handed over.
+    """
+
+    sights: tuple[Sight, ...]
+    targets: tuple[tuple[int, Path], ...]
+
+    def sight(self, part: "StagePart") -> Sight | None:
+        """Where this stage's own blocks see it; None where it only passes through."""
+        return next((sight for sight in self.sights if part.start <= sight[0] < part.stop), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePart:
+    """One stage: blocks `start` to `stop`, the parameters it holds, and the carried values it takes and gives.
+
+    `takes_stream`: whether the random generator's state crosses too, for draws between two blocks. `copies`: whether
+    what was received is overwritten in place, which autograd allows on a copy only.
+    """
+
+    index: int
+    start: int
+    stop: int
+    parameters: frozenset[str]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    takes_stream: bool
+    copies: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A model cut into stages; a pure function of the model's structure and forward, equal on every rank."""
+
+    blocks: tuple[str, ...]
+    bounds: Bounds
+    parts: tuple[StagePart, ...]
+    carried: tuple[Carried, ...]
+    kinds: Kinds
+    forms: tuple[Form | None, ...]
+    used: frozenset[str]
+
+    def runs(self, parameters: set[str], *, stage: int) -> bool:
+        """Whether a module outside the blocks, with these parameters, runs on a stage; else a dummy answers for it."""
+        held, used = self.parts[stage].parameters, parameters & self.used
+        return (bool(used) and used <= held) or parameters <= held
+
+    @property
+    def num_stages(self) -> int:
+        """How many."""
+        return len(self.parts)
+
+    @cached_property
+    def ties(self) -> Mapping[str, tuple[int, ...]]:
+        """Parameters that several stages hold, and which: their gradients are added over these stages."""
+        names = sorted({name for part in self.parts for name in part.parameters})
+        stages = {name: tuple(part.index for part in self.parts if name in part.parameters) for name in names}
+        return {name: held for name, held in stages.items() if len(held) > 1}
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """The stages that hold a parameter, by its first name."""
+        return tuple(part.index for part in self.parts if name in part.parameters)
+
+    def as_json(self) -> dict[str, Any]:
+        """For plan.json and for comparing ranks."""
+        return {
+            "blocks": list(self.blocks),
+            "bounds": [list(bound) for bound in self.bounds],
+            "carried": [[list(sight[:2]) for sight in value.sights[:1]] for value in self.carried],
+            "ties": {name: list(stages) for name, stages in self.ties.items()},
+        }
+
+
+def plan_cut(
+    model: nn.Module,
+    *,
+    num_stages: int,
+    call: Callable[[], Any],
+    blocks: Sequence[str] | None = None,
+    bounds: Sequence[int] | None = None,
+    weights: Sequence[float] | None = None,
+) -> Cut:
+    """Cut a whole model. `call` runs its forward (and loss) on one example microbatch; all it returns is needed.
+
+    `bounds` lists the number of blocks of each stage; else they are balanced over `weights` (seconds of each block;
+    default: all equal).
+
+    Raises:
+        LayoutError: no chain of blocks, more stages than blocks, or a value would have to cross that can't.
+    """
+    found = find_blocks(model, listed=blocks)
+    chosen = checked_bounds(bounds, num_stages, len(found)) if bounds else even_bounds(num_stages, found, weights)
+    flow = watch(model, blocks=found, call=call)
+    return cut_flow(model, flow=flow, bounds=chosen)
+
+
+def cut_flow(model: nn.Module, *, flow: Flow, bounds: Bounds) -> Cut:
+    """What each stage takes and gives, from the last to the first, since a stage also gives what later ones need."""
+    needs = [needs_of(flow, start=start, stop=stop, last=stop == len(flow.blocks)) for start, stop in bounds]
+    sights = _sights(flow)
+    keys: list[Key] = []
+    targets: dict[Key, list[tuple[int, Path]]] = {}
+    takes: list[set[Key]] = [set() for _ in bounds]
+    wanted: set[Key] = set()
+    for index in reversed(range(len(bounds))):
+        start, stop = bounds[index]
+        takes[index] = {key for key in wanted if not any(start <= sight[0] < stop for sight in sights.get(key, ()))}
+        for key, places in needs[index].carried.items():
+            targets.setdefault(key, []).extend(places)
+            takes[index].add(key)
+        _check_seen(flow, takes[index], sights, bounds=bounds, index=index)
+        keys += [key for key in sorted(takes[index]) if key not in keys]
+        wanted = takes[index]
+    number = {key: place for place, key in enumerate(keys)}
+    ordered = [tuple(number[key] for key in sorted(chosen)) for chosen in takes]
+    held = _held(model, flow, needs)
+    parts = [
+        StagePart(
+            index=index,
+            start=start,
+            stop=stop,
+            parameters=held[index],
+            takes=ordered[index],
+            gives=ordered[index + 1] if index + 1 < len(bounds) else (),
+            takes_stream=bool(start) and _draws_first(flow, start),
+            copies=bool(start) and any(key[0] in flow.changed for key in flow.calls[start - 1].gives.values()),
+        )
+        for index, (start, stop) in enumerate(bounds)
+    ]
+    carried = [Carried(sights=tuple(sights[key]), targets=tuple(targets.get(key, ()))) for key in keys]
+    return Cut(
+        blocks=tuple(block.name for block in flow.blocks),
+        bounds=bounds,
+        parts=tuple(parts),
+        carried=tuple(carried),
+        kinds=Kinds.of([seen.output for seen in flow.calls]),
+        forms=tuple(
+            form_of(seen.output, where=block.name, given=seen.given)
+            for block, seen in zip(flow.blocks, flow.calls, strict=True)
+        ),
+        used=frozenset(name for need in needs for name in need.parameters),
+    )
+
+
+def _sights(flow: Flow) -> dict[Key, list[Sight]]:
+    found: dict[Key, list[Sight]] = {}
+    for block, seen in enumerate(flow.calls):
+        for is_output, values in ((False, seen.takes), (True, seen.gives)):
+            for path, key in values.items():
+                found.setdefault(key, []).append((block, is_output, path))
+    return found
+
+
+def _check_seen(
+    flow: Flow, keys: set[Key], sights: Mapping[Key, Sequence[Sight]], *, bounds: Bounds, index: int
+) -> None:
+    start = bounds[index][0]
+    for key in keys:
+        if not any(sight[0] < start for sight in sights.get(key, ())):
+            node = flow.nodes[key[0]]
+            raise LayoutError(
+                f"stage {index} needs a value ({node.name}, made before {flow.blocks[start].name}) "
+                "that no block of an earlier stage takes or gives, so it can't be carried there.",
+                hint="cut elsewhere with bounds=, or hand it to the blocks as an argument",
+            )
+
+
+def _draws_first(flow: Flow, start: int) -> bool:
+    """Whether something draws after this border before a block starts a random stream of its own."""
+    return next((draw for place, draw in flow.events if place >= 2 * start), False)
+
+
+def _held(model: nn.Module, flow: Flow, needs: Sequence[Needs]) -> list[frozenset[str]]:
+    """Each parameter on the stages that use it; one that nothing uses where its neighbours in the model are."""
+    names = [name for name, _ in model.named_parameters()]
+    in_blocks = _names_in_blocks(model, flow.blocks)
+    held = [set(need.parameters) for need in needs]
+    for index, need in enumerate(needs):
+        held[index] |= {name for block in range(need.start, need.stop) for name in in_blocks[block]}
+    first = min((names.index(name) for name in in_blocks[0]), default=0)
+    for place, name in enumerate(names):
+        if not any(name in mine for mine in held):
+            home = _neighbours(name, held) or [0 if place < first else len(held) - 1]
+            for index in home:
+                held[index].add(name)
+    return [frozenset(mine) for mine in held]
+
+
+def _neighbours(name: str, held: Sequence[set[str]]) -> list[int]:
+    prefix = name.rpartition(".")[0]
+    if not prefix:
+        return []
+    return [index for index, mine in enumerate(held) if any(other.startswith(f"{prefix}.") for other in mine)]
+
+
+def _names_in_blocks(model: nn.Module, blocks: Sequence[Block]) -> list[list[str]]:
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[first[id(parameter)] for parameter in block.module.parameters()] for block in blocks]

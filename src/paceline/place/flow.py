@@ -1,0 +1,209 @@
+"""One forward, watched: which value was made where and from what. Nothing is traced, replaced or compiled.
+
+Each storage is a node; an operation that writes to it makes a new one. A node knows the nodes it was made from, the
+block it was made in (None between blocks) and how many blocks had begun before (`after`).
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from paceline.errors import LayoutError
+from paceline.place.blocks import Block
+from paceline.place.values import Path, tensors_in
+from paceline.streams import preserved, random_blocks
+from paceline.torch_private import WatchedOps, intercept, written
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int, str]
+Key = tuple[int, Geometry]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One value: an operation's result, a parameter, or something given from outside."""
+
+    inputs: tuple[int, ...] = ()
+    block: int | None = None
+    after: int = 0
+    name: str = ""
+    parameter: str | None = None
+    draws: bool = False
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One block's call: what it took and gave, by the way to each tensor."""
+
+    takes: dict[Path, Key]
+    gives: dict[Path, Key] = field(default_factory=dict)
+    given: dict[Path, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    output: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """A value that Python looked at (`if x > 0`, `x.item()`), and the line that did."""
+
+    node: int
+    block: int | None
+    after: int
+    where: str
+
+
+@dataclass(kw_only=True)
+class Flow:
+    """What `watch` saw. `events` are (place, is a draw): draws and starts of random streams, in order.
+
+    A place is `2 * block + 1` inside a block and `2 * blocks begun` between. `changed` are values overwritten later.
+    """
+
+    blocks: tuple[Block, ...]
+    nodes: list[Node] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    events: list[tuple[int, bool]] = field(default_factory=list)
+    result: dict[Path, Key] = field(default_factory=dict)
+    changed: set[int] = field(default_factory=set)
+
+
+def watch(model: nn.Module, *, blocks: Sequence[Block], call: Callable[[], Any]) -> Flow:
+    """Run `call`, a forward of the model on one example, in training mode, without gradients or lasting effects.
+
+    Raises:
+        LayoutError: a block is called twice, inside another, or never.
+    """
+    watcher = _Watcher(model, blocks)
+    modes = {module: module.training for module in model.modules()}
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    undo = [intercept(block.module, watcher.gate(block)) for block in blocks]
+    try:
+        model.train()
+        with preserved(), torch.no_grad(), WatchedOps(watcher.see):
+            result = call()
+            watcher.finish(result)
+    finally:
+        for each in undo:
+            each()
+        for module, mode in modes.items():
+            module.training = mode
+        for name, buffer in model.named_buffers():
+            if name in kept:
+                buffer.data.copy_(kept[name])
+    return watcher.flow
+
+
+class _Watcher:
+    def __init__(self, model: nn.Module, blocks: Sequence[Block]) -> None:
+        self.flow = Flow(blocks=())
+        self._blocks = blocks
+        self._order: list[Block] = []
+        self._seeding = {id(block) for block in random_blocks(model)}
+        self._inside: int | None = None
+        self._node_of = WeakIdKeyDictionary()
+        for name, parameter in model.named_parameters():
+            self._node_of[parameter.untyped_storage()] = self._add(Node(parameter=name, name=name))
+
+    def gate(self, block: Block) -> Callable[..., Any]:
+        """What answers the calls of a block."""
+
+        def answer(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._begin(block)
+            value = {"args": args, "kwargs": kwargs}
+            given = {path: (tensor.shape, tensor.dtype) for path, tensor in tensors_in(value)}
+            seen = Call(takes=self._keys(value), given=given)
+            self.flow.calls.append(seen)
+            output = call(*args, **kwargs)
+            seen.output, seen.gives = output, self._keys(output)
+            self._inside = None
+            return output
+
+        return answer
+
+    def _begin(self, block: Block) -> None:
+        if self._inside is not None or block in self._order:
+            inside = "" if self._inside is None else f" inside {self._order[self._inside].name}"
+            raise LayoutError(
+                f"the block {block.name} is called{inside or ' twice'} in one forward, so the blocks are no chain.",
+                cause="layers that share their weights by being one module, or a loop over all of them",
+                hint="list other blocks, of which each is called once",
+            )
+        self._inside = len(self._order)
+        self._order.append(block)
+        if id(block.module) in self._seeding:
+            self.flow.events.append((2 * self._inside + 1, False))
+
+    def see(self, operation: Any, args: Any, kwargs: Any, result: Any, drew: bool) -> None:
+        """One operation has run."""
+        inputs = tuple(dict.fromkeys(self._node(t) for _, t in tensors_in([args, kwargs])))
+        if operation is torch.ops.aten._local_scalar_dense.default:
+            read = Read(node=inputs[0], block=self._inside, after=len(self._order), where=_line())
+            self.flow.reads.append(read)
+            return
+        changed = written(operation, args, kwargs)
+        made = [t for _, t in tensors_in(result) if t.untyped_storage() not in self._node_of]
+        if not made and not changed:
+            return
+        node = Node(
+            inputs=inputs,
+            block=self._inside,
+            after=len(self._order),
+            name=operation.overloadpacket.__name__,
+            draws=drew,
+        )
+        if node.draws:
+            after = len(self._order)
+            self.flow.events.append((2 * after if self._inside is None else 2 * self._inside + 1, True))
+        number = self._add(node)
+        self.flow.changed |= {self._node(tensor) for tensor in changed}
+        for tensor in [*made, *changed]:
+            self._node_of[tensor.untyped_storage()] = number
+
+    def finish(self, result: Any) -> None:
+        """The forward is over."""
+        self.flow.result = self._keys(result)
+        missed = [block.name for block in self._blocks if block not in self._order]
+        if missed:
+            raise LayoutError(
+                f"the forward does not call the block {missed[0]}.",
+                cause="a branch that skips layers (stochastic depth, early exit), a layer that another forward uses, or "
+                "block.forward(x) in place of block(x)",
+                hint="list the blocks that every forward calls, in their order: blocks=[...]",
+            )
+        self.flow.blocks = tuple(
+            Block(index=index, name=block.name, module=block.module) for index, block in enumerate(self._order)
+        )
+
+    def _keys(self, value: Any) -> dict[Path, Key]:
+        return {path: (self._node(tensor), geometry(tensor)) for path, tensor in tensors_in(value)}
+
+    def _node(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage not in self._node_of:
+            self._node_of[storage] = self._add(Node(name="given", after=0))
+        return int(self._node_of[storage])
+
+    def _add(self, node: Node) -> int:
+        self.flow.nodes.append(node)
+        return len(self.flow.nodes) - 1
+
+
+def geometry(tensor: Tensor) -> Geometry:
+    """What tells views of one storage apart."""
+    return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), str(tensor.dtype)
+
+
+def _line() -> str:
+    """The innermost line that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and not file.endswith(("place/flow.py", "torch_private.py")):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

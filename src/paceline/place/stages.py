@@ -1,0 +1,236 @@
+"""Stages of a model, run by the model's own forward: no tracing, no wrapper, the same names in `state_dict()`.
+
+On each stage the whole `forward` begins. Blocks before the stage answer with dummies, the last of them with what was
+received; the stage's own blocks run; after its last block the forward is left. Calls are answered outside of all of a
+module's hooks, so that sharding, compiling and recomputing see only the calls that are real.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import JobError, LayoutError, RunError
+from paceline.place.cut import Cut, StagePart
+from paceline.place.dummies import Dummy, Form, Pool
+from paceline.place.hollow import glue, hollow
+from paceline.place.values import Spec, flattened, replaced, tensors_in, unflattened
+from paceline.torch_private import intercept
+
+
+@dataclass(kw_only=True)
+class Sent:
+    """What crosses a border: tensors, and a description of them that JSON can hold."""
+
+    tensors: list[Tensor]
+    spec: Spec
+
+    def received(self) -> "Sent":
+        """The same as the next stage begins with: outside of this stage's graph."""
+        return Sent(tensors=[_leaf(tensor) for tensor in self.tensors], spec=self.spec)
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """One stage's forward of one microbatch."""
+
+    part: StagePart
+    received: Sent | None
+    pool: Pool = field(default_factory=dict)
+    carried: dict[int, Tensor] = field(default_factory=dict)
+    seen: dict[int, Tensor] = field(default_factory=dict)
+
+
+class _Left(BaseException):
+    """The stage's last block is done. No `Exception`, so that a forward's own `except` does not keep it."""
+
+    def __init__(self, run: _Run, sent: Sent) -> None:
+        super().__init__("left after the stage's last block")
+        self.run = run
+        self.sent = sent
+
+
+class Stages:
+    """The stages that this process runs of one model; the others' parameters and buffers give up their memory.
+
+    Several stages of one process (interleaved, V) share the model object. Build it before sharding, compiling or
+    hooking the model; nothing has to be armed afterwards.
+    """
+
+    def __init__(self, model: nn.Module, *, cut: Cut, own: Sequence[int]) -> None:
+        self.model = model
+        self.cut = cut
+        self.own = tuple(own)
+        self._run: _Run | None = None
+        modules = dict(model.named_modules(remove_duplicate=False))
+        blocks = [modules[name] for name in cut.blocks]
+        first = {id(p): name for name, p in model.named_parameters()}
+        outside = {name: {first[id(p)] for p in module.parameters()} for name, module in glue(model, blocks)}
+        self._undo = [
+            intercept(module, self._block_gate(number, self._dummy(module, cut.blocks[number], cut.forms[number])))
+            for number, module in enumerate(blocks)
+        ]
+        self._undo += [
+            intercept(modules[name], self._glue_gate(name, parameters, self._dummy(modules[name], name)))
+            for name, parameters in outside.items()
+            if parameters
+        ]
+        hollow(model, cut=cut, own=self.own, blocks=blocks)
+
+    def run(self, stage: int, received: Sent | None, call: Callable[[], Any]) -> Any:
+        """Run `call`, the forward of one microbatch, on one stage.
+
+        Returns what crosses to the next stage (`Sent`), or on the last stage what `call` returns. `received` is what
+        the stage before sent, its tensors with `requires_grad` where gradients go back.
+
+        Raises:
+            JobError: the forward ended without reaching the stage's last block.
+        """
+        if stage not in self.own:
+            raise RunError(f"stage {stage} is not one of this process's stages {list(self.own)}.")
+        part = self.cut.parts[stage]
+        run = _Run(part=part, received=received)
+        if received is not None:
+            self._unpack_carried(run, received)
+        before, self._run = self._run, run
+        try:
+            result = call()
+        except _Left as left:
+            if left.run is not run:
+                raise
+            return left.sent
+        finally:
+            self._run = before
+        if part.stop < len(self.cut.blocks):
+            raise JobError(
+                f"the forward of stage {stage} ended before its block {self.cut.blocks[part.stop - 1]}.",
+                cause="a branch that skips blocks, or a forward= that does not call the model",
+                hint="forward=lambda model, batch: model(...), which calls every block once",
+            )
+        return result
+
+    def close(self) -> None:
+        """Let calls through again."""
+        for undo in self._undo:
+            undo()
+
+    # -- blocks
+
+    def _block_gate(self, number: int, dummy: Dummy) -> Callable[..., Any]:
+        def gate(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            run = self._run
+            if run is None:
+                return self._outside(call, args, kwargs, self.cut.blocks[number])
+            if number == run.part.start - 1:
+                return self._take(run)
+            if number < run.part.start:
+                return dummy.answer(args, kwargs, pool=run.pool)
+            args, kwargs = self._handed(run, number, args, kwargs)
+            output = call(*args, **kwargs)
+            self._look(run, number, True, output)
+            if number == run.part.stop - 1 and run.part.stop < len(self.cut.blocks):
+                raise _Left(run, self._packed(run, number, output))
+            return output
+
+        return gate
+
+    def _outside(self, call: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
+        """A call that no stage runs is the plain model's, where all of it is here."""
+        if len(self.own) == self.cut.num_stages:
+            return call(*args, **kwargs)
+        raise RunError(
+            f"{name} was called, but this process holds the stages {list(self.own)} of {self.cut.num_stages} only.",
+            hint="run the model by its stages: stages.run(stage, received, call)",
+        )
+
+    def _take(self, run: _Run) -> Any:
+        assert run.received is not None, "a stage after the first runs on what it received"
+        output, streams = run.received.spec
+        if streams:
+            _set_stream(run.received.tensors[-1], run.received.tensors[0].device)
+        tensors = [tensor.clone() for tensor in run.received.tensors] if run.part.copies else run.received.tensors
+        return unflattened(output, iter(tensors), self.cut.kinds)
+
+    def _unpack_carried(self, run: _Run, received: Sent) -> None:
+        numbers = run.part.takes
+        end = len(received.tensors) - int(bool(received.spec[1]))
+        run.carried = dict(zip(numbers, received.tensors[end - len(numbers) : end], strict=True))
+        run.seen.update(run.carried)
+
+    def _handed(self, run: _Run, number: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments with carried values in their places."""
+        new = {
+            path: tensor
+            for carried, tensor in run.carried.items()
+            for block, path in self.cut.carried[carried].targets
+            if block == number
+        }
+        value = {"args": args, "kwargs": kwargs}
+        if new:
+            value = replaced(value, new)
+        self._look(run, number, False, value)
+        return value["args"], value["kwargs"]
+
+    def _look(self, run: _Run, number: int, is_output: bool, value: Any) -> None:
+        """Keep what later stages need and this block takes or gives."""
+        wanted = [
+            (carried, sight[2])
+            for carried in run.part.gives
+            if (sight := self.cut.carried[carried].sight(run.part)) is not None and sight[:2] == (number, is_output)
+        ]
+        if wanted:
+            found = dict(tensors_in(value))
+            for carried, path in wanted:
+                if path not in found:
+                    raise LayoutError(
+                        f"{self.cut.blocks[number]} was called with other arguments than when the model was cut.",
+                        hint="the same keys in every batch",
+                    )
+                run.seen[carried] = found[path]
+
+    def _packed(self, run: _Run, number: int, output: Any) -> Sent:
+        tensors, spec = flattened(output, where=self.cut.blocks[number])
+        tensors += [run.seen[carried] for carried in run.part.gives]
+        streams = self.cut.parts[run.part.index + 1].takes_stream and self.model.training
+        if streams:
+            tensors.append(_stream(tensors[0].device))
+        return Sent(tensors=tensors, spec=[spec, int(streams)])
+
+    # -- what stands outside the blocks
+
+    def _glue_gate(self, name: str, parameters: set[str], dummy: Dummy) -> Callable[..., Any]:
+        real = {stage: self.cut.runs(parameters, stage=stage) for stage in self.own}
+
+        def gate(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            run = self._run
+            if run is None:
+                return self._outside(call, args, kwargs, name)
+            return call(*args, **kwargs) if real[run.part.index] else dummy.answer(args, kwargs)
+
+        return gate
+
+    def _dummy(self, module: nn.Module, name: str, form: Form | None = None) -> Dummy:
+        return Dummy(module, name=name, kinds=self.cut.kinds, form=form)
+
+
+def leaves_of(sent: Sent) -> Iterator[Tensor]:
+    """The tensors through which gradients go."""
+    return (tensor for tensor in sent.tensors if tensor.requires_grad)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _stream(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_stream(state: Tensor, device: torch.device) -> None:
+    state = state.clone()  # torch reads the storage from its beginning: a view of a message's buffer is another state
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state.cpu(), device)
+    else:
+        torch.set_rng_state(state)

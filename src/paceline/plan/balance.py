@@ -1,0 +1,106 @@
+"""Stages of a chain of blocks: the slowest one as fast as can be, by dynamic programming.
+
+The chain-partition problem that PipeDream's optimizer solves for one machine a stage (Harlap et al., 2018).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations, pairwise
+
+from paceline.errors import LayoutError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """Stages as `[start, stop)` of the blocks, and the seconds of each."""
+
+    bounds: tuple[tuple[int, int], ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def slowest(self) -> float:
+        """What a microbatch costs in the steady state."""
+        return max(self.seconds)
+
+
+def balance(
+    *,
+    num_stages: int,
+    seconds: Sequence[float],
+    first: float = 0.0,
+    last: float = 0.0,
+    bytes_each: Sequence[float] | None = None,
+    limit_bytes: Sequence[float] | float | None = None,
+) -> Balance:
+    """Cut so that the slowest stage is fastest; of equally good cuts, the one whose times are most even.
+
+    `first` and `last` are the seconds of what stands before the first block and after the last. `limit_bytes` is the
+    most that a stage may hold, one number for all or one for each. O(num_stages × num_blocks²).
+
+    Raises:
+        LayoutError: fewer blocks than stages, or no cut stays within the limit.
+    """
+    num = len(seconds)
+    if num_stages < 1 or num < num_stages:
+        raise LayoutError(f"{num_stages} stages can't be cut from {num} blocks.", hint=f"pp between 1 and {num}")
+    cost = _Cost(num_stages, seconds, first, last, bytes_each, limit_bytes)
+    best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
+    for stage in range(num_stages):
+        best.append(dict(_row(stage, best[-1], cost, num, num_stages)))
+    if num not in best[-1]:
+        raise LayoutError(
+            "no cut keeps every stage within its memory.",
+            cause=f"{num} blocks on {num_stages} stages need more than the limit somewhere",
+            hint="more stages, or remat=full",
+        )
+    ends = [num]
+    for stage in reversed(range(num_stages)):
+        ends.append(best[stage + 1][ends[-1]][2])
+    bounds = tuple(pairwise(reversed(ends)))
+    return Balance(bounds=bounds, seconds=tuple(cost.of(stage, *bound) for stage, bound in enumerate(bounds)))
+
+
+def by_trying_all(*, num_stages: int, seconds: Sequence[float], first: float = 0.0, last: float = 0.0) -> float:
+    """The naive version: the slowest stage of the best of all cuts."""
+    cost = _Cost(num_stages, seconds, first, last, None, None)
+    inner = combinations(range(1, len(seconds)), num_stages - 1)
+    cuts = (list(pairwise([0, *cut, len(seconds)])) for cut in inner)
+    return min(max(cost.of(stage, *bound) for stage, bound in enumerate(cut)) for cut in cuts)
+
+
+class _Cost:
+    def __init__(
+        self,
+        num_stages: int,
+        seconds: Sequence[float],
+        first: float,
+        last: float,
+        bytes_each: Sequence[float] | None,
+        limit: Sequence[float] | float | None,
+    ) -> None:
+        self._times = [0.0, *accumulate(seconds)]
+        self._bytes = [0.0, *accumulate(bytes_each or [0.0] * len(seconds))]
+        self._ends = {0: first, num_stages - 1: last} if num_stages > 1 else {0: first + last}
+        each = limit if limit is None or isinstance(limit, Sequence) else [limit] * num_stages
+        self._limit = each
+
+    def of(self, stage: int, start: int, stop: int) -> float:
+        return self._times[stop] - self._times[start] + self._ends.get(stage, 0.0)
+
+    def fits(self, stage: int, start: int, stop: int) -> bool:
+        return self._limit is None or self._bytes[stop] - self._bytes[start] <= self._limit[stage]
+
+
+def _row(
+    stage: int, before: dict[int, tuple[float, float, int]], cost: _Cost, num: int, num_stages: int
+) -> Iterator[tuple[int, tuple[float, float, int]]]:
+    """The best ways in which stage `stage` may end, by its end: (slowest, sum of squares, its start)."""
+    for stop in range(stage + 1, num - (num_stages - stage - 1) + 1):
+        found = [
+            (max(slowest, cost.of(stage, start, stop)), squares + cost.of(stage, start, stop) ** 2, -start)
+            for start, (slowest, squares, _) in before.items()
+            if start < stop and cost.fits(stage, start, stop)
+        ]
+        if found:
+            slowest, squares, start = min(found)
+            yield stop, (slowest, squares, -start)

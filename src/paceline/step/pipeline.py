@@ -1,0 +1,233 @@
+"""The interpreter of pipeline programs: one for every schedule, for training and for forward-only passes alike."""
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.errors import JobError, LayoutError
+from paceline.place.stages import Sent
+from paceline.schedule.program import Action, Op, Program
+from paceline.step.split import Rest, backward_input, backward_weight
+from paceline.step.wire import Edge, Wire
+from paceline.world import World
+
+At = tuple[int, int]
+Watch = Callable[[Action, float, float], None]
+
+
+class Work(Protocol):
+    """What is done at a stage; the interpreter says when."""
+
+    def forward(self, *, stage: int, microbatch: int, received: Sent | None) -> Sent | Tensor | None:
+        """One microbatch through one stage: what crosses to the next, or on the last stage the loss.
+
+        A forward-only program ignores what the last stage returns.
+        """
+
+    def before_backward(self, *, stage: int, microbatch: int) -> None:
+        """Gradients of weights are about to be added: BACKWARD or WEIGHT."""
+
+    def after_backward(self, *, stage: int, microbatch: int) -> None:
+        """They have been."""
+
+
+@dataclass(kw_only=True)
+class _Live:
+    """What a microbatch keeps at a stage between its forward and its backward."""
+
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    rest: Rest | None = None
+
+
+class Pipeline:
+    """Runs one rank's part of a program over a `World` whose ranks are the program's.
+
+    `splits=False` computes a stage's whole backward where the program says INPUT and nothing where it says WEIGHT:
+    for stages that recompute or are sharded, whose gradients can't be had in halves.
+    """
+
+    def __init__(self, program: Program, *, world: World, splits: bool = True, watch: Watch | None = None) -> None:
+        if program.num_ranks != world.world_size:
+            raise LayoutError(
+                f"the schedule {program.name} is for {program.num_ranks} ranks, the pipeline has {world.world_size}."
+            )
+        self.program = program
+        self._rank = world.rank
+        self._splits = splits
+        self._watch = watch
+        self._wire = Wire(world)
+        self._own = set(program.stages_of(world.rank))
+        self._live: dict[At, _Live] = {}
+        self._arrived: dict[At, Sent] = {}
+        self._leaving: dict[At, Sent] = {}
+        self._gradients: dict[At, list[Tensor | None]] = {}
+        self._returning: dict[At, list[Tensor | None]] = {}
+        self._expected: dict[Edge, int] = {}
+        self._do: dict[Op, Callable[[Action, Work], None]] = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.INPUT: self._input if splits else self._backward,
+            Op.WEIGHT: self._weight if splits else _nothing,
+            Op.SEND_F: self._send_forward,
+            Op.RECV_F: self._receive_forward,
+            Op.SEND_B: self._send_backward,
+            Op.RECV_B: self._receive_backward,
+        }
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent so far."""
+        return self._wire.sent_bytes
+
+    def run(self, work: Work) -> None:
+        """One step's microbatches. Parameters' `.grad` get the sums over them; nothing is divided.
+
+        Raises:
+            JobError: the last stage's loss does not depend on the weights.
+        """
+        actions = self.program.actions[self._rank]
+        self._expect(actions)
+        try:
+            with nullcontext() if self.program.trains else torch.no_grad():
+                for action in actions:
+                    self._one(action, work)
+            self._wire.finish()
+        finally:
+            for left in (self._live, self._arrived, self._leaving, self._gradients, self._returning):
+                left.clear()
+
+    def _one(self, action: Action, work: Work) -> None:
+        if self._watch is None:
+            self._do[action.op](action, work)
+            return
+        began = time.perf_counter()
+        self._do[action.op](action, work)
+        self._watch(action, began, time.perf_counter())
+
+    # -- compute
+
+    def _forward(self, action: Action, work: Work) -> None:
+        at = (action.stage, action.microbatch)
+        received = self._arrived.pop(at, None)
+        output = work.forward(stage=action.stage, microbatch=action.microbatch, received=received)
+        inputs = [] if received is None else [t for t in received.tensors if t.requires_grad]
+        if isinstance(output, Sent):
+            self._pass_on(at, output)
+            outputs = [tensor for tensor in output.tensors if tensor.requires_grad]
+        else:
+            outputs = [] if output is None else [output]
+            if self.program.trains and not any(tensor.requires_grad for tensor in outputs):
+                raise JobError(
+                    "the loss does not depend on any trainable parameter of the last stage or before it.",
+                    hint="return the loss as a tensor that the model's output flows into",
+                )
+        if self.program.trains:
+            self._live[at] = _Live(inputs=inputs, outputs=outputs)
+
+    def _pass_on(self, at: At, sent: Sent) -> None:
+        following = (at[0] + 1, at[1])
+        if following[0] in self._own:
+            self._arrived[following] = sent.received()
+        else:
+            self._leaving[at] = sent
+
+    def _backward(self, action: Action, work: Work) -> None:
+        at = (action.stage, action.microbatch)
+        live = self._ready(at)
+        work.before_backward(stage=action.stage, microbatch=action.microbatch)
+        if live.outputs:
+            torch.autograd.backward(live.outputs, live.gradients)
+        self._return(at, [tensor.grad for tensor in live.inputs])
+        work.after_backward(stage=action.stage, microbatch=action.microbatch)
+
+    def _input(self, action: Action, work: Work) -> None:
+        at = (action.stage, action.microbatch)
+        live = self._ready(at)
+        gradients, rest = backward_input(live.outputs, live.gradients, live.inputs) if live.outputs else ([], Rest())
+        self._return(at, gradients)
+        self._live[at] = _Live(rest=rest)
+
+    def _weight(self, action: Action, work: Work) -> None:
+        live = self._live.pop((action.stage, action.microbatch))
+        assert live.rest is not None, "WEIGHT comes after INPUT"
+        work.before_backward(stage=action.stage, microbatch=action.microbatch)
+        backward_weight(live.rest)
+        work.after_backward(stage=action.stage, microbatch=action.microbatch)
+
+    def _ready(self, at: At) -> _Live:
+        """The outputs that a gradient has come for, and those gradients; the loss's is one."""
+        live = self._live.pop(at)
+        arrived = self._gradients.pop(at, None)
+        if arrived is None:
+            live.gradients = [None] * len(live.outputs)
+            return live
+        pairs = [(out, g) for out, g in zip(live.outputs, arrived, strict=True) if g is not None]
+        live.outputs, live.gradients = [out for out, _ in pairs], [g for _, g in pairs]
+        return live
+
+    def _return(self, at: At, gradients: list[Tensor | None]) -> None:
+        before = (at[0] - 1, at[1])
+        if before[0] in self._own:
+            self._gradients[before] = gradients
+        elif before[0] >= 0:
+            self._returning[at] = gradients
+
+    # -- messages
+
+    def _send_forward(self, action: Action, work: Work) -> None:
+        sent = self._leaving.pop((action.stage, action.microbatch))
+        trains = [int(tensor.requires_grad) for tensor in sent.tensors]
+        self._wire.send(_edge(action), sent.tensors, [sent.spec, trains])
+
+    def _receive_forward(self, action: Action, work: Work) -> None:
+        tensors, (spec, trains) = self._receive(action)
+        for tensor, needs in zip(tensors, trains, strict=True):
+            tensor.requires_grad_(bool(needs))
+        self._arrived[action.stage, action.microbatch] = Sent(tensors=tensors, spec=spec)
+
+    def _send_backward(self, action: Action, work: Work) -> None:
+        gradients = self._returning.pop((action.stage, action.microbatch))
+        present = [gradient for gradient in gradients if gradient is not None]
+        self._wire.send(_edge(action), present, [int(gradient is not None) for gradient in gradients])
+
+    def _receive_backward(self, action: Action, work: Work) -> None:
+        tensors, present = self._receive(action)
+        each = iter(tensors)
+        self._gradients[action.stage, action.microbatch] = [next(each) if there else None for there in present]
+
+    def _receive(self, action: Action) -> tuple[list[Tensor], Any]:
+        edge = _edge(action)
+        found = self._wire.receive(edge)
+        self._expected[edge] -= 1
+        if self._expected[edge] and self._wire.matches_tags:
+            self._wire.expect(edge)
+        return found
+
+    def _expect(self, actions: Iterable[Action]) -> None:
+        """Post the first receive of each edge; later ones are posted as their forerunners arrive."""
+        self._expected = {}
+        for action in actions:
+            if action.op.is_receive:
+                edge = _edge(action)
+                self._expected[edge] = self._expected.get(edge, 0) + 1
+        if self._wire.matches_tags:
+            for edge in self._expected:
+                self._wire.expect(edge)
+
+
+def _edge(action: Action) -> Edge:
+    """Equal numbers on both sides: the stage that made the message, and which way it goes."""
+    assert action.peer is not None
+    message = action.message
+    return Edge(peer=action.peer, tag=2 * message.stage + int(message.kind is Op.BACKWARD))
+
+
+def _nothing(action: Action, work: Work) -> None:
+    return None

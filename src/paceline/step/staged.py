@@ -1,0 +1,76 @@
+"""What a rank of a pipeline does at its stages: the user's forward and loss, and sums of weights that several hold."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.place.cut import Cut
+from paceline.place.stages import Sent, Stages
+from paceline.world import World
+
+
+class Staged:
+    """The `Work` of a pipeline over `Stages`: `call(microbatch)` is the forward, and on the last stage the loss.
+
+    `enter(microbatch)` runs before each, on every stage: `Streams.enter`, a statistics tape. What the last stage
+    returned stays in `results` by microbatch, without its graph.
+    """
+
+    def __init__(
+        self, stages: Stages, *, call: Callable[[int], Any], enter: Callable[[int], None] = lambda microbatch: None
+    ) -> None:
+        self.stages = stages
+        self.results: dict[int, Any] = {}
+        self._call = call
+        self._enter = enter
+
+    def forward(self, *, stage: int, microbatch: int, received: Sent | None) -> Any:
+        """One microbatch through one stage."""
+        self._enter(microbatch)
+        output = self.stages.run(stage, received, lambda: self._call(microbatch))
+        if not isinstance(output, Sent):
+            self.results[microbatch] = output.detach() if isinstance(output, Tensor) else output
+        return output
+
+    def before_backward(self, *, stage: int, microbatch: int) -> None:
+        """Nothing to prepare."""
+
+    def after_backward(self, *, stage: int, microbatch: int) -> None:
+        """Nothing to collect."""
+
+
+def add_ties(model: nn.Module, *, cut: Cut, rank_of_stage: Sequence[int], world: World) -> None:
+    """Leave in `.grad` of each parameter that several ranks hold the sum over them, equal on all; all ranks call it.
+
+    Stages of one rank share the parameter, and autograd has added theirs. Terms are added in the order of ranks.
+    """
+    parameters = dict(model.named_parameters())
+    for place, (name, stages) in enumerate(sorted(cut.ties.items())):
+        ranks = sorted({rank_of_stage[stage] for stage in stages})
+        if world.rank in ranks and len(ranks) > 1:
+            parameters[name].grad = _sum(parameters[name], ranks, place, world)
+
+
+def _sum(parameter: nn.Parameter, ranks: Sequence[int], place: int, world: World) -> Tensor | None:
+    own = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
+    if parameter.grad is not None:
+        own[:-1] = parameter.grad.flatten()
+        own[-1] = 1.0
+    parts = {rank: own if rank == world.rank else torch.empty_like(own) for rank in ranks}
+    others = [rank for rank in ranks if rank != world.rank]
+    tag = TIES_TAG + place
+    works = [dist.isend(own, group=world.group, group_dst=rank, tag=tag) for rank in others]
+    works += [dist.irecv(parts[rank], group=world.group, group_src=rank, tag=tag) for rank in others]
+    for work in works:
+        assert work is not None
+        work.wait()
+    total = parts[ranks[0]].clone()
+    for rank in ranks[1:]:
+        total += parts[rank]
+    return total[:-1].view_as(parameter) if total[-1] > 0 else None
+
+
+TIES_TAG = 1 << 20

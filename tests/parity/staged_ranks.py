@@ -1,0 +1,114 @@
+"""One rank of a pipeline, over many schedules and models in one process group; prints what differs from one process.
+
+`python -m tests.parity.staged_ranks MODEL:SCHEDULE:MICROBATCHES ...`, started by `run_ranks`.
+"""
+
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.place.cut import plan_cut
+from paceline.place.stages import Stages
+from paceline.schedule.build import build
+from paceline.schedule.forward import forward_only
+from paceline.step.pipeline import Pipeline
+from paceline.step.staged import Staged, add_ties
+from paceline.streams import Streams
+from paceline.world import Place, World
+from tests.parity.staged_models import CASES, built
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_ranks(words: Sequence[str], *, ranks: int, timeout: float = 120) -> list[dict[str, Any]]:
+    """Every rank's answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    base = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    base |= {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.parity.staged_ranks", *words]
+    processes = [
+        subprocess.Popen(
+            command, env=base | {"RANK": str(rank)}, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        ended = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    failed = [said[-2500:] for process, (_, said) in zip(processes, ended, strict=True) if process.returncode]
+    assert not failed, "\n".join(failed)
+    return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world = World.join(place=Place.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
+    answers = {word: one(word, world) for word in sys.argv[1:]}
+    world.barrier()
+    print(json.dumps(answers))
+    world.close()
+
+
+def one(word: str, world: World) -> dict[str, Any]:
+    name, schedule, num_micro, *options = word.split(":")
+    program = build(schedule, ranks=world.world_size, micro=int(num_micro))
+    model = built(name)
+    case = CASES[name]
+    losses, right = whole(name, int(num_micro))
+    cut = plan_cut(model, num_stages=program.num_stages, call=lambda: case.loss(model, 0))
+    streams = Streams(seed=3)
+    streams.arm(model)
+    stages = Stages(model, cut=cut, own=program.stages_of(world.rank))
+    work = Staged(stages, call=lambda j: case.loss(model, j), enter=lambda j: streams.enter(step=0, microbatch=j))
+    fired: dict[str, int] = {}
+    for n, p in model.named_parameters():
+        if p.device.type != "meta":
+            p.register_post_accumulate_grad_hook(lambda _, n=n: fired.update({n: fired.get(n, 0) + 1}))
+    pipeline = Pipeline(program, world=world, splits="whole" not in options)
+    pipeline.run(work)
+    add_ties(model, cut=cut, rank_of_stage=program.rank_of_stage, world=world)
+    own = {n for stage in stages.own for n in cut.parts[stage].parameters}
+    answer: dict[str, Any] = {"differs": {}, "missing": [], "extra": [], "held": len(own), "bytes": pipeline.sent_bytes}
+    for n, p in model.named_parameters():
+        if n in own and (p.grad is None) != (n not in right):
+            answer["missing" if p.grad is None else "extra"].append(n)
+        elif n in own and p.grad is not None and not torch.equal(p.grad, right[n]):
+            answer["differs"][n] = float((p.grad - right[n]).norm() / right[n].norm())
+    answer["ties"] = list(cut.ties)
+    answer["fired"] = sorted(set(fired.values()))
+    answer["losses"] = all(torch.equal(losses[j], value) for j, value in work.results.items())
+    answer["last"] = len(work.results) == (int(num_micro) if world.rank == program.loss_rank else 0)
+    forward = forward_only(rank_of_stage=program.rank_of_stage, micro=int(num_micro))
+    again = Staged(stages, call=work._call, enter=lambda j: streams.enter(step=0, microbatch=j))
+    Pipeline(forward, world=world).run(again)
+    answer["forward"] = all(torch.equal(losses[j], value) for j, value in again.results.items())
+    return answer
+
+
+def whole(name: str, num_micro: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """One process."""
+    model = copy.deepcopy(built(name))
+    streams = Streams(seed=3)
+    streams.arm(model)
+    losses = []
+    for j in range(num_micro):
+        streams.enter(step=0, microbatch=j)
+        losses.append(CASES[name].loss(model, j))
+        losses[-1].backward()
+    return [loss.detach() for loss in losses], {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+if __name__ == "__main__":
+    main()
