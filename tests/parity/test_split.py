@@ -82,7 +82,9 @@ def test_no_product_is_computed_twice() -> None:
     def products(work: Callable[[], object]) -> int:
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             work()
-        return sum(event.count for event in seen.key_averages() if event.key in ("aten::mm", "aten::addmm", "aten::bmm"))
+        return sum(
+            event.count for event in seen.key_averages() if event.key in ("aten::mm", "aten::addmm", "aten::bmm")
+        )
 
     outputs, gradients = run(model, x)
     whole = products(lambda: torch.autograd.backward(outputs, gradients))

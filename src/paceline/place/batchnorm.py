@@ -195,7 +195,7 @@ def running(model: nn.Module) -> list[tuple[str, NormBase]]:
     return [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, NormBase) and module.running_mean is not None
+        if isinstance(module, NormBase) and module.running_mean is not None and not module.running_mean.is_meta
     ]
 
 

@@ -31,7 +31,7 @@ class BufferPolicy:
         self._watched = [
             (name, tensor)
             for name, tensor in model.named_buffers()
-            if not any(name.startswith(prefix) for prefix in folded)
+            if not any(name.startswith(prefix) for prefix in folded) and not tensor.is_meta
         ]
         self._versions: list[int] = []
         self._first: list[Tensor] | None = None

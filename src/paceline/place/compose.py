@@ -1,21 +1,25 @@
 """From a whole model to this rank's share of it, in the one order in which placements go together."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import LayoutError
 from paceline.place.exact import ExactReducer, Grid
 from paceline.place.fsdp import FullySharded, shard_fully
 from paceline.place.holding import Held, Holding, all_of, all_shares
 from paceline.place.meeting import ThreadWorld
 from paceline.place.parts import Part
+from paceline.place.pipe import Piped, cut_model
 from paceline.place.replicate import BucketReducer, LocalReducer, Reducer
-from paceline.place.sharded import Data, Sharded, zero
+from paceline.place.sharded import Data, zero
+from paceline.place.share import Share
 from paceline.place.threads import ThreadReducer
-from paceline.place.units import Named
+from paceline.place.ties import TiedReducer
+from paceline.place.units import Named, trainable
 from paceline.spec.layout import Layout
 from paceline.world import World
 from paceline.worlds import Worlds
@@ -44,31 +48,69 @@ class Placed:
     kept: Holding
     reducer: Reducer
     spread: Callable[[], None]
+    piped: Piped | None = None
+    grid: Grid | None = None
 
 
 def compose(
     model: nn.Module,
     *,
-    named: Sequence[Named],
     asked: Layout,
     worlds: Worlds,
-    grid: Grid | None,
+    call: Callable[[], object],
+    exact: bool = False,
     whole: Sequence[str] = (),
 ) -> Placed:
-    """Place a model that is whole on every rank. `whole` names parameters whose update rule looks at all of them.
+    """Place a model that is whole on every rank. `call` runs its forward and loss on one microbatch, as an example.
+
+    `whole` names parameters whose update rule looks at all of them.
 
     Raises:
         LayoutError: something in the model can't be placed so.
     """
-    if worlds.mesh.zero:
-        return _sharded(model, named=named, asked=asked, worlds=worlds, grid=grid, whole=whole)
+    mesh = worlds.mesh
+    before = all_of(model)
+    every = trainable(model)
+    piped = cut_model(model, asked=asked, mesh=mesh, world=worlds.pp, call=call) if mesh.pp > 1 else None
+    hollow = frozenset[str]() if piped is None else piped.hollow
+    named = [_live(member, model) for member in every if member.name not in hollow]
+    grid = Grid(num_parameters=len(named)) if exact else None
+    if mesh.zero:
+        split = _sharded(model, named=named, asked=asked, worlds=worlds, grid=grid, whole=whole)
+    else:
+        split = _Split(named=named, parts={}, tensors={}, reducer=_reducer(named, worlds, grid), spread=_nothing)
+    shares = {share.name: share for share in split.named}
+    reducer = split.reducer
+    if piped is not None and piped.ties:
+        if exact:
+            raise _tied_exact(piped)
+        reducer = TiedReducer(reducer, named=split.named, ties=piped.ties, world=worlds.pp)
     return Placed(
-        named=named,
-        weights=Holding(world=worlds.every, held=all_of(model)),
-        kept=Holding(world=worlds.every, held=all_shares(named)),
-        reducer=_reducer(named, worlds, grid),
-        spread=_nothing,
+        named=split.named,
+        weights=Holding(world=worlds.every, held=[_held(one, split, hollow) for one in before]),
+        kept=Holding(world=worlds.every, held=[_kept(one, shares.get(one.name)) for one in every]),
+        reducer=reducer,
+        spread=split.spread,
+        piped=piped,
+        grid=grid,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Split:
+    """What becomes of the parameters: those of the optimizer, and where the model's own are cut, which part it has."""
+
+    named: Sequence[Named]
+    parts: Mapping[str, Part]
+    tensors: Mapping[str, Tensor]
+    reducer: Reducer
+    spread: Callable[[], None]
+
+
+def _live(member: Named, model: nn.Module) -> Named:
+    """The parameter that now stands under this name."""
+    parameter = model.get_parameter(member.name)
+    return Named(index=member.index, name=member.name, parameter=parameter)
 
 
 def _reducer(named: Sequence[Named], worlds: Worlds, grid: Grid | None) -> Reducer:
@@ -80,9 +122,8 @@ def _reducer(named: Sequence[Named], worlds: Worlds, grid: Grid | None) -> Reduc
 
 def _sharded(
     model: nn.Module, *, named: Sequence[Named], asked: Layout, worlds: Worlds, grid: Grid | None, whole: Sequence[str]
-) -> Placed:
+) -> _Split:
     data = Data(all=worlds.summed, shard=worlds.shard, replicas=worlds.mirrors)
-    before = all_of(model)
     if worlds.mesh.zero == 3:
         chosen = FullySharded(
             params=torch.bfloat16 if asked.params == "bf16" else None, offload="parameters" in asked.offload
@@ -90,25 +131,47 @@ def _sharded(
         sharded = shard_fully(model, named=named, data=data, grid=grid, asked=chosen)
     else:
         sharded = zero(stage=worlds.mesh.zero, model=model, named=named, data=data, grid=grid, whole=whole)
-    return Placed(
+    return _Split(
         named=sharded.shares,
-        weights=Holding(world=worlds.every, held=[_held(one, sharded) for one in before]),
-        kept=Holding(world=worlds.every, held=[_kept(s.name, s.part, s.parameter) for s in sharded.shares]),
+        parts=sharded.parts,
+        tensors=sharded.locals,
         reducer=sharded.reducer,
         spread=sharded.spread,
     )
 
 
-def _held(before: Held, sharded: Sharded) -> Held:
-    """A parameter as it is held now; buffers stay whole."""
-    part = sharded.parts.get(before.name)
+def _held(before: Held, split: _Split, hollow: Collection[str]) -> Held:
+    """A parameter or buffer as this rank's model holds it now."""
+    if before.name in hollow:
+        return replace(before, part=Part.none_of(before.part.shape))
+    part = split.parts.get(before.name)
     if part is None or before.is_buffer:
         return before
-    return _kept(before.name, part, sharded.locals[before.name])
+    return replace(before, part=part, find=partial(Tensor.detach, split.tensors[before.name]))
 
 
-def _kept(name: str, part: Part, tensor: Tensor) -> Held:
-    return Held(name=name, part=part, dtype=tensor.dtype, find=partial(Tensor.detach, tensor))
+def _kept(member: Named, share: Named | None) -> Held:
+    """The part of it that this rank's optimizer has."""
+    shape, dtype = member.parameter.shape, member.parameter.dtype
+    if share is None:
+        return Held(
+            name=member.name, part=Part.none_of(shape), dtype=dtype, find=partial(Tensor.detach, member.parameter)
+        )
+    part = share.part if isinstance(share, Share) else Part.all_of(shape)
+    return Held(name=member.name, part=part, dtype=dtype, find=partial(Tensor.detach, share.parameter))
+
+
+def _tied_exact(piped: Piped) -> LayoutError:
+    name, ranks = next(iter(piped.ties.items()))
+    return LayoutError(
+        f"exact mode with pp: {name} is used on the stages of ranks {', '.join(map(str, ranks))}.",
+        cause="one process adds the gradients of its uses before they are rounded to the grid, stages after",
+        hint="leave --train.exact out, or do not tie the weights",
+    )
+
+
+def _absent() -> Tensor:
+    raise AssertionError("this rank has nothing of it")
 
 
 def _nothing() -> None:
@@ -122,4 +185,4 @@ def beside(named: Sequence[Named], *, home: Sequence[Named], world: ThreadWorld,
         reducer = ExactReducer(named=named, world=world, grid=grid)
     alone = World(device=world.device)
     weights = Holding(world=alone, held=all_shares(named))
-    return Placed(named=named, weights=weights, kept=weights, reducer=reducer, spread=_nothing)
+    return Placed(named=named, weights=weights, kept=weights, reducer=reducer, spread=_nothing, grid=grid)

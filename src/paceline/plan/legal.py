@@ -4,7 +4,7 @@ from paceline.errors import LayoutError, PacelineError
 from paceline.plan.mesh import Mesh
 from paceline.spec.layout import Layout
 
-_PROVED = ("dp_replicate", "dp_shard")
+_PROVED = ("pp", "dp_replicate", "dp_shard")
 
 
 def refuse_unproved(layout: Layout, mesh: Mesh) -> list[PacelineError]:

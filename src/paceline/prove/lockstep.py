@@ -1,6 +1,7 @@
 """The second rung: the layout beside one process, step by step, from equal weights each time."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,7 @@ class Lockstep:
         result = self._built.step.gradients(given)
         self._check_counts(result)
         read = [[m.index, list(m.indices), checksum(m.data, 0), num_rows(m.data)] for m in given.micro]
-        rows = [row for rows in self._world.gather_json(read) for row in rows]
+        rows = self._read(read)
         losses = self._world.gather_json(result.loss)
         gradients = self._gradients()
         buffers = self._buffers()
@@ -101,6 +102,15 @@ class Lockstep:
             )
             judge.see(seen)
         self._see_own(given, judge, gradients)
+
+    def _read(self, mine: list[Any]) -> list[Any]:
+        """What every replica has read; its ranks must have read the same."""
+        found: dict[int, list[Any]] = {}
+        for rank, (replica, rows) in enumerate(self._world.gather_json([self._built.worlds.data.rank, mine])):
+            if found.setdefault(replica, rows) != rows:
+                cause = f"data order: rank {rank} read other samples than the other ranks of replica {replica}"
+                self.finding.blame(step=self._built.step.step + 1, parameter="(data)", cause=cause)
+        return [row for rows in found.values() for row in rows]
 
     def _check_counts(self, result: StepResult) -> None:
         """What `train` refuses explains whatever gradient comes of it; every rank has the same counts."""

@@ -38,6 +38,12 @@ class LossContract:
         """Whether the loss wants the outputs of the whole global batch at once."""
         return self._job.loss_over == "batch"
 
+    def learn(self, batch: Any) -> None:
+        """Find out on one microbatch, while the model is whole, what its own loss is."""
+        if self._job.loss is None and isinstance(batch, Mapping):
+            self._own.arguments({name: value for name, value in batch.items() if name in self._accepted})
+            self._own.settle()
+
     def counts(self, batch: Any) -> dict[str, Number]:
         """The counts of one microbatch, before its forward."""
         assert self._job.count is not None

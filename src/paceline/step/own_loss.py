@@ -36,6 +36,10 @@ class OwnLoss:
             self._ask(given)
         return {**given, DIVISOR: 1} if self._is_sum else dict(given)
 
+    def settle(self) -> None:
+        """Ask no more: what is known holds."""
+        self._tries = 0
+
     def term(self, output: Any, batch: Any, *, num_samples: int) -> tuple[Tensor, Tensor | float]:
         """The sum and its count.
 

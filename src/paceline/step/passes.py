@@ -1,5 +1,6 @@
 """Forward and backward of this rank's microbatches, one after another."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,9 +15,14 @@ from paceline.step.parts import Parts
 from paceline.step.telling import Telling
 from paceline.step.whole import gather, quotients
 
+See = Callable[[Any, Terms], None]
+
 
 class Passes(Protocol):
-    """What runs the microbatches of a step."""
+    """What runs the microbatches of a step, and of an evaluation."""
+
+    tells: bool
+    """Whether this rank, of those that see the same samples, is the one to say what came of them."""
 
     def run(self, given: Given, *, step: int, stop: bool) -> tuple[Joint, bool]:
         """Leave gradients with the reducer; returns the joint vector, sent, and whether its count is still to divide.
@@ -25,21 +31,25 @@ class Passes(Protocol):
             JobError: the loss is none that can be had so.
         """
 
+    def look(self, batch: Any, *, num_samples: int, see: See) -> None:
+        """One microbatch forward, without gradients; where this rank has the output, `see(output, terms)`."""
+
 
 class MicroPasses:
     """The joint vector travels under the last backward."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._telling = Telling(parts, tells=parts.worlds.tp.rank == 0)
-        self._spare: Any = None
+        self.tells = parts.worlds.tp.rank == 0
+        self._telling = Telling(parts, tells=self.tells)
+        self._stand = Stand(parts)
 
     def run(self, given: Given, *, step: int, stop: bool) -> tuple[Joint, bool]:
         """Each microbatch forward and backward."""
         device = self._parts.world.device
         data = [to_device(micro.data, device) for micro in given.micro]
         counts = self._telling.counts(data)
-        missing = self._missing(given)
+        missing = self._stand.missing(given)
         joint: Joint | None = None
         for position, (micro, batch) in enumerate(zip(given.micro, data, strict=True)):
             last = position == len(data) - 1
@@ -49,30 +59,28 @@ class MicroPasses:
             if last and not missing:
                 self._telling.send(joint)
             backward(self._parts, divided(terms, counts), last=last and not missing)
-        if missing:
-            self._spare = data[0] if data else self._spare
-            self._spare = _spare(given, device) if self._spare is None else self._spare
-        joint = self._stand_in(given, missing, joint, step=step, stop=stop)
+        joint = self._stand_in(given, data, missing, joint, step=step, stop=stop)
         joint.expect(counts or {})
         return joint, counts is None
 
-    def _missing(self, given: Given) -> int:
-        """Rounds in which the layers meet and this replica has no sample."""
-        if not self._parts.meets:
-            return 0
-        return -(-given.num_micro // self._parts.worlds.data.world_size) - len(given.micro)
+    def look(self, batch: Any, *, num_samples: int, see: See) -> None:
+        """Forward and terms."""
+        look(self._parts, batch, num_samples=num_samples, see=see)
 
-    def _stand_in(self, given: Given, missing: int, joint: Joint | None, *, step: int, stop: bool) -> Joint:
+    def _stand_in(
+        self, given: Given, data: Sequence[Any], missing: int, joint: Joint | None, *, step: int, stop: bool
+    ) -> Joint:
         """Take part in those rounds with weight zero; as on every rank, the joint vector is sent in the last one."""
         if not missing:
             if joint is None:
                 joint = self._telling.joint(given, None, stop=stop)
                 self._telling.send(joint)
             return joint
+        spare = self._stand.spare(given, data)
         for number in range(missing):
             last = number == missing - 1
             with self._parts.weightless():
-                terms = forward(self._parts, self._spare, step=step, index=given.num_micro, num_samples=0)
+                terms = forward(self._parts, spare, step=step, index=given.num_micro, num_samples=0)
                 joint = joint or self._telling.joint(given, terms, stop=stop)
                 if last:
                     self._telling.send(joint)
@@ -82,15 +90,36 @@ class MicroPasses:
         return joint
 
 
-def _spare(given: Given, device: torch.device) -> Any:
-    """A microbatch of another replica's, for one that has none."""
-    if given.spare is None:
-        raise JobError(
-            f"the first batch has {given.num_micro} microbatches, fewer than there are replicas.",
-            cause="layers that meet over all replicas need a sample on each, and a stream can't be read twice",
-            hint="a smaller --train.micro_batch_size, or --layout ddp --train.buffers fold",
-        )
-    return to_device(given.spare(), device)
+class Stand:
+    """What a replica without a sample runs where layers meet over all replicas."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._spare: Any = None
+
+    def missing(self, given: Given) -> int:
+        """Rounds in which this replica has no sample and the others do."""
+        if not self._parts.meets:
+            return 0
+        return -(-given.num_micro // self._parts.worlds.data.world_size) - len(given.micro)
+
+    def spare(self, given: Given, data: Sequence[Any]) -> Any:
+        """One of its own microbatches, or one of another replica's.
+
+        Raises:
+            JobError: a stream, whose samples can't be read twice.
+        """
+        if data:
+            self._spare = data[0]
+        elif self._spare is None and given.spare is not None:
+            self._spare = to_device(given.spare(), self._parts.world.device)
+        if self._spare is None:
+            raise JobError(
+                f"the first batch has {given.num_micro} microbatches, fewer than there are replicas.",
+                cause="layers that meet over all replicas need a sample on each, and a stream can't be read twice",
+                hint="a smaller --train.micro_batch_size, or --layout ddp --train.buffers fold",
+            )
+        return self._spare
 
 
 class WholePasses:
@@ -98,7 +127,8 @@ class WholePasses:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._telling = Telling(parts, tells=parts.worlds.tp.rank == 0)
+        self.tells = parts.worlds.tp.rank == 0
+        self._telling = Telling(parts, tells=self.tells)
 
     def run(self, given: Given, *, step: int, stop: bool) -> tuple[Joint, bool]:
         """Outputs are gathered, then everybody has the same loss."""
@@ -119,6 +149,18 @@ class WholePasses:
         if terms is not None:
             backward(parts, quotients(terms), last=True)
         return joint, False
+
+    def look(self, batch: Any, *, num_samples: int, see: See) -> None:
+        """Forward and terms, of this microbatch alone."""
+        look(self._parts, batch, num_samples=num_samples, see=see)
+
+
+def look(parts: Parts, batch: Any, *, num_samples: int, see: See) -> None:
+    """One microbatch forward, as an evaluation does it."""
+    with parts.autocast():
+        output = parts.contract.forward(parts.model, batch)
+        terms = parts.contract.terms(output, batch, num_samples=num_samples)
+    see(output, terms)
 
 
 def forward(parts: Parts, batch: Any, *, step: int, index: int, num_samples: int) -> Terms:

@@ -24,7 +24,7 @@ class SpmdStep:
         self.parts = parts
         self.step = 0
         self.late = LateCheck(parts.update)
-        self._passes = passes or passes_of(parts)
+        self.passes = passes or passes_of(parts)
         self._seen_writes = parts.world.world_size == 1 and not parts.exact
 
     def run(self, given: Given, *, stop: bool = False) -> StepResult:
@@ -58,7 +58,7 @@ class SpmdStep:
             self.parts.tape.begin()
             self.parts.reducer.begin()
             before = self._versions()
-            joint, divide = self._passes.run(given, step=self.step, stop=stop)
+            joint, divide = self.passes.run(given, step=self.step, stop=stop)
             waiting = time.perf_counter()
             self._refuse_writes(before)
             if self.parts.reducer.finish(divisor=joint.divisor() if divide else None):

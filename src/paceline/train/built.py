@@ -24,6 +24,7 @@ from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.step.loss import LossContract
 from paceline.step.parts import Parts
+from paceline.step.piped import PipelinePasses
 from paceline.step.spmd import SpmdStep
 from paceline.step.threads import ThreadsStep
 from paceline.step.turns import ALONE, SharedTurns
@@ -31,6 +32,7 @@ from paceline.step.update import Update
 from paceline.streams import Streams, key, seed_all
 from paceline.torch_private import guard_hooks
 from paceline.train.apart import Unlisted
+from paceline.train.example import Example
 from paceline.train.fit import refuse_unfit
 from paceline.train.options import Options
 from paceline.train.refuse import refuse_asked
@@ -125,20 +127,20 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     models = [build_model(job, seed=settings.seed).to(each.every.device) for each in own]
     refuse_unfit(job, models[0])
     named = [trainable(model) for model in models]
-    grids = [Grid(num_parameters=len(named[0])) if settings.train.exact else None for _ in own]
     notes = _equal_start(models[0], world)
-    mirror = Mirror(models=models, grids=grids) if len(own) > 1 else None
     rules = learn_rules(job, named[0], plan=plan, exact=settings.train.exact)
     unlisted = Unlisted(models[0])
-    placed = [
-        _placed(model, members, named[0], each, grid, plan, rules)
-        for model, members, each, grid in zip(models, named, own, grids, strict=True)
-    ]
+    contracts = [LossContract(job=job, model=model) for model in models]
+    if len(own) > 1:
+        placed = [_beside(members, named[0], each, settings) for members, each in zip(named, own, strict=True)]
+    else:
+        placed = [_placed(job, settings, plan, models[0], contracts[0], worlds, rules)]
+    mirror = Mirror(models=models, grids=[one.grid for one in placed]) if len(own) > 1 else None
     update, given = make_update(job, settings, plan, models[0], placed[0], rules, world=world)
     turns = None if mirror is None else SharedTurns(gpu=shared_gpu([each.every.device for each in own]))
     parts = [
-        _parts(job, settings, model, each, one.reducer, update, turns)
-        for model, each, one in zip(models, own, placed, strict=True)
+        _parts(settings, model, each, one.reducer, contract, update, turns)
+        for model, each, one, contract in zip(models, own, placed, contracts, strict=True)
     ]
     return Built(
         job=job,
@@ -150,36 +152,42 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
         named=placed[0].named,
         weights=placed[0].weights if mirror is None else Holding(world=world, held=all_of(models[0])),
         kept=placed[0].kept if mirror is None else Holding(world=world, held=all_shares(named[0])),
-        step=_step(parts, mirror, turns),
-        grid=grids[0],
+        step=_step(parts, placed[0], mirror, turns),
+        grid=placed[0].grid,
         notes=tuple(notes),
         given=given,
         unlisted=unlisted,
     )
 
 
+def _beside(named: Sequence[Named], home: Sequence[Named], worlds: Worlds, settings: Settings) -> Placed:
+    """One of several replicas in this process; `home` is where their gradients end."""
+    assert isinstance(worlds.every, ThreadWorld)
+    grid = Grid(num_parameters=len(named)) if settings.train.exact else None
+    return beside(named, home=home, world=worlds.every, grid=grid)
+
+
 def _placed(
-    model: nn.Module,
-    named: Sequence[Named],
-    home: Sequence[Named],
-    worlds: Worlds,
-    grid: Grid | None,
+    job: Job,
+    settings: Settings,
     plan: Plan,
+    model: nn.Module,
+    contract: LossContract,
+    worlds: Worlds,
     rules: Rules | None,
 ) -> Placed:
-    """`home` is where the gradients of this process's replicas end."""
-    if isinstance(worlds.every, ThreadWorld):
-        return beside(named, home=home, world=worlds.every, grid=grid)
-    whole = [] if rules is None or plan.mesh.zero == 3 else list(rules.whole(exact=grid is not None))
-    return compose(model, named=named, asked=plan.asked, worlds=worlds, grid=grid, whole=whole)
+    exact = settings.train.exact
+    whole = list(rules.whole(exact=exact)) if rules is not None and plan.mesh.zero in (1, 2) else []
+    example = Example(job=job, settings=settings, plan=plan, model=model, contract=contract, device=worlds.every.device)
+    return compose(model, asked=plan.asked, worlds=worlds, call=example, exact=exact, whole=whole)
 
 
 def _parts(
-    job: Job,
     settings: Settings,
     model: nn.Module,
     worlds: Worlds,
     reducer: Reducer,
+    contract: LossContract,
     update: Update,
     turns: SharedTurns | None,
 ) -> Parts:
@@ -191,7 +199,7 @@ def _parts(
     return Parts(
         model=_compiled(model, settings),
         worlds=worlds,
-        contract=LossContract(job=job, model=model),
+        contract=contract,
         reducer=reducer,
         tape=StatisticsTape(model=model, world=worlds.data, enabled=train.buffers == "fold"),
         buffers=BufferPolicy(model=model, world=worlds.data, policy=train.buffers, exact=train.exact),
@@ -204,7 +212,9 @@ def _parts(
     )
 
 
-def _step(parts: Sequence[Parts], mirror: Mirror | None, turns: SharedTurns | None) -> SpmdStep:
+def _step(parts: Sequence[Parts], placed: Placed, mirror: Mirror | None, turns: SharedTurns | None) -> SpmdStep:
+    if placed.piped is not None:
+        return SpmdStep(parts[0], passes=PipelinePasses(parts[0], piped=placed.piped))
     if mirror is None or turns is None:
         return SpmdStep(parts[0])
     return ThreadsStep(parts[0], others=parts[1:], mirror=mirror, turns=turns)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.errors import DataError, JobError
 from paceline.feed.feed import eval_feed
 from paceline.feed.types import LocalMicro
-from paceline.step.loss import LossContract
+from paceline.step.loss import Terms
 from paceline.step.nested import to_device
 from paceline.streams import key, seed_all
 from paceline.train.built import Built
@@ -76,10 +76,9 @@ class Evaluator:
         self._worlds = built.worlds
         self._world = built.world
         self._seed = built.settings.seed
-        self._autocast = parts.autocast
         self._meets = parts.meets
-        self._tells = built.worlds.tp.rank == 0
-        self._contract = LossContract(job=built.job, model=built.model)
+        self._tells = built.step.passes.tells
+        self._passes = built.step.passes
 
     def run(
         self,
@@ -113,7 +112,7 @@ class Evaluator:
             return None
         _compare([found for _, found in everywhere], name)
         metrics, total = self._joint(sums, samples)
-        metrics |= foreign.compute()
+        metrics |= self._told(foreign.compute())
         return Evaluated(metrics=metrics, samples=total, seconds=time.perf_counter() - began)
 
     def _feed(self, data: Any, batch_size: int, workers: int, name: str, totals: dict[str, list[int]]) -> Any:
@@ -158,11 +157,21 @@ class Evaluator:
         self, data: Any, num_samples: int, sums: dict[str, tuple[ExactSum, ExactSum]], foreign: ForeignMetrics
     ) -> None:
         batch = to_device(data, self._world.device)
-        with self._autocast():
-            output = self._contract.forward(self._model, batch)
-            terms = self._contract.terms(output, batch, num_samples=num_samples)
-        if not num_samples:
-            return
+
+        def see(output: Any, terms: Terms) -> None:
+            if num_samples:
+                self._see(output, terms, batch, sums, foreign)
+
+        self._passes.look(batch, num_samples=num_samples, see=see)
+
+    def _see(
+        self,
+        output: Any,
+        terms: Terms,
+        batch: Any,
+        sums: dict[str, tuple[ExactSum, ExactSum]],
+        foreign: ForeignMetrics,
+    ) -> None:
         for name, (total, count) in terms.items():
             _add(sums, name if len(terms) == 1 else f"{LOSS}/{name}", total, count)
         for name, metric in (self._job.metrics or {}).items():
@@ -176,6 +185,13 @@ class Evaluator:
                     hint=f"metrics={{{name!r}: lambda output, batch: (correct.sum(), correct.numel())}}",
                 )
             _add(sums, name, *pair)
+
+    def _told(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Those of a rank that saw the outputs."""
+        if self._worlds.data.world_size == self._world.world_size:
+            return metrics
+        told: list[dict[str, float] | None] = self._world.gather_json(metrics if self._tells else None)
+        return next(one for one in told if one is not None)
 
     def _joint(self, sums: dict[str, tuple[ExactSum, ExactSum]], samples: int) -> tuple[dict[str, float], int]:
         names = sorted({name for mine in self._world.gather_json(list(sums)) for name in mine})

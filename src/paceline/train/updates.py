@@ -28,7 +28,7 @@ def learn_rules(job: Job, named: Sequence[Named], *, plan: Plan, exact: bool) ->
     Raises:
         JobError, LayoutError: groups that don't fit the model, or a rule that is not right on rows.
     """
-    if not plan.mesh.zero:
+    if plan.mesh.ranks == plan.mesh.dp_replicate:
         return None
     rules = learn(job.optimizer, named)
     check_optimizers(rules.optimizers, {id(p): name for name, p in rules.pairs})

@@ -1,0 +1,104 @@
+"""A model as the stages of a pipeline: which this rank runs, and in what order."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from torch import nn
+
+from paceline.errors import LayoutError
+from paceline.place.cut import Cut, plan_cut
+from paceline.place.hollow import glue, hollow_parameters
+from paceline.place.stages import Stages
+from paceline.plan.mesh import Mesh
+from paceline.schedule.build import build
+from paceline.schedule.forward import forward_only
+from paceline.schedule.program import Program
+from paceline.schedule.text import read
+from paceline.spec.layout import Layout
+from paceline.world import World
+
+Programs = Callable[[int], Program]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piped:
+    """One rank's stages. `program` gives what all ranks do for so many microbatches, `forward` without gradients."""
+
+    stages: Stages
+    cut: Cut
+    world: World
+    program: Programs
+    forward: Programs
+    hollow: frozenset[str]
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank runs the last stage."""
+        return self.cut.num_stages - 1 in self.stages.own
+
+    @property
+    def ties(self) -> dict[str, list[int]]:
+        """Parameters that several ranks hold, and the ranks."""
+        owners = self.program(1).rank_of_stage
+        found = {name: sorted({owners[stage] for stage in stages}) for name, stages in self.cut.ties.items()}
+        return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
+
+
+def programs(asked: Layout, mesh: Mesh) -> Programs:
+    """The schedule's program by the number of microbatches.
+
+    Raises:
+        LayoutError, UsageError: no such schedule, or one that does not fit this mesh.
+    """
+
+    @cache
+    def made(num_micro: int) -> Program:
+        if not asked.schedule.endswith(".txt"):
+            return build(asked.schedule, ranks=mesh.pp, micro=num_micro, virtual=asked.virtual)
+        program = read(asked.schedule)
+        if (program.num_ranks, program.num_micro) not in ((mesh.pp, num_micro), (mesh.pp, -1)):
+            raise LayoutError(
+                f"the schedule {asked.schedule} is for {program.num_ranks} ranks and {program.num_micro} microbatches, "
+                f"this run has {mesh.pp} and {num_micro} of them.",
+                cause="a schedule of one's own holds for one number of microbatches; a short last batch has fewer",
+                hint="--data.drop_last true and --train.micro_batch_size to fit, or a schedule by name",
+            )
+        return program
+
+    return made
+
+
+def cut_model(model: nn.Module, *, asked: Layout, mesh: Mesh, world: World, call: Callable[[], object]) -> Piped:
+    """Cut a whole model in place; `call` runs forward and loss of one microbatch.
+
+    Raises:
+        LayoutError: what can't be cut, by name.
+    """
+    program = programs(asked, mesh)
+    some = program(1) if not asked.schedule.endswith(".txt") else read(asked.schedule)
+    cut = plan_cut(model, num_stages=some.num_stages, call=call)
+    own = some.stages_of(world.rank)
+    stages = Stages(model, cut=cut, own=own)
+    return Piped(
+        stages=stages,
+        cut=cut,
+        world=world,
+        program=program,
+        forward=cache(lambda num_micro: forward_only(rank_of_stage=some.rank_of_stage, micro=num_micro)),
+        hollow=_hollow(model, cut=cut, own=own),
+    )
+
+
+def _hollow(model: nn.Module, *, cut: Cut, own: tuple[int, ...]) -> frozenset[str]:
+    """Parameters and buffers that are other ranks' alone."""
+    empty = hollow_parameters(model, cut=cut, own=own)
+    found = {name for name, parameter in model.named_parameters() if parameter in empty}
+    found |= {name for name, buffer in model.named_buffers() if buffer.is_meta}
+    first = {id(p): name for name, p in model.named_parameters()}
+    blocks = [model.get_submodule(name) for name in cut.blocks]
+    for path, module in glue(model, blocks):
+        held = {first[id(p)] for p in module.parameters()}
+        if held and not any(cut.runs(held, stage=stage) for stage in own):
+            found |= {f"{path}.{name}" for name, _ in module.named_buffers()}
+    return frozenset(found)

@@ -1,0 +1,77 @@
+"""Parameters that several stages hold: the gradient of each is the sum over these stages."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.place.replicate import Reducer
+from paceline.place.units import Named
+from paceline.world import World
+
+_TAG = 1 << 20
+
+
+class TiedReducer:
+    """Another reducer, after which the holders of a tied parameter add what each of them has of its gradient.
+
+    `ties` gives the ranks of `world`, a pipeline's, that hold each. Terms are added in the order of ranks, so that
+    all have the same bits.
+    """
+
+    def __init__(
+        self, inner: Reducer, *, named: Sequence[Named], ties: Mapping[str, Sequence[int]], world: World
+    ) -> None:
+        self._inner = inner
+        self._world = world
+        mine = {member.name: member.parameter for member in named}
+        places = [(place, name, ranks) for place, (name, ranks) in enumerate(sorted(ties.items()))]
+        self._tied = [(place, mine[name], ranks) for place, name, ranks in places if name in mine]
+
+    @property
+    def meets(self) -> bool:
+        """As without ties."""
+        return self._inner.meets
+
+    def begin(self) -> None:
+        """Forget the last step's gradients."""
+        self._inner.begin()
+
+    def before_backward(self, *, last: bool, counts: bool = True) -> None:
+        """As without ties."""
+        self._inner.before_backward(last=last, counts=counts)
+
+    def after_backward(self) -> None:
+        """As without ties."""
+        self._inner.after_backward()
+
+    def finish(self, *, divisor: float | Tensor | None) -> bool:
+        """The gradient of each stage is divided already: so is their sum."""
+        if not self._inner.finish(divisor=divisor):
+            return False
+        for place, parameter, ranks in self._tied:
+            parameter.grad = self._sum(parameter, ranks, place)
+        return True
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._inner.close()
+
+    def _sum(self, parameter: nn.Parameter, ranks: Sequence[int], place: int) -> Tensor | None:
+        own = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
+        if parameter.grad is not None:
+            own[:-1] = parameter.grad.flatten()
+            own[-1] = 1.0
+        world, tag = self._world, _TAG + place
+        parts = {rank: own if rank == world.rank else torch.empty_like(own) for rank in ranks}
+        others = [rank for rank in ranks if rank != world.rank]
+        works = [dist.isend(own, group=world.group, group_dst=rank, tag=tag) for rank in others]
+        works += [dist.irecv(parts[rank], group=world.group, group_src=rank, tag=tag) for rank in others]
+        for work in works:
+            assert work is not None
+            work.wait()
+        total = parts[ranks[0]].clone()
+        for rank in ranks[1:]:
+            total += parts[rank]
+        return total[:-1].view_as(parameter) if total[-1] > 0 else None

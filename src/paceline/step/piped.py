@@ -1,0 +1,138 @@
+"""Microbatches through the stages of a pipeline, as a schedule says."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.place.pipe import Piped
+from paceline.place.stages import Sent
+from paceline.schedule.program import Op, Program
+from paceline.step.given import Given
+from paceline.step.joint import Joint
+from paceline.step.loss import Terms
+from paceline.step.nested import to_device
+from paceline.step.parts import Parts
+from paceline.step.passes import See, Stand, divided
+from paceline.step.pipeline import Pipeline
+from paceline.step.telling import Telling
+
+Counts = dict[str, Tensor] | None
+
+
+class PipelinePasses:
+    """Each microbatch goes through this rank's stages when the program says so; the last stage has the loss."""
+
+    def __init__(self, parts: Parts, *, piped: Piped) -> None:
+        self._parts = parts
+        self._piped = piped
+        self.tells = piped.has_loss and parts.worlds.tp.rank == 0
+        self._telling = Telling(parts, tells=self.tells)
+        self._stand = Stand(parts)
+        self._pipelines: dict[Program, Pipeline] = {}
+
+    def run(self, given: Given, *, step: int, stop: bool) -> tuple[Joint, bool]:
+        """All of this replica's microbatches; a replica that has fewer than another stands in where layers meet."""
+        device = self._parts.world.device
+        data = [to_device(micro.data, device) for micro in given.micro]
+        counts = self._telling.counts(data)
+        missing = self._stand.missing(given)
+        spare = self._stand.spare(given, data) if missing else None
+        work = _Work(self._parts, piped=self._piped, step=step, counts=counts)
+        work.micro = [(micro.index, micro.num_samples) for micro in given.micro]
+        work.micro += [(given.num_micro, 0)] * missing
+        work.data = [*data, *[spare] * missing]
+        if work.data:
+            program = self._piped.program(len(work.data))
+            work.last = _num_backwards(program, rank=self._piped.world.rank)
+            self._pipeline(program).run(work)
+        joint = self._telling.joint(given, next(iter(work.terms.values()), None), stop=stop)
+        for place, terms in work.terms.items():
+            if place < len(given.micro):
+                self._telling.put(joint, given.micro[place].index, terms)
+        self._telling.send(joint)
+        joint.expect(counts or {})
+        return joint, counts is None
+
+    def look(self, batch: Any, *, num_samples: int, see: See) -> None:
+        """One microbatch forward; `see` hears on the last stage's rank."""
+        parts = self._parts
+
+        def call() -> None:
+            with parts.autocast():
+                output = parts.contract.forward(parts.model, batch)
+                see(output, parts.contract.terms(output, batch, num_samples=num_samples))
+
+        self._pipeline(self._piped.forward(1)).run(_Look(self._piped, call))
+
+    def _pipeline(self, program: Program) -> Pipeline:
+        if program not in self._pipelines:
+            self._pipelines[program] = Pipeline(program, world=self._piped.world)
+        return self._pipelines[program]
+
+
+class _Work:
+    """One step's: `micro` are the place and the samples of each microbatch, `last` counts backwards down."""
+
+    def __init__(self, parts: Parts, *, piped: Piped, step: int, counts: Counts) -> None:
+        self._parts = parts
+        self._piped = piped
+        self._step = step
+        self._counts = counts
+        self.micro: list[tuple[int, int]] = []
+        self.data: list[Any] = []
+        self.terms: dict[int, Terms] = {}
+        self.last = 0
+
+    def forward(self, *, stage: int, microbatch: int, received: Sent | None) -> Any:
+        """The user's forward, and on the last stage his loss."""
+        parts, (index, num_samples) = self._parts, self.micro[microbatch]
+        parts.tape.at(index, counts=num_samples > 0)
+        parts.streams.enter(step=self._step, microbatch=index)
+        with parts.autocast():
+            if num_samples:
+                return self._piped.stages.run(stage, received, lambda: self._loss(microbatch, num_samples))
+            with parts.weightless():
+                return self._piped.stages.run(stage, received, lambda: self._loss(microbatch, num_samples))
+
+    def before_backward(self, *, stage: int, microbatch: int) -> None:
+        """Only the last one of all may be the last of some parameter."""
+        self.last -= 1
+        self._parts.reducer.before_backward(last=self.last == 0, counts=self.micro[microbatch][1] > 0)
+
+    def after_backward(self, *, stage: int, microbatch: int) -> None:
+        """Hand what came of it to the reducer."""
+        self._parts.reducer.after_backward()
+
+    def _loss(self, microbatch: int, num_samples: int) -> Tensor:
+        parts, batch = self._parts, self.data[microbatch]
+        output = parts.contract.forward(parts.model, batch)
+        terms = parts.contract.terms(output, batch, num_samples=num_samples)
+        self.terms[microbatch] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
+        if not num_samples:
+            return torch.stack([total for total, _ in terms.values()]).sum() * 0.0
+        return parts.update.scaled(divided(terms, self._counts))
+
+
+class _Look:
+    """A forward without gradients."""
+
+    def __init__(self, piped: Piped, call: Callable[[], None]) -> None:
+        self._piped = piped
+        self._call = call
+
+    def forward(self, *, stage: int, microbatch: int, received: Sent | None) -> Any:
+        return self._piped.stages.run(stage, received, self._call)
+
+    def before_backward(self, *, stage: int, microbatch: int) -> None:
+        """There is none."""
+
+    def after_backward(self, *, stage: int, microbatch: int) -> None:
+        """There is none."""
+
+
+def _num_backwards(program: Program, *, rank: int) -> int:
+    """How often gradients of weights are added on a rank."""
+    actions: Sequence[Any] = program.actions[rank]
+    return sum(action.op in (Op.BACKWARD, Op.WEIGHT) for action in actions)

@@ -1,0 +1,76 @@
+"""One microbatch through the whole model, before it is placed: what cuts and splits are planned from."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import JobError
+from paceline.feed.feed import make_feed
+from paceline.feed.types import Cut
+from paceline.job import Job
+from paceline.order.cursor import Cursor
+from paceline.place.views import write
+from paceline.plan.settle import Plan
+from paceline.spec.settings import Settings
+from paceline.step.loss import LossContract
+from paceline.step.nested import to_device
+from paceline.streams import preserved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """Called, it runs forward and loss of the run's first microbatch, the same on every rank, and leaves no trace."""
+
+    job: Job
+    settings: Settings
+    plan: Plan
+    model: nn.Module
+    contract: LossContract
+    device: torch.device
+
+    def __call__(self) -> Any:
+        """What the loss gives."""
+        kept = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
+        mode = self.model.training
+        self.model.train()
+        try:
+            with preserved():
+                self.contract.learn(self.batch)
+                output = self.contract.forward(self.model, self.batch)
+                return self.contract.terms(output, self.batch, num_samples=self.plan.micro_batch_size)
+        finally:
+            self.model.train(mode)
+            for buffer, value in kept:
+                write(buffer.data, value)
+
+    @cached_property
+    def batch(self) -> Any:
+        """The first microbatch.
+
+        Raises:
+            JobError: it can't be read twice.
+        """
+        data = self.job.train_data
+        if hasattr(data, "__next__"):
+            raise JobError(
+                "train_data is a generator, and this layout looks at a sample before the first step.",
+                hint="train_data=the function that makes it, without the call",
+            )
+        size = self.plan.micro_batch_size
+        feed = make_feed(
+            data=data,
+            collate=self.job.collate,
+            order=self.job.order,
+            seed=self.settings.seed,
+            cut=Cut(global_batch_size=size, micro_batch_size=size),
+            cursor=Cursor(),
+            sample_seeds=self.settings.data.sample_seeds,
+        )
+        with preserved():
+            try:
+                return to_device(next(iter(feed)).micro[0].data, self.device)
+            finally:
+                feed.close()
