@@ -99,8 +99,8 @@ def _largest(lists: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     found = _candidates(lists)
     if not found:
         raise LayoutError(
-            "no chain of blocks in this model: no nn.ModuleList or nn.Sequential with two entries that hold parameters.",
-            cause="layers that are attributes of their own (self.layer1, self.layer2), or one layer used again and again",
+            "no chain of blocks: no nn.ModuleList or nn.Sequential has two entries that hold parameters.",
+            cause="layers that are attributes of their own (self.layer1, ...), or one layer used again and again",
             hint="name them in the order of the forward: blocks=['layer1', 'layer2']",
         )
     return [max(found, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))]
