@@ -171,8 +171,8 @@ class _Watcher:
         if missed:
             raise LayoutError(
                 f"the forward does not call the block {missed[0]}.",
-                cause="a branch that skips layers (stochastic depth, early exit), a layer that another forward uses, or "
-                "block.forward(x) in place of block(x)",
+                cause="a branch that skips layers (stochastic depth, early exit), a layer that another forward uses, "
+                "or block.forward(x) in place of block(x)",
                 hint="list the blocks that every forward calls, in their order: blocks=[...]",
             )
         self.flow.blocks = tuple(

@@ -6,12 +6,11 @@ from functools import cache
 
 from torch import nn
 
-from paceline.errors import LayoutError
 from paceline.place.cut import Cut, plan_cut
 from paceline.place.hollow import glue, hollow_parameters
 from paceline.place.stages import Stages
 from paceline.plan.mesh import Mesh
-from paceline.schedule.build import build
+from paceline.plan.pipeline import is_file, program_of
 from paceline.schedule.forward import forward_only
 from paceline.schedule.program import Program
 from paceline.schedule.text import read
@@ -40,33 +39,9 @@ class Piped:
     @property
     def ties(self) -> dict[str, list[int]]:
         """Parameters that several ranks hold, and the ranks."""
-        owners = self.program(1).rank_of_stage
+        owners = self.forward(1).rank_of_stage
         found = {name: sorted({owners[stage] for stage in stages}) for name, stages in self.cut.ties.items()}
         return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
-
-
-def programs(asked: Layout, mesh: Mesh) -> Programs:
-    """The schedule's program by the number of microbatches.
-
-    Raises:
-        LayoutError, UsageError: no such schedule, or one that does not fit this mesh.
-    """
-
-    @cache
-    def made(num_micro: int) -> Program:
-        if not asked.schedule.endswith(".txt"):
-            return build(asked.schedule, ranks=mesh.pp, micro=num_micro, virtual=asked.virtual)
-        program = read(asked.schedule)
-        if (program.num_ranks, program.num_micro) not in ((mesh.pp, num_micro), (mesh.pp, -1)):
-            raise LayoutError(
-                f"the schedule {asked.schedule} is for {program.num_ranks} ranks and {program.num_micro} microbatches, "
-                f"this run has {mesh.pp} and {num_micro} of them.",
-                cause="a schedule of one's own holds for one number of microbatches; a short last batch has fewer",
-                hint="--data.drop_last true and --train.micro_batch_size to fit, or a schedule by name",
-            )
-        return program
-
-    return made
 
 
 def cut_model(model: nn.Module, *, asked: Layout, mesh: Mesh, world: World, call: Callable[[], object]) -> Piped:
@@ -75,8 +50,8 @@ def cut_model(model: nn.Module, *, asked: Layout, mesh: Mesh, world: World, call
     Raises:
         LayoutError: what can't be cut, by name.
     """
-    program = programs(asked, mesh)
-    some = program(1) if not asked.schedule.endswith(".txt") else read(asked.schedule)
+    program = cache(lambda num_micro: program_of(asked, mesh, num_micro=num_micro))
+    some = read(asked.schedule) if is_file(asked.schedule) else program(1)
     cut = plan_cut(model, num_stages=some.num_stages, call=call)
     own = some.stages_of(world.rank)
     stages = Stages(model, cut=cut, own=own)

@@ -6,6 +6,7 @@ from typing import Any
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.plan.legal import refuse_unproved
 from paceline.plan.mesh import Mesh, label, mesh_of
+from paceline.plan.pipeline import pipeline_notes
 from paceline.spec.layout import Kind, Layout
 from paceline.spec.update import Update
 from paceline.spec.words import many
@@ -76,6 +77,7 @@ def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts) ->
     raise_all(problems)
     threads = settle_threads(cluster=cluster, one=facts.one_thread, asked=facts.threads)
     num_micro = -(-facts.global_batch_size // micro)
+    pipeline = pipeline_notes(layout, mesh, num_micro=num_micro, micro_batch_size=micro)
     return Plan(
         layout=label(layout, mesh),
         asked=layout,
@@ -89,7 +91,7 @@ def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts) ->
         global_batch_size=facts.global_batch_size,
         micro_batch_size=micro,
         num_micro=num_micro,
-        notes=_notes(layout, mesh, cluster, facts, why, threads, micro, num_micro),
+        notes=(*_notes(layout, mesh, cluster, facts, why, threads, micro, num_micro), *pipeline),
     )
 
 

@@ -1,0 +1,70 @@
+"""What is known of a pipeline before it runs: its stages, its schedule, its bubble."""
+
+from pathlib import Path
+
+from paceline.errors import LayoutError, PacelineError
+from paceline.plan.mesh import Mesh
+from paceline.schedule.build import build
+from paceline.schedule.program import Program
+from paceline.schedule.simulate import simulate
+from paceline.schedule.text import read
+from paceline.spec.layout import Layout
+from paceline.spec.words import many
+
+_IDLE = 0.3
+
+
+def is_file(schedule: str) -> bool:
+    """Whether it is the path of a schedule of one's own."""
+    return "/" in schedule or "." in schedule
+
+
+def program_of(layout: Layout, mesh: Mesh, *, num_micro: int) -> Program:
+    """The schedule's program for this many microbatches of one replica.
+
+    Raises:
+        LayoutError, UsageError: no such schedule, or one that does not fit.
+    """
+    if not is_file(layout.schedule):
+        return build(layout.schedule, ranks=mesh.pp, micro=num_micro, virtual=layout.virtual)
+    if not Path(layout.schedule).is_file():
+        raise LayoutError(
+            f"there is no file {layout.schedule} with a schedule.", hint="schedule=1f1b, or a file's path"
+        )
+    program = read(layout.schedule)
+    if program.num_ranks != mesh.pp or program.num_micro != num_micro:
+        raise LayoutError(
+            f"the schedule {layout.schedule} is for {many(program.num_ranks, 'rank')} and "
+            f"{many(program.num_micro, 'microbatch')}; this run has pp={mesh.pp} and {num_micro} in each replica.",
+            cause="a schedule of one's own holds for one number of microbatches; a short last batch has fewer",
+            hint="--train.micro_batch_size to fit and --data.drop_last true, or a schedule by name",
+        )
+    return program
+
+
+def refuse_schedule(layout: Layout, mesh: Mesh) -> list[PacelineError]:
+    """What is wrong with the schedule whatever the batch is."""
+    if mesh.pp == 1 or is_file(layout.schedule):
+        return []
+    try:
+        build(layout.schedule, ranks=mesh.pp, micro=1, virtual=layout.virtual)
+    except PacelineError as error:
+        return [error]
+    return []
+
+
+def pipeline_notes(layout: Layout, mesh: Mesh, *, num_micro: int, micro_batch_size: int) -> tuple[str, ...]:
+    """Stages, microbatches and the bubble, by the schedule's own simulation with equal stages."""
+    if mesh.pp == 1:
+        return ()
+    each = -(-num_micro // mesh.replicas)
+    program = program_of(layout, mesh, num_micro=each)
+    bubble = simulate(program).bubble
+    text = (
+        f"pipeline: {program.name}, {many(program.num_stages, 'stage')} on {mesh.pp} ranks, "
+        f"{many(each, 'microbatch')} a replica, bubble {bubble:.0%}"
+    )
+    if bubble < _IDLE or micro_batch_size == 1:
+        return (text,)
+    finer = max(1, micro_batch_size // 4)
+    return (text, f"warning: stages wait {bubble:.0%} of the time; --train.micro_batch_size {finer} fills the pipeline")
