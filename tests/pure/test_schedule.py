@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 from paceline.errors import LayoutError
 from paceline.schedule import (
     SCHEDULES,
-    Action,
     Costs,
     Op,
     Program,
     build,
     check,
     forward_only,
-    lower,
     simulate,
 )
 from paceline.schedule.theory import Case, bubble_of
@@ -117,6 +115,17 @@ def test_how_many_messages_are_sent_as_the_docs_say(ranks: int, micro: int, virt
         assert sum(action.op.is_send for row in program for action in row) == 2 * micro * borders
 
 
+@many
+@given(ranks=RANKS, micro=MICRO, virtual=VIRTUAL)
+def test_a_stages_gradients_are_added_in_the_order_of_one_process(ranks: int, micro: int, virtual: int) -> None:
+    for name in SCHEDULES:
+        program = program_of(name, ranks, micro, virtual)
+        for row in program:
+            for stage in {a.stage for a in row}:
+                added = [a.microbatch for a in row if a.stage == stage and a.op in (Op.BACKWARD, Op.WEIGHT)]
+                assert added == list(range(micro))
+
+
 def test_bytes_held_are_weighed_by_stage() -> None:
     timeline = simulate(build("gpipe", ranks=2, micro=3))
     assert timeline.peak_activations(of_stage=[10, 100]) == (30, 300)
@@ -132,6 +141,8 @@ def test_forward_only_for_any_placement(ranks: int, micro: int, data: st.DataObj
     timeline = simulate(program)
     assert set(timeline.peak_activations()) == {0}
     assert timeline.makespan >= max(micro * owner.count(rank) for rank in range(ranks))
+    first = [s.stop for s in timeline.computes if (s.action.stage, s.action.microbatch) == (len(owner) - 1, 0)]
+    assert first == [len(owner)], "nothing stands in the first microbatch's way"
     if owner == list(range(ranks)):
         assert timeline.makespan == micro + ranks - 1
 
@@ -196,22 +207,20 @@ def test_receives_in_the_order_of_their_sends(name: str, ranks: int, micro: int)
 
 
 def test_stages_of_different_lengths_and_slow_links() -> None:
-    """By hand: stage 0 takes 1, stage 1 takes 3 forward; a message occupies its link 2 and arrives 0.5 later."""
-    program = lower(
-        [
-            [Action(op=Op.FORWARD, stage=0, microbatch=m) for m in (0, 1)],
-            [Action(op=Op.FORWARD, stage=1, microbatch=m) for m in (0, 1)],
-        ],
-        name="hand",
-        rank_of_stage=(0, 1),
-        num_micro=2,
-    )
-    timeline = simulate(program, costs=Costs(forward=(1.0, 3.0), transfer=2.0, latency=0.5))
+    """By hand: forward takes 1 and 2, backward 4 and 5; a message occupies its link 3 and arrives 0.5 later."""
+    program = build("gpipe", ranks=2, micro=2)
+    costs = Costs(forward=(1.0, 2.0), backward=(4.0, 5.0), transfer=[3.0], latency=0.5)
+    timeline = simulate(program, costs=costs)
     times = {str(s.action): (s.start, s.stop) for s in timeline.spans}
     assert times["F0.0"] == (0, 1) and times["F0.1"] == (1, 2)
-    assert times["RF1.0<0"] == (0, 3.5) and times["F1.0"] == (3.5, 6.5)
-    assert times["RF1.1<0"] == (6.5, 6.5) and times["F1.1"] == (6.5, 9.5)  # left at 3, since the link was busy
-    assert timeline.makespan == 9.5 and timeline.bubbles == pytest.approx((1 - 2 / 9.5, 1 - 6 / 9.5))
+    assert times["RF1.0<0"] == (0, 4.5) and times["F1.0"] == (4.5, 6.5)
+    assert times["RF1.1<0"] == (6.5, 7.5) and times["F1.1"] == (
+        7.5,
+        9.5,
+    )  # left at 4, since the link was busy, not at 2
+    assert times["B1.0"] == (9.5, 14.5) and times["B1.1"] == (14.5, 19.5)
+    assert times["B0.0"] == (18, 22) and times["B0.1"] == (23, 27)
+    assert timeline.makespan == 27 and timeline.bubbles == pytest.approx((1 - 10 / 27, 1 - 14 / 27))
 
 
 def test_the_bubble_is_that_of_a_timeline_moved_in_time() -> None:
