@@ -22,6 +22,7 @@ from paceline.schedule.theory import Case, bubble_of
 RANKS, MICRO, VIRTUAL = st.integers(1, 8), st.integers(1, 24), st.integers(1, 3)
 SECONDS = st.sampled_from([0.25, 0.5, 1.0, 1.75, 3.0])
 many = settings(max_examples=20, deadline=None)
+few = settings(max_examples=6, deadline=None)
 
 
 def program_of(name: str, ranks: int, micro: int, virtual: int) -> Program:
@@ -79,7 +80,7 @@ def test_the_bubbles_of_the_papers_at_4_ranks_and_8_microbatches(name: str, bubb
     assert simulate(build(name, ranks=4, micro=8)).bubble == pytest.approx(bubble, abs=1e-12)
 
 
-@many
+@few
 @given(ranks=RANKS, micro=MICRO)
 def test_what_is_held_at_most(ranks: int, micro: int) -> None:
     def peaks(name: str) -> tuple[float, ...]:
@@ -94,7 +95,7 @@ def test_what_is_held_at_most(ranks: int, micro: int) -> None:
     assert max(peaks("zb_interleaved")) == max(peaks("interleaved"))
 
 
-@many
+@few
 @given(ranks=RANKS, rounds=st.integers(4, 6), virtual=st.integers(2, 3))
 def test_what_interleaving_holds_as_the_docs_say(ranks: int, rounds: int, virtual: int) -> None:
     def peaks(name: str) -> list[float]:
@@ -105,7 +106,7 @@ def test_what_interleaving_holds_as_the_docs_say(ranks: int, rounds: int, virtua
     assert peaks("zb_interleaved") == [first - rank for rank in range(ranks)]
 
 
-@many
+@few
 @given(ranks=st.integers(2, 8), micro=MICRO, virtual=VIRTUAL)
 def test_how_many_messages_are_sent_as_the_docs_say(ranks: int, micro: int, virtual: int) -> None:
     for name in SCHEDULES:
@@ -115,7 +116,7 @@ def test_how_many_messages_are_sent_as_the_docs_say(ranks: int, micro: int, virt
         assert sum(action.op.is_send for row in program for action in row) == 2 * micro * borders
 
 
-@many
+@few
 @given(ranks=RANKS, micro=MICRO, virtual=VIRTUAL)
 def test_a_stages_gradients_are_added_in_the_order_of_one_process(ranks: int, micro: int, virtual: int) -> None:
     for name in SCHEDULES:
@@ -193,7 +194,7 @@ def test_a_neighbour_on_the_same_rank_is_sent_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@many
+@few
 @given(ranks=RANKS, micro=MICRO)
 def test_receives_in_the_order_of_their_sends(name: str, ranks: int, micro: int) -> None:
     """What a transport that matches by order relies on: per peer, the same messages, in the sender's order."""
