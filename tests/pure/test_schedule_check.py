@@ -74,6 +74,29 @@ def test_two_that_need_each_other_may_not_be_swapped(name: str, ranks: int, micr
     assert first <= error.fault.place <= second
 
 
+@pytest.mark.parametrize(
+    ("name", "rank", "first", "second"),
+    [
+        ("1f1b", 1, "RF1.2<0", "F1.2"),
+        ("1f1b", 1, "F1.2", "SF1.2>2"),
+        ("1f1b", 2, "F2.2", "B2.2"),
+        ("1f1b", 1, "RB1.2<2", "B1.2"),
+        ("1f1b", 1, "B1.2", "SB1.2>0"),
+        ("zb_h1", 1, "RB1.2<2", "I1.2"),
+        ("zb_h1", 1, "I1.2", "SB1.2>0"),
+        ("zb_h1", 1, "I1.2", "W1.2"),
+        ("zbv", 2, "F2.1", "F3.1"),
+        ("zbv", 2, "I3.1", "I2.1"),
+    ],
+)
+def test_each_rule_of_order(name: str, rank: int, first: str, second: str) -> None:
+    """`second` moved to just before `first`, which it needs."""
+    program = build(name, ranks=3, micro=4)
+    words = [str(action) for action in program.actions[rank]]
+    error = fault_of(broken(program, rank, lambda row: row.insert(words.index(first), row.pop(words.index(second)))))
+    assert f"{second} comes before {first}, which it needs." in error.what and error.fault.rank == rank
+
+
 @many
 @given(**SIZES, data=st.data())
 def test_any_two_actions_swapped_run_or_are_refused(name: str, ranks: int, micro: int, data: st.DataObject) -> None:

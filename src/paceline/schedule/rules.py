@@ -22,7 +22,7 @@ def faults_of_rank(program: Program, rank: int) -> Iterator[Fault]:
             yield Fault(rank=rank, place=place, action=action, what=what)
         else:
             at[action] = place
-    needed_at = _first_need(needs, at)
+    needed_at = _first_need(needs, at) if len(at) < len(needs) else {}
     for action, before in needs.items():
         if action not in at:
             place = (
