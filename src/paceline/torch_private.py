@@ -5,6 +5,7 @@ Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torc
 BatchNorm, of all norms with running statistics, and of dropout; the data worker's note about itself; the default
 process group, set aside for a while; the number of the backward that a thread is in; what compiled modules are
 guarded by; how a loss scaler unscales gradients;
+the number of a storage, a tensor's class and a module's own dicts;
 what `Module.__call__` asks first (`_compiled_call_impl`, which `Module.compile` sets and copies leave out).
 """
 
@@ -29,6 +30,7 @@ __all__ = [
     "NormBase",
     "SeededOps",
     "WatchedOps",
+    "TorchDispatchMode",
     "add_all",
     "copy_all",
     "divide_all",
@@ -41,6 +43,7 @@ __all__ = [
     "lerp_all",
     "mute",
     "stop_data_workers",
+    "storage_key",
     "version",
     "without_group",
     "written",
@@ -92,6 +95,11 @@ def is_view(tensor: Tensor) -> bool:
 def version(tensor: Tensor) -> int:
     """A number that changes whenever the tensor is written in place."""
     return int(tensor._version)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same number for tensors that share memory, as long as one of them lives; a meta tensor has one too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def stop_data_workers(iterator: Any) -> None:
