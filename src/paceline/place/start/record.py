@@ -42,7 +42,7 @@ class _AsIfOnCpu(TorchFunctionMode):
             return func(*args, **kwargs)
         if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
             return False
-        if func == Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.device.__get__:
             return _CPU
         if func in _READING:
             return func(self._record.read(first), *args[1:], **kwargs)
@@ -84,7 +84,7 @@ class _Record(TorchDispatchMode):
                 self._doubts.append(f"it draws into a tensor that was made elsewhere ({_name(func)})")
             return func(*args, **kwargs)
         is_seen = _name(func) == "_to_copy" and kwargs.get("device") == _CPU  # code inside torch wants the numbers
-        if is_seen or _name(func) in ("_local_scalar_dense", "equal"):
+        if is_seen or _answers(func):
             return self._for_real(func, args, kwargs)
         if _name(func) == "resize_":
             raise Unrecordable("resize_ changes how much memory a tensor has")
@@ -155,6 +155,11 @@ def hollow(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.untyped_storage().device.type == "meta"
 
 
+def _answers(func: Any) -> bool:
+    """Whether it gives a number or a yes rather than tensors."""
+    return any("Tensor" not in str(value.type) for value in func._schema.returns)
+
+
 def _arguments(func: Any) -> set[str]:
     """The names that an operation takes."""
     return {argument.name for argument in func._schema.arguments}
@@ -192,4 +197,3 @@ def _is_cpu(value: Any) -> bool:
 
 def _name(func: Callable[..., Any]) -> str:
     return str(getattr(func, "__name__", func)).partition(".")[0]
-

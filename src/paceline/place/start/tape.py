@@ -17,9 +17,8 @@ from torch import Tensor
 from paceline.streams import key, preserved, seed_torch
 from paceline.torch_private import storage_key
 
-OVERWRITING = frozenset(
-    "normal_ uniform_ zero_ fill_ copy_ random_ exponential_ log_normal_ cauchy_ geometric_ bernoulli_".split()
-)
+_DRAWING = ("random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_")
+OVERWRITING = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", *_DRAWING})
 
 
 class Unrecordable(Exception):
