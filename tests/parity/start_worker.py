@@ -83,7 +83,7 @@ def run(payload: dict[str, Any]) -> int:
             with Meter() as meter:
                 made = draft(lambda job=job: plain(job), seed=SEED, world=world, limit_bytes=limit)
                 parts = split(made.model, rank=world.rank, ranks=world.world_size)
-                values = made.values(parts)
+                values, _ = made.values(parts)
             told[f"{job}-{limit}"] = {
                 "most": meter.most,
                 "notes": made.notes,

@@ -179,7 +179,7 @@ def test_what_cannot_be_recorded_is_built_whole_or_refused_by_name() -> None:
         record(Stubborn, seed=SEED)
     made = draft(Stubborn, seed=SEED, world=World.alone(), limit_bytes=FAR)
     assert made.model.first.weight.is_meta and "resize_" in made.notes[0]
-    fill(made.model, made.values({}))
+    fill(made.model, made.values({})[0])
     assert made.model.first.weight.shape == (4, 4)
     with pytest.raises(UsageError, match="resize_") as caught:
         draft(Stubborn, seed=SEED, world=World.alone(), limit_bytes=8)

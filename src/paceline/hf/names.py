@@ -83,7 +83,9 @@ def recipes_for(model: nn.Module) -> Callable[[Shelf], Sequence[Recipe]]:
         by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
         for layer, gathered in groups.items():
             converter = by_pattern[next(iter(gathered))]
-            hollow = convert(converter, gathered, layer, model, lambda name: torch.empty(shelf.shape(name), device="meta"))
+            hollow = convert(
+                converter, gathered, layer, model, lambda name: torch.empty(shelf.shape(name), device="meta")
+            )
             shapes = {name: tuple(value.shape) for name, value in hollow.items()}
             made.append(Converted(converter=converter, gathered=gathered, layer=layer, model=model, shapes=shapes))
         return made

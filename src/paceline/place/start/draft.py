@@ -24,7 +24,9 @@ from paceline.place.start.hollow import (
     with_data,
 )
 from paceline.place.start.node import HandedOut, first_of_node, same_models
+from paceline.place.start.stored import Stored, from_files
 from paceline.place.start.tape import Unrecordable
+from paceline.streams import key, seed_all
 from paceline.world import World
 
 Wanted = Callable[[nn.Module], Parts]
@@ -33,8 +35,8 @@ Wanted = Callable[[nn.Module], Parts]
 class Source(Protocol):
     """Where start values come from."""
 
-    def values(self, parts: Parts) -> dict[str, Tensor]:
-        """This rank's parts, by the first name of each tensor; absent where it holds none."""
+    def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
+        """This rank's parts, by the first name of each tensor (absent where it holds none), and notes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +47,8 @@ class Draft:
     source: Source
     notes: tuple[str, ...] = ()
 
-    def values(self, parts: Parts) -> dict[str, Tensor]:
-        """This rank's parts of all parameters and buffers, on its device.
+    def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
+        """This rank's parts of all parameters and buffers, on its device, and notes.
 
         Args:
             parts: by the first name of each tensor; one that is not there is wanted whole.
@@ -62,13 +64,13 @@ class Replayed:
     recorded: Recorded
     device: torch.device
 
-    def values(self, parts: Parts) -> dict[str, Tensor]:
+    def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
         """Computed here, one whole tensor after another, of which the part is kept."""
         found = {}
         for name, part in parts.items():
             if part.local is not None:
                 found[name] = self._part(name, part).to(self.device)
-        return found
+        return found, []
 
     def _part(self, name: str, part: Part) -> Tensor:
         if name in self.recorded.real:
@@ -77,17 +79,24 @@ class Replayed:
         return whole if part.is_all and len(part.boxes) == 1 else part.take(whole)
 
 
-def draft(build: Callable[[], nn.Module], *, seed: int, world: World, limit_bytes: int) -> Draft:
+def draft(
+    build: Callable[[], nn.Module], *, seed: int, world: World, limit_bytes: int, stored: Stored | None = None
+) -> Draft:
     """The model without memory, on every rank alike.
 
     Args:
         build: the plain build, seeded; every rank calls it, most of them without memory.
+        stored: the job's `model` where its weights lie in files, which are then read in parts instead.
         limit_bytes: of parameters and buffers; above it no process builds the whole model.
 
     Raises:
         UsageError: above the limit, and the constructor can't be recorded.
         JobError, DesyncError: no model, or another one on other ranks.
     """
+    if stored is not None:
+        seed_all(key(seed, "build"))
+        source, notes = from_files(stored, seed=key(seed, "build"), device=world.device)
+        return Draft(model=source.model, source=source, notes=tuple(notes))
     recorded, reason = _tried(build, seed)
     reasons = world.gather_json(reason)
     if recorded is not None and recorded.num_bytes > limit_bytes and not any(reasons):
@@ -120,7 +129,7 @@ def whole_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) 
     if recorded is None:
         raise _too_large(num_bytes, limit_bytes, reason)
     made = _replayed(recorded, World.alone(), limit_bytes)
-    fill(made.model, made.values({}))
+    fill(made.model, made.values({})[0])
     return made.model
 
 
@@ -129,9 +138,9 @@ def build_parts(
 ) -> tuple[nn.Module, dict[str, Tensor], tuple[str, ...]]:
     """The model with what this rank wants whole, this rank's parts of it all, and notes."""
     made = draft(build, seed=seed, world=world, limit_bytes=limit_bytes)
-    values = made.values(wanted(made.model))
+    values, notes = made.values(wanted(made.model))
     fill(made.model, values)
-    return made.model, values, made.notes
+    return made.model, values, (*made.notes, *notes)
 
 
 def fill(model: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -48,7 +48,8 @@ class Shelf:
         pieces = [(box, source[tuple(slice(w, w + n) for w, n in zip(box.whole, box.size, strict=True))])
                   for box in part.boxes]  # fmt: skip
         if len(pieces) == 1 and tuple(pieces[0][1].shape) == part.local:
-            return pieces[0][1]
+            only: Tensor = pieces[0][1]
+            return only
         dtype = pieces[0][1].dtype if pieces else self._dtype(name)
         found = torch.empty(part.local, dtype=dtype)
         for box, piece in pieces:
@@ -88,7 +89,7 @@ class Shelf:
                 cause=f"it has {', '.join(has)}" if has else "there is no such folder, or it is empty",
                 hint="a folder that save_pretrained or `paceline ckpt consolidate` has written",
             )
-        return {name: SINGLE for name in self._open(SINGLE).keys()}  # noqa: SIM118
+        return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
 
 
 class Recipe(Protocol):
@@ -159,21 +160,23 @@ def load_into(
     shelf, tensors = Shelf(folder), named_tensors(model)
     first = _first_names(model, tensors)
     wanted = {name: parts.get(name, Part.all_of(tensor.shape)) for name, tensor in tensors.items()}
-    chosen, problems = [], []
+    chosen: list[Recipe] = []
     given: dict[str, tuple[int, ...]] = {}
+    unexpected: list[str] = []
     for recipe in recipes(shelf):
         if not any(name in first for name in recipe.shapes):
-            problems += [f"unexpected: {name}" for name in recipe.sources if not ignored(name)]
+            unexpected += [name for name in recipe.sources if not ignored(name)]
         elif not all(first.get(name) in given for name in recipe.shapes):
             given |= {first[name]: shape for name, shape in recipe.shapes.items() if name in first}
             chosen.append(recipe)
-    problems += [f"missing: {n}" for n in _expected(model, tensors) if n not in given and not n.startswith(tuple(new))]
-    problems += [
+    missing = [n for n in _expected(model, tensors) if n not in given and not n.startswith(tuple(new))]
+    others = [
         f"{name} is {list(shape)} in the files and {list(tensors[name].shape)} in the model"
         for name, shape in given.items()
         if shape != tuple(tensors[name].shape)
     ]
-    if problems:
+    problems = {"missing: ": missing, "unexpected: ": unexpected, "": others}
+    if any(problems.values()):
         raise _unlike(folder, problems)
     return _read(shelf, chosen, first, wanted, tensors)
 
@@ -209,10 +212,14 @@ def _expected(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name in tensors if name in listed]
 
 
-def _unlike(folder: Path, problems: Sequence[str]) -> CheckpointError:
-    shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+def _unlike(folder: Path, problems: Mapping[str, Sequence[str]]) -> CheckpointError:
+    told = "; ".join(
+        kind + ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        for kind, names in problems.items()
+        if names
+    )
     return CheckpointError(
-        f"the weights in {folder} are not this model's: {shown}.",
+        f"the weights in {folder} are not this model's: {told}.",
         cause="another config, another head, or other names",
         hint='new=("classifier",) for tensors that begin anew, or the class that config.json names',
     )

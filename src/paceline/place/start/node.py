@@ -80,11 +80,11 @@ class HandedOut:
     held: dict[str, Tensor]
     world: World
 
-    def values(self, parts: Parts) -> dict[str, Tensor]:
+    def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
         """This rank's, each received for itself; no other rank than the first ever holds more than its parts."""
         world = self.world
         if world.world_size == 1:
-            return {name: self._own(name, part) for name, part in parts.items() if part.local is not None}
+            return {name: self._own(name, part) for name, part in parts.items() if part.local is not None}, []
         nodes = nodes_of(world)
         mine = next(ranks for ranks in nodes if world.rank in ranks)
         self._level(nodes)
@@ -99,7 +99,7 @@ class HandedOut:
                 self.held.pop(name)
             elif part.local is not None:
                 found[name] = self._receive(name, part, source=mine[0])
-        return found
+        return found, []
 
     def _asked(self, ranks: list[int], parts: Parts) -> dict[int, dict[str, Part]]:
         """What each rank of the node wants, for the first of them."""
