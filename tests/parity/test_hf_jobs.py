@@ -111,7 +111,8 @@ def test_what_does_not_fit_is_refused_all_at_once(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         plain(job)
     text = str(caught.value)
-    assert "missing: classifier.weight" in text and "unexpected: cls.predictions" in text and "[48, 32]" in text
+    assert "missing: " in text and "unexpected: cls.predictions" in text and "[48, 32]" in text
+    assert "new=['bert.pooler.dense', 'classifier']" in text
 
 
 def test_a_new_head_begins_anew_and_is_the_same_for_every_way(tmp_path: Path) -> None:
@@ -129,6 +130,14 @@ def test_a_new_head_begins_anew_and_is_the_same_for_every_way(tmp_path: Path) ->
         assert torch.equal(tensor, named_tensors(made.model)[name]), name
     assert torch.equal(whole.get_parameter("vit.layernorm.weight"), like.get_parameter("vit.layernorm.weight"))
     assert whole.get_parameter("classifier.weight").std() > 0
+
+
+def test_another_head_on_the_same_body(tmp_path: Path) -> None:
+    like = saved("bert", tmp_path)
+    job = job_of("bert", tmp_path, task="text-classification", new=("bert.pooler", "classifier"))
+    model = plain(job)
+    name = "bert.encoder.layer.1.attention.self.query.weight"
+    assert torch.equal(model.get_parameter(name), like.get_parameter(name))
 
 
 def test_another_type_is_told(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class FolderModel:
             parts=parts,
             folder=self.folder,
             recipes=recipes_for(model),
-            ignored=ignored_by(model),
+            ignored=ignored_by(model, other_head=bool(self.new)),
             new=self.new,
         )
 

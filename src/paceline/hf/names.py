@@ -93,7 +93,12 @@ def recipes_for(model: nn.Module) -> Callable[[Shelf], Sequence[Recipe]]:
     return recipes
 
 
-def ignored_by(model: nn.Module) -> Callable[[str], bool]:
-    """The stored tensors that the model's class says it does without."""
+def ignored_by(model: nn.Module, *, other_head: bool) -> Callable[[str], bool]:
+    """The stored tensors that the model does without: its class says so, or they are of the head that was there."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
-    return lambda name: any(re.search(pattern, name) for pattern in patterns)
+    body = f"{getattr(model, 'base_model_prefix', '')}."
+
+    def ignored(name: str) -> bool:
+        return (other_head and not name.startswith(body)) or any(re.search(pattern, name) for pattern in patterns)
+
+    return ignored

@@ -218,8 +218,10 @@ def _unlike(folder: Path, problems: Mapping[str, Sequence[str]]) -> CheckpointEr
         for kind, names in problems.items()
         if names
     )
+    prefixes = list(dict.fromkeys(name.rpartition(".")[0] for name in problems["missing: "]))
+    anew = f"new={prefixes[:4]} to let these begin anew, or " if 0 < len(prefixes) <= 4 else ""
     return CheckpointError(
         f"the weights in {folder} are not this model's: {told}.",
         cause="another config, another head, or other names",
-        hint='new=("classifier",) for tensors that begin anew, or the class that config.json names',
+        hint=f"{anew}the class that config.json names",
     )
