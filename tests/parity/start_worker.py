@@ -3,6 +3,7 @@
 import json
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,16 @@ from paceline.world import Place, World
 from tests.zoo import JOBS
 
 SEED = 7
+
+
+class Drawn(nn.Module):
+    """A number that is no tensor comes from a draw: without memory it is another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.rate = torch.rand(1).item()
+        self.last = nn.Linear(16, 16)
 
 
 class Meter(TorchDispatchMode):
@@ -50,10 +61,16 @@ class Meter(TorchDispatchMode):
         self.now -= size
 
 
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{name: (lambda make=make: make().model()) for name, make in JOBS.items()},
+    "drawn": Drawn,
+}
+
+
 def plain(name: str) -> nn.Module:
     """As one process builds it."""
     seed_all(key(SEED, "build"))
-    return JOBS[name]().model()
+    return MODELS[name]()
 
 
 def split(model: nn.Module, *, rank: int, ranks: int) -> Parts:
@@ -87,6 +104,7 @@ def run(payload: dict[str, Any]) -> int:
             told[f"{job}-{limit}"] = {
                 "most": meter.most,
                 "notes": made.notes,
+                "rate": getattr(made.model, "rate", None),
                 "parts": {name: part.as_json() for name, part in parts.items()},
             }
             kept = {name: value.contiguous() for name, value in values.items()}

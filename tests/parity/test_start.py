@@ -20,7 +20,7 @@ from paceline.store.runs import RunFolder
 from paceline.streams import key, seed_all
 from paceline.train.convert import weights_digest
 from paceline.world import World
-from tests.parity.start_worker import SEED, plain
+from tests.parity.start_worker import MODELS, SEED, plain
 from tests.zoo import JOBS
 
 NEAR, FAR = 1 << 10, 1 << 40
@@ -28,7 +28,7 @@ NEAR, FAR = 1 << 10, 1 << 40
 
 def ranks_build(folder: Path, *, ranks: int, nodes: int = 0) -> list[dict[str, Any]]:
     """What each rank says; its values lie beside."""
-    payload = {"jobs": list(JOBS), "limits": [FAR, NEAR], "answer": f"{folder}/rank-", "nodes": nodes}
+    payload = {"jobs": list(MODELS), "limits": [FAR, NEAR], "answer": f"{folder}/rank-", "nodes": nodes}
     outcome = start(
         Request(ranks=ranks, run=RunFolder(folder / "run"), entry="tests.parity.start_worker:run", payload=payload)
     )
@@ -74,6 +74,12 @@ def test_parts_put_together_are_one_process_and_nobody_holds_the_whole(tmp_path:
             assert below["notes"] == [] and "init.limit" in above["notes"][0]
             assert below["most"] < whole or rank in (0, nodes), f"{job}: rank {rank} had {below['most']} of {whole}"
             assert above["most"] < whole, f"{job}: rank {rank} had {above['most']} of {whole}"
+    like = detached(plain("drawn"))
+    assert weights_digest(assembled(tmp_path, told, f"drawn-{FAR}", like)) == weights_digest(like)
+    for rank, found in enumerate(told):
+        below, above = found[f"drawn-{FAR}"], found[f"drawn-{NEAR}"]
+        assert ".rate is " in below["notes"][0] and below["rate"] == plain("drawn").rate, rank
+        assert above["rate"] == told[0][f"drawn-{NEAR}"]["rate"] != below["rate"]
 
 
 @pytest.mark.parametrize("job", list(JOBS))

@@ -81,7 +81,9 @@ def _rows(
     rows: Any, config: Any, task: Any, tokenizer: Any, *, text: str, target: str | None, length: int | None, rate: float
 ) -> Any:
     """Rows of a map-style dataset as the model takes them; what is none is handed on as it is."""
-    made = rows() if callable(rows) and not hasattr(rows, "__getitem__") else rows
+    if callable(rows) and not hasattr(rows, "__getitem__"):
+        return lambda: _rows(rows(), config, task, tokenizer, text=text, target=target, length=length, rate=rate)
+    made = rows
     if not (hasattr(made, "__getitem__") and hasattr(made, "__len__")) or not len(made):
         return rows
     first = made[0]
