@@ -32,6 +32,16 @@ class Drawn(nn.Module):
         self.last = nn.Linear(16, 16)
 
 
+class Uneven(nn.Module):
+    """Another processor draws other bits: played on the ranks from 2 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        with torch.no_grad():
+            self.last.weight.add_(float(int(os.environ.get("RANK", 0)) // 2))
+
+
 class Meter(TorchDispatchMode):
     """The most bytes that tensors have held at once while it was on."""
 
@@ -64,6 +74,7 @@ class Meter(TorchDispatchMode):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{name: (lambda make=make: make().model()) for name, make in JOBS.items()},
     "drawn": Drawn,
+    "uneven": Uneven,
 }
 
 

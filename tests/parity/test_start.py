@@ -74,8 +74,9 @@ def test_parts_put_together_are_one_process_and_nobody_holds_the_whole(tmp_path:
             assert below["notes"] == [] and "init.limit" in above["notes"][0]
             assert below["most"] < whole or rank in (0, nodes), f"{job}: rank {rank} had {below['most']} of {whole}"
             assert above["most"] < whole, f"{job}: rank {rank} had {above['most']} of {whole}"
-    like = detached(plain("drawn"))
-    assert weights_digest(assembled(tmp_path, told, f"drawn-{FAR}", like)) == weights_digest(like)
+    for job in ("drawn", "uneven"):
+        like = detached(plain(job))
+        assert weights_digest(assembled(tmp_path, told, f"{job}-{FAR}", like)) == weights_digest(like), job
     for rank, found in enumerate(told):
         below, above = found[f"drawn-{FAR}"], found[f"drawn-{NEAR}"]
         assert ".rate is " in below["notes"][0] and below["rate"] == plain("drawn").rate, rank
@@ -158,7 +159,7 @@ def test_a_tensors_values_are_those_of_its_name_alone() -> None:
 
     def longer() -> nn.Module:
         model = nn.Module()
-        model.extra = nn.Linear(5, 5)
+        model.twin = nn.Linear(40, 30)
         model.last = nn.Linear(40, 30)
         return model
 
@@ -169,6 +170,7 @@ def test_a_tensors_values_are_those_of_its_name_alone() -> None:
 
     one, other = (detached(whole_start(build, seed=SEED, limit_bytes=NEAR)) for build in (longer, shorter))
     assert torch.equal(one["last.weight"], other["last.weight"])
+    assert not torch.equal(one["last.weight"], one["twin.weight"])
     third = detached(whole_start(shorter, seed=SEED + 1, limit_bytes=NEAR))
     assert not torch.equal(third["last.weight"], other["last.weight"])
 
