@@ -9,6 +9,7 @@ _PUBLIC = {
     "EarlyStopping": "paceline.job",
     "Run": "paceline.train.run",
     "World": "paceline.world",
+    "hf": "paceline.hf",
     "record": "paceline.prove.record",
     "train": "paceline.verbs.train",
     "verify": "paceline.verbs.verify",

@@ -4,7 +4,7 @@ Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torc
 `Tensor._version` (bumped by every write in place), and the common bases of
 BatchNorm, of all norms with running statistics, and of dropout; the data worker's note about itself; the default
 process group, set aside for a while; the number of the backward that a thread is in; what compiled modules are
-guarded by; how a loss scaler unscales gradients;
+guarded by; how a loss scaler unscales gradients; the number of a storage, a tensor's class and a module's own dicts;
 what `Module.__call__` asks first (`_compiled_call_impl`, which `Module.compile` sets and copies leave out).
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -28,6 +28,7 @@ __all__ = [
     "JointScaler",
     "NormBase",
     "SeededOps",
+    "TorchDispatchMode",
     "WatchedOps",
     "add_all",
     "copy_all",
@@ -40,7 +41,10 @@ __all__ = [
     "is_view",
     "lerp_all",
     "mute",
+    "of_type",
+    "registries",
     "stop_data_workers",
+    "storage_key",
     "version",
     "without_group",
     "written",
@@ -92,6 +96,22 @@ def is_view(tensor: Tensor) -> bool:
 def version(tensor: Tensor) -> int:
     """A number that changes whenever the tensor is written in place."""
     return int(tensor._version)
+
+
+def of_type(data: Tensor, *, like: Tensor) -> Tensor:
+    """`data`, sharing its memory, as a tensor or parameter of the class of `like`, trainable if that is."""
+    made: Tensor = Tensor._make_subclass(type(like), data, like.requires_grad)
+    return made
+
+
+def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The dicts of a module's own parameters and buffers; writing to them passes by checks of `setattr`."""
+    return module._parameters, module._buffers
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same number for tensors that share memory, as long as one of them lives; a meta tensor has one too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def stop_data_workers(iterator: Any) -> None:

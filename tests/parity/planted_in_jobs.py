@@ -178,6 +178,8 @@ class Block(Block):
         "on the rank.",
         says=("ranks? 1", "random|draw|mask|dropout|forward|model"),
         code="""
+from transformers import LlamaForCausalLM
+
 class Llama(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 import paceline as pl
 
@@ -43,8 +43,8 @@ def make_job(lr: float = 1e-3, width: int = 64, depth: int = 2, context: int = 6
         max_position_embeddings=context,
         tie_word_embeddings=True,
     )
-    return pl.Job(
-        model=lambda: LlamaForCausalLM(config),
+    return pl.hf.job(  # with a folder instead of the config: its weights, and its tokenizer for rows of text
+        config,
         train_data=lambda: Bytes(context, held_out=False),
         eval_data=lambda: Bytes(context, held_out=True),
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=lr),

@@ -1,1 +1,30 @@
+"""Jobs from Hugging Face configs and folders: `pl.hf.job(...)`. transformers is imported when it is first used."""
 
+import importlib
+import sys
+from typing import Any
+
+from paceline.errors import MachineError
+
+_PUBLIC = {"job": "paceline.hf.jobs", "FolderModel": "paceline.hf.model", "ConfigModel": "paceline.hf.model"}
+
+__all__ = ["ConfigModel", "FolderModel", "job"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "hf":  # as an attribute of the package
+        return sys.modules[__name__]
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "transformers":
+            raise
+        raise MachineError(
+            f"pl.hf.{name} needs transformers, which is not installed.", hint="pip install 'paceline[hf]'"
+        ) from None
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,202 @@
+"""The model of a run before it is placed: without memory on every rank, its values to be had part by part.
+
+Up to a limit one rank of each node builds it as the user would, and hands the others their parts, tensor by tensor.
+Above it nobody builds it: each rank does again, alone, what the constructor did to the tensors of which it wants a
+part, with a stream for each name, so that the values are the same for every layout, and for one process.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import JobError, UsageError
+from paceline.place.parts import Part, Parts
+from paceline.place.start.hollow import (
+    Recorded,
+    emptied,
+    named_tensors,
+    put_tensors,
+    record,
+    tensor_bytes,
+    with_data,
+)
+from paceline.place.start.node import HandedOut, first_of_node, same_models
+from paceline.place.start.stored import Stored, from_files
+from paceline.place.start.tape import Unrecordable
+from paceline.streams import key, seed_all
+from paceline.world import World
+
+Wanted = Callable[[nn.Module], Parts]
+
+
+class Source(Protocol):
+    """Where start values come from."""
+
+    def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
+        """This rank's parts, by the first name of each tensor (absent where it holds none), and notes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A model without memory and where its values come from. `values` is for all ranks to call, once."""
+
+    model: nn.Module
+    source: Source
+    notes: tuple[str, ...] = ()
+
+    def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
+        """This rank's parts of all parameters and buffers, on its device, and notes.
+
+        Args:
+            parts: by the first name of each tensor; one that is not there is wanted whole.
+        """
+        whole = {name: Part.all_of(tensor.shape) for name, tensor in named_tensors(self.model).items()}
+        return self.source.values({**whole, **parts})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """Values from the tape."""
+
+    recorded: Recorded
+    device: torch.device
+
+    def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
+        """Computed here, one whole tensor after another, of which the part is kept."""
+        found = {}
+        for name, part in parts.items():
+            if part.local is not None:
+                found[name] = self._part(name, part).to(self.device)
+        return found, []
+
+    def _part(self, name: str, part: Part) -> Tensor:
+        if name in self.recorded.real:
+            return part.take(self.recorded.real[name])
+        whole = self.recorded.tape.values(self.recorded.views[name])[0]
+        return whole if part.is_all and len(part.boxes) == 1 else part.take(whole)
+
+
+def draft(
+    build: Callable[[], nn.Module], *, seed: int, world: World, limit_bytes: int, stored: Stored | None = None
+) -> Draft:
+    """The model without memory, on every rank alike.
+
+    Args:
+        build: the plain build, seeded; every rank calls it, most of them without memory.
+        stored: the job's `model` where its weights lie in files, which are then read in parts instead.
+        limit_bytes: of parameters and buffers; above it no process builds the whole model.
+
+    Raises:
+        UsageError: above the limit, and the constructor can't be recorded.
+        JobError, DesyncError: no model, or another one on other ranks.
+    """
+    if stored is not None:
+        seed_all(key(seed, "build"))
+        source, notes = from_files(stored, seed=key(seed, "build"), device=world.device)
+        return Draft(model=source.model, source=source, notes=tuple(notes))
+    recorded, reason = _tried(build, seed)
+    reasons = world.gather_json(reason)
+    if recorded is not None and recorded.num_bytes > limit_bytes and not any(reasons):
+        return _replayed(recorded, world, limit_bytes)
+    refused = next((text for text in reasons if text), "")
+    is_first = first_of_node(world)
+    model = _checked(build()) if is_first or recorded is None else recorded.model
+    num_bytes = tensor_bytes(model)
+    if num_bytes > limit_bytes:
+        raise _too_large(num_bytes, limit_bytes, refused)
+    held = {name: tensor.detach() for name, tensor in named_tensors(model).items()} if is_first else {}
+    model = emptied(model)
+    reason = reason or _loose(recorded)
+    model, notes = same_models(model, build=build, is_plain=is_first or recorded is None, reason=reason, world=world)
+    return Draft(model=model, source=HandedOut(model=model, held=held, world=world), notes=tuple(notes))
+
+
+def whole_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) -> nn.Module:
+    """The whole model in this process, for `single` and `ddp`: a plain build, or above the limit its values by name.
+
+    Raises:
+        UsageError: above the limit, and the constructor can't be recorded.
+    """
+    model = _checked(build())
+    num_bytes = tensor_bytes(model)
+    if num_bytes <= limit_bytes:
+        return model
+    del model
+    recorded, reason = _tried(build, seed)
+    if recorded is None:
+        raise _too_large(num_bytes, limit_bytes, reason)
+    made = _replayed(recorded, World.alone(), limit_bytes)
+    fill(made.model, made.values({})[0])
+    return made.model
+
+
+def build_parts(
+    build: Callable[[], nn.Module], *, seed: int, world: World, wanted: Wanted, limit_bytes: int
+) -> tuple[nn.Module, dict[str, Tensor], tuple[str, ...]]:
+    """The model with what this rank wants whole, this rank's parts of it all, and notes."""
+    made = draft(build, seed=seed, world=world, limit_bytes=limit_bytes)
+    values, notes = made.values(wanted(made.model))
+    fill(made.model, values)
+    return made.model, values, (*made.notes, *notes)
+
+
+def fill(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Put values that are whole into a model without memory; ties, types and attributes of its tensors stay."""
+    old = named_tensors(model)
+    put_tensors(
+        model,
+        {
+            name: with_data(old[name], value)
+            for name, value in values.items()
+            if old[name].is_meta and value.shape == old[name].shape
+        },
+    )
+
+
+def _tried(build: Callable[[], nn.Module], seed: int) -> tuple[Recorded | None, str]:
+    try:
+        return record(build, seed=seed), ""
+    except Unrecordable as error:
+        return None, str(error)
+
+
+def _loose(recorded: Recorded | None) -> str:
+    """Why a model that was recorded is not the plain one after all."""
+    if recorded is None:
+        return ""
+    if recorded.loose:
+        return f"{recorded.loose[0]} is a random tensor that is neither parameter nor buffer"
+    return recorded.doubts[0] if recorded.doubts else ""
+
+
+def _replayed(recorded: Recorded, world: World, limit_bytes: int) -> Draft:
+    kept = recorded.tape.constant_bytes + sum(tensor.nbytes for tensor in recorded.real.values())
+    if kept > limit_bytes:
+        raise _too_large(recorded.num_bytes, limit_bytes, f"{kept:,} bytes of it are made outside torch, or read")
+    loose = next(iter(recorded.loose), "")
+    if loose and recorded.num_bytes > limit_bytes:
+        raise _too_large(recorded.num_bytes, limit_bytes, f"{loose} is neither parameter nor buffer, and is random")
+    note = (
+        f"start values: {recorded.num_bytes:,} bytes are above init.limit, so each tensor's are drawn alone, from a "
+        f"stream for its name; below it they would be those of one plain build"
+    )
+    return Draft(model=recorded.model, source=Replayed(recorded=recorded, device=world.device), notes=(note,))
+
+
+def _too_large(num_bytes: int, limit_bytes: int, reason: str) -> UsageError:
+    return UsageError(
+        f"the model has {num_bytes:,} bytes, init.limit is {limit_bytes:,}, and the constructor can't be recorded.",
+        cause=reason,
+        hint=f"--init.limit {num_bytes} to let one process of each node hold it whole at the start",
+    )
+
+
+def _checked(model: object) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise JobError(
+            f"model= gave a {type(model).__name__}, expected a torch.nn.Module.", hint="model=lambda: MyModel()"
+        )
+    return model

@@ -1,0 +1,199 @@
+"""Recording a build: its tensors have shapes and no memory, and each operation goes to a tape.
+
+To the constructor they look like CPU tensors. What it wants to read (`.item()`, `.tolist()`, `.numpy()`, a
+comparison) is computed from the tape, for real.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from paceline.place.start.tape import OVERWRITING, Step, Tape, Unrecordable, View, mapped, tensors_in
+from paceline.torch_private import TorchDispatchMode
+
+_CPU = torch.device("cpu")
+_ELSEWHERE = {"generator": None, "device": _CPU}  # values are a CPU's, from streams of our own
+_READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+
+
+@contextmanager
+def recording(tape: Tape) -> Iterator[list[str]]:
+    """Build inside; gives what a plain build may have done otherwise, in words: empty where nothing."""
+    doubts: list[str] = []
+    with _Record(tape, doubts) as record, _AsIfOnCpu(record):
+        yield doubts
+
+
+class _AsIfOnCpu(TorchFunctionMode):
+    """Tensors without memory say that they are on the CPU, stay where they are told to go there, and can be read."""
+
+    def __init__(self, record: "_Record") -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if first is None or not hollow(first):
+            return func(*args, **kwargs)
+        if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
+            return False
+        if func == Tensor.device.__get__:
+            return _CPU
+        if func in _READING:
+            return func(self._record.read(first), *args[1:], **kwargs)
+        if func is Tensor.cpu:
+            return first
+        if func is Tensor.to:
+            args = (first, *(arg for arg in args[1:] if not _is_cpu(arg)))
+            kwargs = {name: value for name, value in kwargs.items() if not (name == "device" and _is_cpu(value))}
+            kwargs = {name: value for name, value in kwargs.items() if not (name == "device" and value is None)}
+            return func(*args, **kwargs) if len(args) > 1 or set(kwargs) - {"non_blocking", "copy"} else first
+        return func(*args, **kwargs)
+
+
+class _Record(TorchDispatchMode):
+    """Sends what is made to meta, and writes down what is done."""
+
+    def __init__(self, tape: Tape, doubts: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape, self._doubts = tape, doubts
+        self._is_reading = False
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The real values of a tensor, now."""
+        view = View.of(tensor)
+        self._is_reading = True
+        try:
+            return self._tape.values(view)[0]
+        finally:
+            self._is_reading = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if self._is_reading:
+            return func(*args, **kwargs)
+        given = tensors_in((args, kwargs))
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if given and not any(hollow(tensor) for tensor in given):
+            if draws:
+                self._doubts.append(f"it draws into a tensor that was made elsewhere ({_name(func)})")
+            return func(*args, **kwargs)
+        is_seen = _name(func) == "_to_copy" and kwargs.get("device") == _CPU  # code inside torch wants the numbers
+        if is_seen or _answers(func):
+            return self._for_real(func, args, kwargs)
+        if _name(func) == "resize_":
+            raise Unrecordable("resize_ changes how much memory a tensor has")
+        written = _written(func, args, kwargs)
+        if any(not hollow(tensor) for tensor in written):
+            return self._for_real(func, args, kwargs)
+        return self._recorded(func, args, kwargs, given, written, draws)
+
+    def _for_real(self, func: Any, args: Any, kwargs: Any) -> Any:
+        def real(value: Any) -> Any:
+            return self.read(value) if isinstance(value, Tensor) and hollow(value) else value
+
+        return func(*mapped(args, real), **mapped(kwargs, real))
+
+    def _recorded(
+        self, func: Any, args: Any, kwargs: Any, given: list[Tensor], written: list[Tensor], draws: bool
+    ) -> Any:
+        if "device" in _arguments(func):
+            on_meta: dict[str, Any] = {**kwargs, "device": torch.device("meta")}
+        else:
+            on_meta = dict(kwargs)
+        try:
+            found = func(*mapped(args, _meta), **mapped(on_meta, _meta))
+        except NotImplementedError as error:
+            if written:
+                raise Unrecordable(f"{_name(func)} has no form without memory") from error
+            return self._for_real(func, args, kwargs)
+        reads = frozenset(View.of(tensor).memory for tensor in given if hollow(tensor))
+        makes = tuple(self._made(tensor, reads) for tensor in tensors_in(found))
+        if _name(func).startswith("set_") or not (written or any(makes)):
+            return found
+        kept_kwargs = {**kwargs, **{name: value for name, value in _ELSEWHERE.items() if name in kwargs}}
+        overwrites = _overwritten(func, given)
+        self._tape.add(
+            Step(
+                call=func,
+                args=mapped(args, self._kept),
+                kwargs=mapped(kept_kwargs, self._kept),
+                draws=draws,
+                reads=reads - {overwrites},
+                writes=frozenset(View.of(tensor).memory for tensor in written),
+                makes=makes,
+                overwrites=overwrites,
+            )
+        )
+        return found
+
+    def _made(self, tensor: Tensor, reads: frozenset[int]) -> View | None:
+        if tensor.layout is not torch.strided:
+            raise Unrecordable(f"a tensor of layout {tensor.layout}")
+        view = View.of(tensor)
+        if view.memory in reads or self._tape.knows(view.memory):
+            return None
+        self._tape.hold(tensor)
+        return view
+
+    def _kept(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if hollow(value):
+            return View.of(value)
+        self._tape.constant_bytes += value.nbytes
+        return value.detach().clone()
+
+
+def hollow(tensor: Tensor) -> bool:
+    """Whether it has no memory, whatever it says of itself."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().device.type == "meta"
+
+
+def _answers(func: Any) -> bool:
+    """Whether it gives a number or a yes rather than tensors."""
+    return any("Tensor" not in str(value.type) for value in func._schema.returns)
+
+
+def _arguments(func: Any) -> set[str]:
+    """The names that an operation takes."""
+    return {argument.name for argument in func._schema.arguments}
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operation changes."""
+    found: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def _overwritten(func: Any, given: list[Tensor]) -> int | None:
+    """The memory of which nothing that it held before is left."""
+    target = given[0] if given else None
+    if target is None or not hollow(target) or _name(func) not in OVERWRITING:
+        return None
+    view = View.of(target)
+    is_all = target.nbytes == target.untyped_storage().nbytes() and 0 not in view.stride
+    reads_itself = any(View.of(other).memory == view.memory for other in given[1:] if hollow(other))
+    return view.memory if is_all and not reads_itself else None
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, Tensor) and not hollow(value):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value
+
+
+def _is_cpu(value: Any) -> bool:
+    return (isinstance(value, torch.device) and value.type == "cpu") or value == "cpu"
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return str(getattr(func, "__name__", func)).partition(".")[0]

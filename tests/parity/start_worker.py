@@ -1,0 +1,125 @@
+"""What one rank does in the tests of start values: it gets its parts, and tells how much memory it had at most."""
+
+import json
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from paceline.place.parts import Part, Parts, sharded
+from paceline.place.start.draft import draft
+from paceline.place.start.hollow import named_tensors
+from paceline.streams import key, seed_all
+from paceline.torch_private import TorchDispatchMode
+from paceline.world import Place, World
+from tests.zoo import JOBS
+
+SEED = 7
+
+
+class Drawn(nn.Module):
+    """A number that is no tensor comes from a draw: without memory it is another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.rate = torch.rand(1).item()
+        self.last = nn.Linear(16, 16)
+
+
+class Uneven(nn.Module):
+    """Another processor draws other bits: played on the ranks from 2 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        with torch.no_grad():
+            self.last.weight.add_(float(int(os.environ.get("RANK", 0)) // 2))
+
+
+class Meter(TorchDispatchMode):
+    """The most bytes that tensors have held at once while it was on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().device.type != "meta":
+                self._count(tensor.untyped_storage())
+        return found
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        number, size = storage._cdata, storage.nbytes()
+        if number in self._seen:
+            return
+        self._seen.add(number)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._gone, number, size)
+
+    def _gone(self, number: int, size: int) -> None:
+        self._seen.discard(number)
+        self.now -= size
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{name: (lambda make=make: make().model()) for name, make in JOBS.items()},
+    "drawn": Drawn,
+    "uneven": Uneven,
+}
+
+
+def plain(name: str) -> nn.Module:
+    """As one process builds it."""
+    seed_all(key(SEED, "build"))
+    return MODELS[name]()
+
+
+def split(model: nn.Module, *, rank: int, ranks: int) -> Parts:
+    """Rows over ranks; every third tensor is one rank's alone; buffers are everybody's."""
+    found = {}
+    for place, (name, tensor) in enumerate(named_tensors(model).items()):
+        whole = Part.all_of(tensor.shape)
+        if not isinstance(tensor, nn.Parameter):
+            found[name] = whole
+        elif place % 3 == 2:
+            found[name] = whole if place % ranks == rank else Part.none_of(tensor.shape)
+        else:
+            found[name] = sharded(whole, place=rank, places=ranks)
+    return found
+
+
+def run(payload: dict[str, Any]) -> int:
+    """Each job in turn."""
+    torch.set_num_threads(1)
+    place = Place.read(os.environ)
+    if payload.get("nodes"):
+        place = Place(**{**vars(place), "local_rank": place.rank % payload["nodes"]})
+    world = World.join(place=place, device_type="cpu", backend="gloo", timeout_seconds=60)
+    told: dict[str, Any] = {}
+    for limit in payload["limits"]:
+        for job in payload["jobs"]:
+            with Meter() as meter:
+                made = draft(lambda job=job: plain(job), seed=SEED, world=world, limit_bytes=limit)
+                parts = split(made.model, rank=world.rank, ranks=world.world_size)
+                values, _ = made.values(parts)
+            told[f"{job}-{limit}"] = {
+                "most": meter.most,
+                "notes": made.notes,
+                "rate": getattr(made.model, "rate", None),
+                "parts": {name: part.as_json() for name, part in parts.items()},
+            }
+            kept = {name: value.contiguous() for name, value in values.items()}
+            save_file(kept, f"{payload['answer']}{job}-{limit}-{world.rank}")
+    Path(f"{payload['answer']}{world.rank}.json").write_text(json.dumps(told))
+    world.close()
+    return 0

@@ -1,0 +1,71 @@
+"""Resident memory at the start of a model of 200 MB: below the limit one rank has it whole, above it nobody."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from paceline.place.parts import Part, sharded
+from paceline.place.start.draft import draft
+from paceline.place.start.hollow import named_tensors, tensor_bytes
+from paceline.start import Request, start
+from paceline.store.runs import RunFolder
+from paceline.world import Place, World
+
+pytestmark = pytest.mark.soak
+WIDTH, DEPTH = 1024, 48
+
+
+def build() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+
+
+def high_water() -> int:
+    """The most that was resident since it was last forgotten."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+def run(payload: dict[str, Any]) -> int:
+    """One rank: its quarter of every tensor."""
+    torch.set_num_threads(1)
+    world = World.join(place=Place.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
+    draft(lambda: nn.Linear(4, 4), seed=0, world=world, limit_bytes=payload["limit"]).values({})  # what imports bring
+    world.barrier()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = psutil.Process().memory_info().rss
+    made = draft(build, seed=0, world=world, limit_bytes=payload["limit"])
+    parts = {
+        name: sharded(Part.all_of(tensor.shape), place=world.rank, places=world.world_size)
+        for name, tensor in named_tensors(made.model).items()
+    }
+    values, _ = made.values(parts)
+    held = sum(value.nbytes for value in values.values())
+    told = {"peak": high_water() - before, "held": held, "whole": tensor_bytes(made.model)}
+    Path(payload["answer"] + str(world.rank)).write_text(json.dumps(told))
+    world.close()
+    return 0
+
+
+@pytest.mark.parametrize("limit", [1 << 40, 1 << 10])
+def test_who_holds_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    root = str(Path(__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", ":".join([root, *(p for p in sys.path if p)]))
+    payload = {"answer": str(tmp_path / "answer"), "limit": limit}
+    entry = "tests.parity.test_start_memory:run"
+    outcome = start(Request(ranks=4, run=RunFolder(tmp_path / "run"), entry=entry, payload=payload))
+    assert outcome.exit_code == 0, outcome.failure
+    told = [json.loads((tmp_path / f"answer{rank}").read_text()) for rank in range(4)]
+    for rank, found in enumerate(told):
+        assert found["whole"] > 200_000_000 and found["held"] == found["whole"] // 4
+        if limit < found["whole"] or rank:
+            assert found["peak"] < 0.5 * found["whole"], told
+        else:
+            assert found["peak"] > 0.9 * found["whole"], told
+    print(told)
