@@ -1,0 +1,169 @@
+"""Activation checkpointing of any model's blocks: keep less in forward, compute it again in backward.
+
+The model stays the user's own: no wrapper module, no new names. An *instance's* forward is replaced, and the second
+run gives the bits of the first: torch puts back the random generators and autocast, we the buffers.
+Chen et al., "Training deep nets with sublinear memory cost", arXiv 1604.06174.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from paceline.errors import JobError, LayoutError
+from paceline.place.kept import Contexts, contexts
+from paceline.place.stand_in import BlockBuffers, Entry
+from paceline.spec.remat import Remat, RematKind
+from paceline.torch_private import NormBase
+
+Block = tuple[str, nn.Module]
+Undo = Callable[[], None]
+_MUTATED = "selective activation checkpoint has been mutated"
+
+
+def remat(model: nn.Module, *, policy: Remat, blocks: Sequence[Block] | None = None) -> Undo:
+    """Let the blocks compute their activations again as `policy` says; returns the undo.
+
+    `blocks` are (FQN, module) in the order in which they run; not given, the model's repeated ones. Apply it before
+    the blocks are compiled or sharded.
+
+    Raises:
+        LayoutError: the model checkpoints by itself, has no repeated block, or a block can't be run again.
+    """
+    if not policy.is_on:
+        return lambda: None
+    _refuse_twice(model)
+    found = list(blocks) if blocks is not None else repeated(model)
+    if not found:
+        raise LayoutError(
+            f"remat={policy}: {type(model).__name__} has no repeated block.",
+            cause="it looks for modules of one class in a ModuleList or a Sequential, and finds none",
+            hint="remat=none, or name the modules: pl.place.remat(model, blocks=[(name, module)])",
+        )
+    how = contexts(policy.keep) if policy.kind is RematKind.SELECTIVE else noop_context_fn
+    undos = [_wrap(name, block, how) for name, block in _chosen(found, policy)]
+    return lambda: _all(reversed(undos))
+
+
+def repeated(model: nn.Module) -> list[Block]:
+    """The outermost modules that stand beside others of their class in a list, in registration order."""
+    found: list[Block] = []
+    inside: set[int] = set()
+    for path, module in model.named_modules():
+        if id(module) in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        kinds = [type(child) for child in module]
+        for name, child in module.named_children():
+            if kinds.count(type(child)) > 1 and next(child.children(), None) is not None:
+                found.append((f"{path}.{name}" if path else name, child))
+                inside |= {id(part) for part in child.modules()}
+    return found
+
+
+def _chosen(blocks: Sequence[Block], policy: Remat) -> list[Block]:
+    """The first of each group: the last block's activations are freed first, so it saves least at the peak."""
+    return list(blocks)[:: policy.every]
+
+
+class Rerun:
+    """The forward of one block, run again in backward. `inner` is the forward proper; compiling replaces it."""
+
+    def __init__(self, *, name: str, block: nn.Module, inner: Callable[..., Any], how: Contexts) -> None:
+        self.inner = self.__wrapped__ = inner
+        self._name, self._how = name, how
+        self._buffers = BlockBuffers(name=name, block=block)
+        self._layer = next((m.layer_idx for m in block.modules() if isinstance(getattr(m, "layer_idx", None), int)), 0)
+        self._names = list(inspect.signature(inner).parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block's own forward."""
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        given = [self._without_cache(self._argument(place), value) for place, value in enumerate(args)]
+        named = {name: self._without_cache(name, value) for name, value in kwargs.items()}
+        entry = Entry(self._buffers)
+        output = checkpoint(_Once(self, entry), *given, use_reentrant=False, context_fn=self._how, **named)
+        entry.leave()
+        return output
+
+    def again(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The second run."""
+        try:
+            with entry.put_back():
+                return self.inner(*args, **kwargs)
+        except RuntimeError as error:
+            if _MUTATED not in str(error):
+                raise
+            raise JobError(
+                f"{self._name} overwrites a result that remat=selective keeps.",
+                cause="an operation in place after a convolution or a product, such as nn.ReLU(inplace=True)",
+                hint="inplace=False there, or remat=full",
+            ) from error
+
+    def _argument(self, place: int) -> str:
+        return self._names[place] if place < len(self._names) else ""
+
+    def _without_cache(self, name: str, value: Any) -> Any:
+        """A cache of keys and values would be added to a second time; in training nobody reads it."""
+        if name == "use_cache":
+            return False
+        if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+            return value
+        if value.get_seq_length(self._layer):
+            raise JobError(
+                f"{self._name} is given a cache that is not empty ({name}), and remat would add to it twice.",
+                cause="a prefix that is trained, or a cache kept from another forward",
+                hint="remat=none",
+            )
+        return None
+
+
+class _Once:
+    """One call: its first run, and those in backward."""
+
+    def __init__(self, rerun: Rerun, entry: Entry) -> None:
+        self._rerun, self._entry = rerun, entry
+        self._ran = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._ran:
+            return self._rerun.again(self._entry, args, kwargs)
+        self._ran = True
+        return self._rerun.inner(*args, **kwargs)
+
+
+def _wrap(name: str, block: nn.Module, how: Contexts) -> Undo:
+    if isinstance(block, NormBase | torch.jit.ScriptModule):
+        kind = "a normalisation alone" if isinstance(block, NormBase) else "a ScriptModule"
+        raise LayoutError(
+            f"remat: {name} is {kind} ({type(block).__name__}), which can't be run again by itself.",
+            hint="name the block that holds it, or remat=none",
+        )
+    before = vars(block).get("forward")
+    vars(block)["forward"] = Rerun(name=name, block=block, inner=block.forward, how=how)
+
+    def undo() -> None:
+        del vars(block)["forward"]
+        if before is not None:
+            vars(block)["forward"] = before
+
+    return undo
+
+
+def _refuse_twice(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        own = getattr(module, "gradient_checkpointing", False) is True
+        if own or type(module).__name__ == "CheckpointWrapper" or isinstance(vars(module).get("forward"), Rerun):
+            raise LayoutError(
+                f"{name or type(model).__name__} checkpoints its activations already; remat would do it twice.",
+                cause="gradient_checkpointing_enable(), checkpoint_wrapper(), or remat before",
+                hint="leave it out of model=, or remat=none, which leaves it as it is",
+            )
+
+
+def _all(undos: Iterable[Undo]) -> None:
+    for undo in undos:
+        undo()
