@@ -5,7 +5,6 @@ run gives the bits of the first: torch puts back the random generators and autoc
 Chen et al., "Training deep nets with sublinear memory cost", arXiv 1604.06174.
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from paceline.errors import JobError, LayoutError
+from paceline.place.caches import Caches
 from paceline.place.kept import Contexts, contexts
 from paceline.place.stand_in import BlockBuffers, Entry
 from paceline.spec.remat import Remat, RematKind
@@ -74,26 +74,30 @@ class Rerun:
     def __init__(self, *, name: str, block: nn.Module, inner: Callable[..., Any], how: Contexts) -> None:
         self.inner = self.__wrapped__ = inner
         self._name, self._how = name, how
+        self.is_selective = how is not noop_context_fn
         self._buffers = BlockBuffers(name=name, block=block)
-        self._layer = next((m.layer_idx for m in block.modules() if isinstance(getattr(m, "layer_idx", None), int)), 0)
-        self._names = list(inspect.signature(inner).parameters)
+        self._caches = Caches(block=block, forward=inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the block's own forward."""
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
-        given = [self._without_cache(self._argument(place), value) for place, value in enumerate(args)]
-        named = {name: self._without_cache(name, value) for name, value in kwargs.items()}
+        self._refuse_filled(self._caches.filled(args, kwargs))
+        given, named = self._caches.without(args, kwargs)
         entry = Entry(self._buffers)
         output = checkpoint(_Once(self, entry), *given, use_reentrant=False, context_fn=self._how, **named)
         entry.leave()
         return output
 
-    def again(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def keep_nothing(self) -> None:
+        """Run all of it again, whatever was to be kept."""
+        self._how, self.is_selective = noop_context_fn, False
+
+    def again(self, once: "_Once", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The second run."""
         try:
-            with entry.put_back():
-                return self.inner(*args, **kwargs)
+            with once.entry.put_back():
+                return once.inner(*args, **kwargs)
         except RuntimeError as error:
             if _MUTATED not in str(error):
                 raise
@@ -103,36 +107,28 @@ class Rerun:
                 hint="inplace=False there, or remat=full",
             ) from error
 
-    def _argument(self, place: int) -> str:
-        return self._names[place] if place < len(self._names) else ""
-
-    def _without_cache(self, name: str, value: Any) -> Any:
-        """A cache of keys and values would be added to a second time; in training nobody reads it."""
-        if name == "use_cache":
-            return False
-        if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
-            return value
-        if value.get_seq_length(self._layer):
+    def _refuse_filled(self, cache: str | None) -> None:
+        if cache is not None:
             raise JobError(
-                f"{self._name} is given a cache that is not empty ({name}), and remat would add to it twice.",
+                f"{self._name} is given a cache that is not empty ({cache}), and remat would add to it twice.",
                 cause="a prefix that is trained, or a cache kept from another forward",
                 hint="remat=none",
             )
-        return None
 
 
 class _Once:
     """One call: its first run, and those in backward."""
 
     def __init__(self, rerun: Rerun, entry: Entry) -> None:
-        self._rerun, self._entry = rerun, entry
+        self._rerun, self.entry = rerun, entry
+        self.inner = getattr(rerun.inner, "pinned", lambda: rerun.inner)()
         self._ran = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._ran:
-            return self._rerun.again(self._entry, args, kwargs)
+            return self._rerun.again(self, args, kwargs)
         self._ran = True
-        return self._rerun.inner(*args, **kwargs)
+        return self.inner(*args, **kwargs)
 
 
 def _wrap(name: str, block: nn.Module, how: Contexts) -> Undo:

@@ -7,6 +7,7 @@ run again, each buffer that its forward writes is a copy of what it was when the
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError
@@ -31,8 +32,10 @@ class Entry:
         copied = self._found if block.written is None else (block.written | block.norms) & self._found.keys()
         self._copies = {key: self._found[key][0].detach().clone() for key in copied}
 
-    def leave(self) -> None:
+    def leave(self) -> list[str]:
         """The first run has ended: learn what it has written, and forget the other copies.
+
+        Returns the names of written buffers that are no statistics of a normalisation.
 
         Raises:
             JobError: it has written what no call before it wrote, and the old value is lost.
@@ -47,6 +50,15 @@ class Entry:
         self._copies = {key: copy for key, copy in self._copies.items() if key in written | replaced}
         self._block.written = (self._block.written or set()) | written
         self._found.clear()
+        return sorted(name for _, name in (written | replaced) - self._block.norms)
+
+    def restore(self) -> None:
+        """The run has failed: what it wrote did not happen."""
+        for (module, name), (buffer, _) in self._found.items():
+            module._buffers[name] = buffer
+        with torch.no_grad():
+            for key, copy in self._copies.items():
+                self._found[key][0].copy_(copy)
 
     def _moved(self, key: _Key, now: Tensor) -> bool:
         """BatchNorm writes without a trace; all else is compared once only, since a GPU would wait."""
