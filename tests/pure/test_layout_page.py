@@ -85,22 +85,33 @@ def test_the_table_has_what_was_measured_and_no_empty_column() -> None:
     assert dict(zip(head, body[3], strict=True))["peak a rank"] == "36.0 MiB"  # its fullest rank
     short, _ = rows([Measured(name="ddp", ranks=2, step_seconds=2.0)])
     assert short == ["layout", "ranks", "step"]
+
+
+def test_each_layout_keeps_its_colour() -> None:
+    captions = re.findall(r'<figcaption class="legend">(.*?)</figcaption>', page(found(), job="x"))
+    named = [dict(re.findall(r'box(\d)"></i>([^<]+)<', c)) for c in captions if "ddp" in c]
+    assert len(named) == 2 and named[0] == named[1]
+
+
+def test_reasons_are_said_under_the_table() -> None:
     assert text(found()).splitlines()[-1] == "tp=4: num_key_value_heads=2 does not divide by tp=4."
 
 
 def test_bars_are_as_long_as_they_should_be() -> None:
-    drawn = bars("held", ("a", "b"), [Row(label="x", parts={"a": 100, "b": 300}), Row(label="y", parts={"b": 200})])
+    drawn = bars("held", ("a", "b"), [Row(name="x", parts={"a": 100, "b": 300}), Row(name="y", parts={"b": 200})])
     widths = [float(w) for w in re.findall(r'<rect [^>]*width="([\d.]+)"', drawn)]
     assert widths == pytest.approx([widths[0], 3 * widths[0], 2 * widths[0]], abs=0.02)
     ends = [float(x) + w for x, w in zip(re.findall(r'<rect x="([\d.]+)"', drawn), widths, strict=True)]
     assert max(ends) < 860
-    assert bars("held", ("a",), [Row(label="x", parts={})]) == ""
+    assert bars("held", ("a",), [Row(name="x", parts={})]) == ""
 
 
 def test_equal_ranks_share_a_bar_and_unequal_ones_do_not() -> None:
     html = page(found(), job="text")
-    assert "ddp · ranks 0–3" in html and "single · rank 0" in html
-    assert all(f"schedule=1f1b · rank {rank}" in html for rank in range(4))
+    assert "ddp · ranks 0–3<" in html and "single · rank 0<" in html
+    assert "pp=4,schedule=1f1b · rank 0<" in html and all(f">rank {rank}<" in html for rank in (1, 2, 3))
+    pairs = page([Measured(name="pp=2", ranks=8, held=[HELD, sharded(HELD)] * 2 + [HELD] * 2)], job="x")
+    assert "pp=2 · ranks 0, 2, 4–5<" in pairs and ">ranks 1, 3<" in pairs
 
 
 def test_many_collectives_end_in_others() -> None:

@@ -52,6 +52,7 @@ class Measured:
 _COLUMNS: tuple[tuple[str, Callable[[Measured], str]], ...] = (
     ("layout", lambda m: m.name),
     ("ranks", lambda m: str(m.ranks)),
+    ("verdict", lambda m: m.verdict or _NONE),
     ("step", lambda m: _seconds(m.step_seconds)),
     ("samples/s", lambda m: _rate(m.samples_per_second)),
     ("tokens/s", lambda m: _rate(m.tokens_per_second)),
@@ -59,7 +60,6 @@ _COLUMNS: tuple[tuple[str, Callable[[Measured], str]], ...] = (
     *((kind, lambda m, kind=kind: size(m.peak[kind]) if kind in m.peak else _NONE) for kind in _KINDS),
     ("sent a step", lambda m: _NONE if m.most_sent is None else size(int(m.most_sent))),
     ("bubble", lambda m: _NONE if m.bubble is None else f"{m.bubble:.1%}"),
-    ("verdict", lambda m: m.verdict or _NONE),
 )
 
 
@@ -126,21 +126,32 @@ def _held(found: Sequence[Measured]) -> str:
 
 
 def _ranks(each: Measured) -> list[Row]:
-    """A bar for each run of ranks that hold the same."""
-    groups: list[tuple[int, int, Mapping[str, int]]] = []
+    """A bar for all ranks that look the same: none of their parts differs by more than a hundredth of the whole."""
+    groups: list[list[int]] = []
     for rank, parts in enumerate(each.held):
-        if groups and dict(groups[-1][2]) == dict(parts):
-            groups[-1] = (groups[-1][0], rank, parts)
+        near = next((group for group in groups if _alike(each.held[group[0]], parts)), None)
+        groups.append([rank]) if near is None else near.append(rank)
+    rows = []
+    for at, group in enumerate(groups):
+        said = f"{'rank' if len(group) == 1 else 'ranks'} {_spans(group)}"
+        rows.append(Row(name="" if at else each.name, label=said, parts=each.held[group[0]]))
+    return rows
+
+
+def _alike(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
+    near = 0.01 * max(_total(one), _total(other))
+    return all(abs(one.get(kind, 0) - other.get(kind, 0)) <= near for kind in _KINDS)
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """`0–3, 6`."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and rank == found[-1][-1] + 1:
+            found[-1] = [found[-1][0], rank]
         else:
-            groups.append((rank, rank, parts))
-    return [
-        Row(
-            label=f"{each.name} · {'rank' if a == b else 'ranks'} {a if a == b else f'{a}–{b}'}",
-            parts=parts,
-            head=not at,
-        )
-        for at, (a, b, parts) in enumerate(groups)
-    ]
+            found.append([rank])
+    return ", ".join("–".join(map(str, span)) for span in found)
 
 
 def _sent(found: Sequence[Measured]) -> str:
@@ -155,7 +166,7 @@ def _sent(found: Sequence[Measured]) -> str:
     for name, parts in most.items():
         own: dict[str, float] = {kind: parts.get(kind, 0.0) for kind in shown}
         own |= {"others": sum(parts.get(kind, 0.0) for kind in kinds[INKS - 1 :])} if "others" in shown else {}
-        lines.append(Row(label=name, parts=own))
+        lines.append(Row(name=name, parts=own))
     return bars("bytes a step", shown, lines)
 
 
@@ -164,11 +175,11 @@ def _losses(found: Sequence[Measured]) -> str:
     drawn = chart("loss", curves)
     if len(curves) > 1:
         first = dict(curves[0].points)
-        apart = [
+        apart = [  # the first as well, so that each keeps its colour
             Curve(
                 name=each.name, points=[(step, abs(loss - first[step])) for step, loss in each.points if step in first]
             )
-            for each in curves[1:]
+            for each in curves
         ]
         drawn += chart(f"distance of the loss from that of {curves[0].name}", apart)
     return f'<section><h2>Losses</h2><div class="charts wider">{drawn}</div></section>' if drawn else ""
