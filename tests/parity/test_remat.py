@@ -13,6 +13,7 @@ from paceline.errors import JobError, LayoutError
 from paceline.examples.digits_cnn import ConvNet
 from paceline.examples.text import GPT
 from paceline.place.batchnorm import StatisticsTape
+from paceline.place.blocks import find_blocks
 from paceline.place.remat import remat, repeated
 from paceline.spec.remat import parse_remat
 from paceline.streams import Streams
@@ -170,7 +171,7 @@ def test_the_digits_example_by_named_modules() -> None:
     CASES["digits"] = (lambda: ConvNet(8, 0.3), image_loss)
     try:
         right = step("digits", lambda model: None)
-        given = lambda m: remat(m, policy=parse_remat("full"), blocks=[("features", m.features)])  # noqa: E731
+        given = lambda m: remat(m, policy=parse_remat("full"), blocks=find_blocks(m, listed=["features"]))  # noqa: E731
         assert same(right, step("digits", given)) == []
     finally:
         del CASES["digits"]
@@ -244,7 +245,7 @@ def test_what_cannot_be_run_again_is_refused() -> None:
         remat(ConvNet(8, 0.0), policy=parse_remat("full"))
     norm = ConvNet(8, 0.0)
     with pytest.raises(LayoutError, match="a normalisation alone"):
-        remat(norm, policy=parse_remat("full"), blocks=[("features.1", norm.features[1])])
+        remat(norm, policy=parse_remat("full"), blocks=find_blocks(norm, listed=["features.1"]))
     with pytest.raises(LayoutError, match="no operation 'matmull'"):
         remat(Images(), policy=parse_remat("selective:matmull"))
 
@@ -275,7 +276,7 @@ def test_a_cache_with_content_is_refused() -> None:
 
 
 def test_blocks_are_found_by_structure() -> None:
-    assert [name for name, _ in repeated(hf("gpt2"))] == [f"transformer.h.{n}" for n in range(4)]
-    assert [name for name, _ in repeated(hf("t5"))] == [
+    assert [block.name for block in repeated(hf("gpt2"))] == [f"transformer.h.{n}" for n in range(4)]
+    assert [block.name for block in repeated(hf("t5"))] == [
         f"{s}.block.{n}" for s in ("encoder", "decoder") for n in range(3)
     ]

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.place.blocks import Block
 from paceline.place.caches import Caches
-from paceline.place.remat import Block, Rerun, Undo, repeated
+from paceline.place.remat import Rerun, Undo, repeated
 from paceline.place.stand_in import BlockBuffers, Entry
 from paceline.streams import get_states, set_states
 from paceline.torch_private import compile_errors
@@ -27,7 +28,8 @@ def compile_blocks(model: nn.Module, *, say: Say, blocks: Sequence[Block] | None
     of the plain model, so that results differ by rounding only.
     """
     found = list(blocks) if blocks is not None else repeated(model)
-    undos = [_wrap(name, block, say) for name, block in found or [("", model)]]
+    whole = Block(index=0, name="", module=model)
+    undos = [_wrap(block.name, block.module, say) for block in found or [whole]]
 
     def undo() -> None:
         for each in reversed(undos):

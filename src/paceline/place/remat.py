@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from paceline.errors import JobError, LayoutError
+from paceline.place.blocks import Block, find_blocks, has_blocks
 from paceline.place.caches import Caches
 from paceline.place.kept import Contexts, contexts
 from paceline.place.stand_in import BlockBuffers, Entry
 from paceline.spec.remat import Remat, RematKind
 from paceline.torch_private import NormBase
 
-Block = tuple[str, nn.Module]
 Undo = Callable[[], None]
 _MUTATED = "selective activation checkpoint has been mutated"
 
@@ -27,7 +27,7 @@ _MUTATED = "selective activation checkpoint has been mutated"
 def remat(model: nn.Module, *, policy: Remat, blocks: Sequence[Block] | None = None) -> Undo:
     """Let the blocks compute their activations again as `policy` says; returns the undo.
 
-    `blocks` are (FQN, module) in the order in which they run; not given, the model's repeated ones. Apply it before
+    `blocks` stand in the order in which they run; not given, the model's repeated ones. Apply it before
     the blocks are compiled or sharded.
 
     Raises:
@@ -41,26 +41,18 @@ def remat(model: nn.Module, *, policy: Remat, blocks: Sequence[Block] | None = N
         raise LayoutError(
             f"remat={policy}: {type(model).__name__} has no repeated block.",
             cause="it looks for modules of one class in a ModuleList or a Sequential, and finds none",
-            hint="remat=none, or name the modules: pl.place.remat(model, blocks=[(name, module)])",
+            hint="remat=none, or name the modules that run one after another in blocks=",
         )
     how = contexts(policy.keep) if policy.kind is RematKind.SELECTIVE else noop_context_fn
-    undos = [_wrap(name, block, how) for name, block in _chosen(found, policy)]
+    undos = [_wrap(block.name, block.module, how) for block in _chosen(found, policy)]
     return lambda: _all(reversed(undos))
 
 
 def repeated(model: nn.Module) -> list[Block]:
-    """The outermost modules that stand beside others of their class in a list, in registration order."""
-    found: list[Block] = []
-    inside: set[int] = set()
-    for path, module in model.named_modules():
-        if id(module) in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        kinds = [type(child) for child in module]
-        for name, child in module.named_children():
-            if kinds.count(type(child)) > 1 and next(child.children(), None) is not None:
-                found.append((f"{path}.{name}" if path else name, child))
-                inside |= {id(part) for part in child.modules()}
-    return found
+    """The blocks of the model's chain that have modules of their own, each once; none where it has no chain."""
+    found = find_blocks(model) if has_blocks(model) else ()
+    once = {id(block.module): block for block in found if next(block.module.children(), None) is not None}
+    return list(once.values())
 
 
 def _chosen(blocks: Sequence[Block], policy: Remat) -> list[Block]:
