@@ -23,6 +23,7 @@ usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.modu
   verify JOB          check that a layout is the same training as one process
   evaluate [RUN]      exact metrics of a checkpoint
   compare RUN RUN     two runs side by side; where their recordings part
+  compare JOB --layouts A B   layouts of a job side by side: time, bytes held and sent, losses
   report [RUN]        write the page
   ckpt ls|verify|consolidate [RUN]
   config JOB          every setting, its value and where it came from

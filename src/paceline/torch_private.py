@@ -5,7 +5,9 @@ Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torc
 BatchNorm, of all norms with running statistics, and of dropout; the data worker's note about itself; the default
 process group, set aside for a while; the number of the backward that a thread is in; what compiled modules are
 guarded by; how a loss scaler unscales gradients; the number of a storage, a tensor's class and a module's own dicts;
-what `Module.__call__` asks first (`_compiled_call_impl`, which `Module.compile` sets and copies leave out).
+what `Module.__call__` asks first (`_compiled_call_impl`, which `Module.compile` sets and copies leave out);
+setting dispatch modes aside for a few operations of our own; the group that a collective names; the resizing of
+storages, by which `fully_shard` lets gathered weights go; what a failing compiler raises, and when.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +21,12 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.data._utils import worker as _data_worker
 
 __all__ = [
     "BatchNormBase",
+    "DispatchMode",
     "DropoutBase",
     "JointScaler",
     "NormBase",
@@ -31,8 +34,10 @@ __all__ = [
     "TorchDispatchMode",
     "WatchedOps",
     "add_all",
+    "compile_errors",
     "copy_all",
     "divide_all",
+    "group_size",
     "guard_hooks",
     "hide_worker",
     "in_backward",
@@ -45,10 +50,23 @@ __all__ = [
     "registries",
     "stop_data_workers",
     "storage_key",
+    "storage_resizes",
+    "unseen",
     "version",
     "without_group",
     "written",
 ]
+
+
+DispatchMode = TorchDispatchMode
+"""What sees each operation that runs in its thread, gradients' included."""
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Hide operations of our own from dispatch modes, such as the one that pairs a forward with its second run."""
+    with _disable_current_modes():
+        yield
 
 
 def divide_all(tensors: Sequence[Tensor], divisor: float | Tensor) -> None:
@@ -81,6 +99,15 @@ def guard_hooks() -> None:
     Otherwise two models of one class in one process, as `verify` has them, run each other's hooks or none.
     """
     torch._dynamo.config.skip_nnmodule_hook_guards = False
+
+
+def compile_errors() -> type[BaseException]:
+    """What a compiled function raises where compiling fails, from here on in the forward, never first in backward."""
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    torch._functorch.config.force_non_lazy_backward_lowering = True
+    found: type[BaseException] = torch._dynamo.exc.TorchDynamoException
+    return found
 
 
 def in_backward() -> bool:
@@ -256,3 +283,29 @@ def mute(module: torch.nn.Module) -> None:
         part._compiled_call_impl = None
         for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
             hooks.clear()
+
+
+def group_size(asked: Any) -> int:
+    """Ranks of the group that a collective is given, which is the group, its box, or its name."""
+    if isinstance(asked, str):
+        asked = distributed_c10d._resolve_process_group(asked)  # type: ignore[attr-defined, arg-type]
+    elif isinstance(asked, torch.ScriptObject):
+        asked = dist.ProcessGroup.unbox(asked)
+    return 1 if asked is None else int(asked.size())
+
+
+@contextmanager
+def storage_resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Tell of every storage that is resized, which no dispatch mode sees."""
+    plain = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: Any) -> Any:
+        result = plain(storage, size)
+        seen(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import DesyncError, JobError
+from paceline.place.stand_in import is_stand_in
 from paceline.place.views import same
 from paceline.torch_private import BatchNormBase, NormBase, in_backward
 from paceline.world import World
@@ -164,14 +165,14 @@ class StatisticsTape:
 
     def _before(self, layer: _Layer) -> Callable[[nn.Module, object], None]:
         def hook(module: nn.Module, _: object) -> None:
-            if module.training:
+            if module.training and not is_stand_in(layer.module.running_mean):
                 layer.module.momentum = 1.0 if self._counts else 0.0
 
         return hook
 
     def _after(self, layer: _Layer) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, _: object, output: object) -> None:
-            if module.training:
+            if module.training and not is_stand_in(layer.module.running_mean):
                 layer.module.momentum = layer.momentum
                 if self._counts and (
                     output is not None or in_backward()

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
+from paceline.place.compile import compile_blocks
 from paceline.place.exact import ExactReducer, Grid
 from paceline.place.fsdp import FullySharded, shard_fully
 from paceline.place.holding import Held, Holding, all_of, all_shares
 from paceline.place.meeting import ThreadWorld
 from paceline.place.parts import Part
 from paceline.place.pipe import Piped, cut_model
+from paceline.place.remat import remat
 from paceline.place.replicate import BucketReducer, LocalReducer, Reducer
 from paceline.place.sharded import Data, zero
 from paceline.place.share import Share
@@ -21,6 +23,7 @@ from paceline.place.threads import ThreadReducer
 from paceline.place.ties import TiedReducer
 from paceline.place.units import Named, trainable
 from paceline.spec.layout import Layout
+from paceline.spec.remat import parse_remat
 from paceline.world import World
 from paceline.worlds import Worlds
 
@@ -50,6 +53,12 @@ class Placed:
     spread: Callable[[], None]
     piped: Piped | None = None
     grid: Grid | None = None
+    undos: Sequence[Callable[[], None]] = ()
+
+    def close(self) -> None:
+        """Take back what was wrapped around the model's modules."""
+        for undo in reversed(self.undos):
+            undo()
 
 
 def compose(
@@ -58,12 +67,14 @@ def compose(
     asked: Layout,
     worlds: Worlds,
     call: Callable[[], object],
+    say: Callable[[str], None],
     exact: bool = False,
+    compiles: bool = False,
     whole: Sequence[str] = (),
 ) -> Placed:
     """Place a model that is whole on every rank. `call` runs its forward and loss on one microbatch, as an example.
 
-    `whole` names parameters whose update rule looks at all of them.
+    `whole` names parameters whose update rule looks at all of them; `say` hears what is to be told.
 
     Raises:
         LayoutError: something in the model can't be placed so.
@@ -74,6 +85,9 @@ def compose(
     piped = cut_model(model, asked=asked, mesh=mesh, world=worlds.pp, call=call) if mesh.pp > 1 else None
     hollow = frozenset[str]() if piped is None else piped.hollow
     named = [_live(member, model) for member in every if member.name not in hollow]
+    undos = [remat(model, policy=parse_remat(asked.remat))]
+    if compiles:
+        undos.append(compile_blocks(model, say=say))
     grid = Grid(num_parameters=len(named)) if exact else None
     if mesh.zero:
         split = _sharded(model, named=named, asked=asked, worlds=worlds, grid=grid, whole=whole)
@@ -93,6 +107,7 @@ def compose(
         spread=split.spread,
         piped=piped,
         grid=grid,
+        undos=undos,
     )
 
 

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from paceline.errors import LayoutError, PacelineError, raise_all
+from paceline.spec.remat import parse_remat
 from paceline.spec.words import did_you_mean
 
 
@@ -190,7 +191,7 @@ def _checked(text: str, kind: Kind, sizes: dict[str, int], threads: int | None, 
         zero=_one_of("zero", options.get("zero", str(zero)), ("1", "2", "3"), problems, int, zero),
         schedule=_schedule(options.get("schedule", "1f1b")),
         virtual=_count(options.get("virtual"), problems),
-        remat=options.get("remat", "none").lower(),
+        remat=_remat(options.get("remat", "none"), problems),
         offload=_offload(options.get("offload", ""), problems),
         sequence=_one_of("sequence", options.get("sequence", "false"), ("true", "false"), problems, _is_true, False),
         params=_one_of("params", options.get("params", "fp32"), ("fp32", "bf16"), problems, str, "fp32"),
@@ -211,6 +212,14 @@ def _one_of(
 
 def _is_true(text: str) -> bool:
     return text == "true"
+
+
+def _remat(text: str, problems: list[PacelineError]) -> str:
+    try:
+        return str(parse_remat(text))
+    except LayoutError as error:
+        problems.append(error)
+        return "none"
 
 
 def _schedule(text: str) -> str:

@@ -30,6 +30,7 @@ from paceline.step.threads import ThreadsStep
 from paceline.step.turns import ALONE, SharedTurns
 from paceline.step.update import Update
 from paceline.streams import Streams, key, seed_all
+from paceline.talk import say
 from paceline.torch_private import guard_hooks
 from paceline.train.apart import Unlisted
 from paceline.train.example import Example
@@ -58,6 +59,7 @@ class Built:
     named: Sequence[Named]
     weights: Holding
     kept: Holding
+    placed: Placed
     step: SpmdStep
     grid: Grid | None
     notes: tuple[str, ...]
@@ -81,6 +83,7 @@ class Built:
     def close(self) -> None:
         """Remove what was hooked into the model."""
         self.step.close()
+        self.placed.close()
 
 
 def job_layer(job: Job) -> dict[str, Any]:
@@ -152,6 +155,7 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
         named=placed[0].named,
         weights=placed[0].weights if mirror is None else Holding(world=world, held=all_of(models[0])),
         kept=placed[0].kept if mirror is None else Holding(world=world, held=all_shares(named[0])),
+        placed=placed[0],
         step=_step(parts, placed[0], mirror, turns),
         grid=placed[0].grid,
         notes=tuple(notes),
@@ -179,7 +183,10 @@ def _placed(
     exact = settings.train.exact
     whole = list(rules.whole(exact=exact)) if rules is not None and plan.mesh.zero in (1, 2) else []
     example = Example(job=job, settings=settings, plan=plan, model=model, contract=contract, device=worlds.every.device)
-    return compose(model, asked=plan.asked, worlds=worlds, call=example, exact=exact, whole=whole)
+    compiles = settings.train.compile
+    return compose(
+        model, asked=plan.asked, worlds=worlds, call=example, say=say, exact=exact, compiles=compiles, whole=whole
+    )
 
 
 def _parts(
@@ -197,7 +204,7 @@ def _parts(
     streams = Streams(seed=settings.seed)
     streams.arm(model)
     return Parts(
-        model=_compiled(model, settings),
+        model=model,
         worlds=worlds,
         contract=contract,
         reducer=reducer,
@@ -241,9 +248,3 @@ def _equal_start(model: nn.Module, world: World) -> list[str]:
     if not differed:
         return []
     return [f"warning: start weights differed between ranks ({differed[0]}, ...); rank 0's were given to all"]
-
-
-def _compiled(model: nn.Module, settings: Settings) -> nn.Module:
-    if settings.train.compile:
-        model.compile()
-    return model

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from paceline.errors import UsageError
 from paceline.spec.words import many, size
 from paceline.verbs import ckpt as ckpt_verbs
 from paceline.verbs import config as config_verb
@@ -14,6 +15,7 @@ from paceline.verbs import new as new_verb
 from paceline.verbs import train as train_verb
 from paceline.verbs.compare import compare
 from paceline.verbs.evaluate import evaluate
+from paceline.verbs.layouts import compare_layouts, refuse_mixed
 from paceline.verbs.report import report
 from paceline.verbs.running import Answer, Common
 from paceline.verbs.verify import verify
@@ -125,11 +127,22 @@ class ReportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """Two runs side by side."""
+    """Runs side by side, or layouts of one job."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """RUN RUN, or JOB with --layouts."""
+    layouts: tuple[str, ...] = ()
+    """Run the job in each: --layouts single ddp."""
+    ranks: int | None = None
+    steps: int = 8
+    """Steps of each layout."""
+    device: str = "auto"
+    config: Path | None = None
+    run_dir: str | None = None
+    """A folder for the runs of the layouts."""
+    dry_run: bool = False
     page: Path = Path("compare.html")
-    """Where the page with the curves goes."""
+    """Where the page with the pictures goes."""
     json: bool = False
 
 
@@ -211,8 +224,33 @@ def _report(options: ReportOptions, _: list[str]) -> Printed:
     return 0, {"report": str(path)}, str(path)
 
 
-def _compare(options: CompareOptions, _: list[str]) -> Printed:
+def _compare(options: CompareOptions, settings: list[str]) -> Printed:
+    if options.layouts:
+        return _compare_layouts(options, settings)
+    refuse_mixed(options.runs, settings)
     found = compare(*options.runs, page=options.page)
+    return found.exit_code, asdict(found), found.text
+
+
+def _compare_layouts(options: CompareOptions, settings: list[str]) -> Printed:
+    if len(options.runs) != 1:
+        raise UsageError(f"--layouts goes with one job, got {len(options.runs)}.", hint="compare JOB --layouts A B")
+    common = Common(
+        ranks=options.ranks,
+        device=options.device,
+        config=options.config,
+        run_dir=options.run_dir,
+        dry_run=options.dry_run,
+        quiet=options.json,
+    )
+    found = compare_layouts(
+        options.runs[0],
+        layouts=options.layouts,
+        common=common,
+        overrides=settings,
+        steps=options.steps,
+        page=options.page,
+    )
     return found.exit_code, asdict(found), found.text
 
 
@@ -245,7 +283,7 @@ VERBS: dict[str, Verb] = {
     "train": Verb(options=TrainOptions, run=_train, takes_settings=True),
     "verify": Verb(options=VerifyOptions, run=_verify, takes_settings=True),
     "evaluate": Verb(options=EvaluateOptions, run=_evaluate),
-    "compare": Verb(options=CompareOptions, run=_compare),
+    "compare": Verb(options=CompareOptions, run=_compare, takes_settings=True),
     "report": Verb(options=ReportOptions, run=_report),
     "ckpt": Verb(options=CkptOptions, run=_ckpt),
     "config": Verb(options=ConfigOptions, run=_config, takes_settings=True),

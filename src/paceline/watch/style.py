@@ -38,6 +38,7 @@ table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
 td,th{text-align:left;padding:4px 18px 4px 0;border-bottom:1px solid var(--rule);vertical-align:top}
 th{color:var(--soft);font-weight:500;font-size:12px}td{overflow-wrap:anywhere}
 .wide{overflow-x:auto}.wide td{overflow-wrap:break-word}.wide th,.wide td:first-child{white-space:nowrap}.wide td:nth-child(n+5){min-width:16em}.wider{grid-template-columns:repeat(auto-fit,minmax(300px,1fr))}
+.table{overflow-x:auto}.table td,.table th{white-space:nowrap}.table td:first-child{white-space:normal;min-width:14em}.table svg{min-width:620px}
 .band{opacity:.22}.over{stroke-dasharray:6 3}.soft{color:var(--soft);font-size:13px;margin:4px 0 10px}
 .notice,.failure{border-left:3px solid #d33;background:var(--card);padding:8px 12px;margin:12px 0;border-radius:0 6px 6px 0}
 .failure p{margin:2px 0 6px;overflow-wrap:anywhere}.failure summary{font-weight:400;color:var(--soft);font-size:13px}

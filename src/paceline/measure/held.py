@@ -1,0 +1,200 @@
+"""What a rank holds, in bytes: parameters, gradients, optimizer state, buffers, and everything else while it steps."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from paceline.torch_private import DispatchMode, in_backward, storage_resizes
+
+KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes of each kind on this rank. `activations` is all that is none of the others: also gathered weights and
+    what an operation needs for a moment."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return sum(getattr(self, each.name) for each in fields(self))
+
+    def as_json(self) -> dict[str, int]:
+        """By kind, and `total`."""
+        return {**asdict(self), "total": self.total}
+
+
+def held_now(*, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> Held:
+    """What lies between two steps: elements of this rank's parts, what shares memory once, without padding."""
+    parameters = list(model.parameters())
+    return Held(
+        parameters=elements(parameters),
+        gradients=elements([p.grad for p in parameters if p.grad is not None]),
+        optimizer=elements(list(states(optimizers))),
+        buffers=elements(list(model.buffers())),
+    )
+
+
+def elements(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the tensors' elements on this rank; a tensor that shows one element often has it once."""
+    found: dict[int, tuple[int, dict[tuple[int, torch.Size], int]]] = {}
+    for each in map(local, tensors):
+        storage = each.untyped_storage()
+        _, views = found.setdefault(id(storage), (storage.nbytes(), {}))
+        views[(int(each.storage_offset()), each.shape)] = each.numel() * each.element_size()
+    return sum(min(size, sum(views.values())) for size, views in found.values())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a distributed tensor, or the tensor."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():
+        part: Tensor = tensor.to_local()
+    return part
+
+
+def states(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Tensor]:
+    """The tensors that the optimizers keep from step to step."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            yield from _within(state)
+
+
+@dataclass
+class _Live:
+    num_bytes: int
+    kind: str
+    gone: "weakref.ref[UntypedStorage]"
+
+
+class Watch(DispatchMode):
+    """The most that this rank held at once while it is on, and what that was; memory of one kind of device.
+
+    Every result of an operation is followed until its memory is let go, also what `fully_shard` empties and fills
+    again. Use it around a step that is not the first: the optimizer's state must be there.
+    """
+
+    def __init__(
+        self, *, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), device: str = "cpu"
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._parameters = list(model.parameters())
+        self._bytes = dict.fromkeys(KINDS, 0)
+        self._live: dict[int, _Live] = {}
+        self._without_gradient = [p for p in self._parameters if p.requires_grad]
+        self._was_backward = False
+        self._exits = ExitStack()
+        self.peak = Held()
+        """At the moment when the sum was highest."""
+        self.kept_bytes = 0
+        """Activations when backward began; of several microbatches, the most."""
+        for kind, tensors in self._known(model, optimizers):
+            for tensor in tensors:
+                self._follow(local(tensor).untyped_storage(), kind)
+
+    def __enter__(self) -> "Watch":
+        self._exits.enter_context(storage_resizes(self._resized))
+        self._compare()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        super().__exit__(*reason)  # type: ignore[no-untyped-call]
+        self._exits.close()
+        self._live.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Follow the results, and pass everything on."""
+        if any(hasattr(kind, "to_local") for kind in types):
+            return NotImplemented
+        backward = in_backward()
+        if backward and not self._was_backward:
+            self.kept_bytes = max(self.kept_bytes, self._bytes["activations"])
+        if self._was_backward and not backward:
+            self._gradients()
+            self._without_gradient = [p for p in self._parameters if p.requires_grad]
+        self._was_backward = backward
+        result = func(*args, **(kwargs or {}))
+        given = {id(tensor.untyped_storage()) for tensor in _within([args, kwargs])}
+        for tensor in _within(result):
+            storage = tensor.untyped_storage()
+            if id(storage) not in given:
+                self._follow(storage, "activations")
+        self._compare()
+        return result
+
+    def _known(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Iterator[tuple[str, list[Tensor]]]:
+        yield "parameters", list(model.parameters())
+        yield "gradients", [p.grad for p in self._parameters if p.grad is not None]
+        yield "optimizer", list(states(optimizers))
+        yield "buffers", list(model.buffers())
+
+    def _follow(self, storage: UntypedStorage, kind: str) -> None:
+        place = id(storage)
+        if place in self._live or storage.device.type != self._device:
+            return
+        gone = weakref.ref(storage, lambda _: self._forget(place))
+        self._live[place] = _Live(storage.nbytes(), kind, gone)
+        self._bytes[kind] += storage.nbytes()
+
+    def _forget(self, place: int) -> None:
+        live = self._live.pop(place, None)
+        if live is not None:
+            self._bytes[live.kind] -= live.num_bytes
+
+    def _resized(self, storage: UntypedStorage) -> None:
+        live = self._live.get(id(storage))
+        if live is None:
+            self._follow(storage, "activations")
+        else:
+            self._bytes[live.kind] += storage.nbytes() - live.num_bytes
+            live.num_bytes = storage.nbytes()
+        self._compare()
+
+    def _gradients(self) -> None:
+        """What has become a gradient since."""
+        left = []
+        for parameter in self._without_gradient:
+            if parameter.grad is None:
+                left.append(parameter)
+                continue
+            live = self._live.get(id(local(parameter.grad).untyped_storage()))
+            if live is not None and live.kind == "activations":
+                self._bytes["activations"] -= live.num_bytes
+                self._bytes["gradients"] += live.num_bytes
+                live.kind = "gradients"
+        self._without_gradient = left
+
+    def _compare(self) -> None:
+        if sum(self._bytes.values()) > self.peak.total:
+            if self._was_backward:
+                self._gradients()
+            self.peak = Held(**self._bytes)
+
+
+def _within(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested values that have memory of their own to count."""
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and value.device.type != "meta":
+            yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _within(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _within(item)

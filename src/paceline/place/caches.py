@@ -1,0 +1,39 @@
+"""Caches of keys and values that a model hands from block to block: in training nobody reads them."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class Caches:
+    """Finds them among the arguments of one block's forward, by what they can do."""
+
+    def __init__(self, *, block: nn.Module, forward: Callable[..., Any]) -> None:
+        layers = (getattr(module, "layer_idx", None) for module in block.modules())
+        self._layer = next((layer for layer in layers if isinstance(layer, int)), 0)
+        self._names = list(inspect.signature(forward).parameters)
+
+    def without(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments with `use_cache=False` and None for each cache."""
+        given = [self._without(self._name(place), value) for place, value in enumerate(args)]
+        return given, {name: self._without(name, value) for name, value in kwargs.items()}
+
+    def filled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """The name of one that holds something for this block."""
+        named = [*((self._name(place), value) for place, value in enumerate(args)), *kwargs.items()]
+        return next((name for name, value in named if _is_cache(value) and value.get_seq_length(self._layer)), None)
+
+    def _name(self, place: int) -> str:
+        return self._names[place] if place < len(self._names) else ""
+
+    @staticmethod
+    def _without(name: str, value: Any) -> Any:
+        if name == "use_cache":
+            return False
+        return None if _is_cache(value) else value
+
+
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")

@@ -1,0 +1,62 @@
+"""What each rank runs for `compare JOB --layouts`: a few steps to time, and one more to look inside."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from paceline.measure.held import Held, Watch, held_now
+from paceline.measure.sent import Sent
+from paceline.spec.task import Task
+from paceline.store.disk import write_json
+from paceline.store.runs import RunFolder
+from paceline.train.built import Built
+from paceline.train.run import Run
+from paceline.train.session import Session
+
+
+def measure(payload: Mapping[str, Any]) -> int:
+    """Steps that are timed as they are, then one under watch; rank 0 writes what every rank held and sent."""
+    task = Task.from_json(payload)
+    session = Run.worker(task).open()
+    timed = int(task.options["steps"])
+    batches = session.loop.batches()
+    for _ in range(timed):
+        session.loop.step(next(batches))
+    found = session.world.gather_json(_looked_at(session, next(batches)))
+    if session.world.is_main:
+        own: dict[str, Any] = getattr(session.built.step, "as_measured", dict)()
+        answer = {"ranks": found, "micro_batch_size": session.ready.plan.micro_batch_size, **own}
+        write_json(RunFolder(Path(session.ready.task.run)).path / "answer-compare.json", answer)
+    session.world.barrier()
+    session.close()
+    return 0
+
+
+def _looked_at(session: Session, batch: Any) -> dict[str, Any]:
+    """Replicas that are threads can't be looked into while they run: for them it is what lies between steps."""
+    built = session.built
+    with ExitStack() as stack:
+        sent = stack.enter_context(Sent())
+        watch = stack.enter_context(_watch(built)) if len(built.models) == 1 else None
+        session.loop.step(batch)
+    lying = [held_now(model=model, optimizers=[]) for model in built.models[1:]]
+    first = held_now(model=built.model, optimizers=built.update.optimizers)
+    peak = watch.peak if watch is not None else _sum([first, *lying])
+    flows = {name: flow["sent_bytes"] for name, flow in sent.as_json().items()}
+    return {
+        "held": peak.as_json(),
+        "between": _sum([first, *lying]).as_json(),
+        "kept": None if watch is None else watch.kept_bytes,
+        "sent": flows,
+    }
+
+
+def _watch(built: Built) -> Watch:
+    device = built.world.device.type
+    return Watch(model=built.model, optimizers=built.update.optimizers, device=device)
+
+
+def _sum(parts: list[Held]) -> Held:
+    names = ("parameters", "gradients", "optimizer", "buffers", "activations")
+    return Held(**{name: sum(getattr(part, name) for part in parts) for name in names})

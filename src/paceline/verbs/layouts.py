@@ -1,0 +1,203 @@
+"""`compare JOB --layouts A B C`: each layout in a run of its own, on the same samples in the same microbatches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from paceline.errors import ExitCode, LayoutError, PacelineError, UsageError, raise_all
+from paceline.plan.mesh import mesh_of
+from paceline.prove.compare import ROUNDING
+from paceline.spec.jobref import parse_jobref
+from paceline.spec.layout import Kind, parse_layout
+from paceline.spec.task import Task
+from paceline.store.runs import RunFolder
+from paceline.talk import say
+from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
+from paceline.watch.history import read_history
+from paceline.watch.layouts import Measured, text, write_layouts
+
+ENTRY = "paceline.train.measure_run:measure"
+_REFUSED, _FAILED = "refused", "failed"
+_THREADS = "replicas are threads: what lies between steps, without activations and what they tell each other"
+_WARM = 1  # steps that are not timed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """What was found; these are the keys of `--json`."""
+
+    exit_code: int
+    text: str
+    layouts: list[dict[str, Any]] = field(default_factory=list)
+    page: str | None = None
+
+
+def compare_layouts(
+    job: str,
+    *,
+    layouts: Sequence[str],
+    common: Common,
+    overrides: Sequence[str] = (),
+    steps: int = 8,
+    page: Path | None = None,
+) -> Layouts:
+    """Run each layout for a few steps and set them side by side; verdicts are of the losses, against the first.
+
+    A layout that the job can't have is a row with the reason.
+
+    Raises:
+        PacelineError, Problems: what can be seen before a process starts, of all layouts at once.
+    """
+    tasks = _tasks(job, layouts, common, overrides, steps)
+    if common.dry_run:
+        return Layouts(exit_code=0, text="\n".join(f"{n}: {t.ranks} ranks" for n, t in tasks.items()), layouts=[
+            task.as_json() for task in tasks.values()
+        ])  # fmt: skip
+    found: dict[str, tuple[Task, Answer]] = {}
+    micro: int | None = None
+    for name, task in sorted(tasks.items(), key=lambda item: -_replicas(item[1])):
+        task = with_run(_with_micro(task, micro), resume=None)
+        if not common.quiet:
+            say(f"{name}: {task.run}")
+        answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
+        found[name] = (task, replace(answer, value=read_answer(task, "compare")))
+        micro = micro or (found[name][1].value or {}).get("micro_batch_size")
+    measured = _judged([_measured(name, *found[name], steps) for name in tasks])
+    written = None if page is None else write_layouts(measured, job=parse_jobref(job).short, to=page)
+    said = text(measured) + ("" if written is None else f"\n\n{written}")
+    return Layouts(
+        exit_code=max(_code(each) for each in measured),
+        text=said,
+        layouts=[_as_json(each, found[each.name][0]) for each in measured],
+        page=None if written is None else str(written),
+    )
+
+
+def _tasks(job: str, layouts: Sequence[str], common: Common, overrides: Sequence[str], steps: int) -> dict[str, Task]:
+    problems: list[PacelineError] = []
+    if len(layouts) < 2:
+        problems.append(UsageError(f"compare needs two layouts, got {len(layouts)}.", hint="--layouts single ddp"))
+    problems += [
+        UsageError(f"--layouts names {name} twice.", hint="each once")
+        for name in dict.fromkeys(layouts)
+        if list(layouts).count(name) > 1
+    ]
+    if steps < _WARM + 2:
+        problems.append(
+            UsageError(f"--steps {steps}: at least {_WARM + 2}, of which {_WARM} is not timed.", hint="--steps 8")
+        )
+    if common.layout is not None:
+        problems.append(UsageError("--layout with --layouts says two things.", hint="--layouts alone"))
+    never = str(steps + 3)
+    own = [f"--train.steps={steps + 2}", "--log.every=1", f"--eval.every={never}", f"--checkpoint.every={never}"]
+    found: dict[str, Task] = {}
+    for name in layouts:
+        try:
+            found[name] = _task(job, name, common, [*overrides, *own], steps)
+        except PacelineError as error:
+            problems += [each for each in getattr(error, "problems", [error]) if str(each) not in map(str, problems)]
+    raise_all(problems)
+    return found
+
+
+def _task(job: str, name: str, common: Common, overrides: Sequence[str], steps: int) -> Task:
+    alone = parse_layout(name).kind is Kind.SINGLE
+    folder = None if common.run_dir is None else str(Path(common.run_dir) / name.replace("=", "").replace(",", "-"))
+    own = replace(common, layout=name, ranks=1 if alone else common.ranks, run_dir=folder)
+    return replace(make_task("compare", job, own, overrides), options={"steps": steps})
+
+
+def _replicas(task: Task) -> int:
+    """The layout with most replicas runs first: its microbatches are then everybody's."""
+    layout = parse_layout(task.layout)
+    return task.ranks if layout.kind is Kind.THREADS else mesh_of(layout, ranks=task.ranks, problems=[]).replicas
+
+
+def _with_micro(task: Task, micro: int | None) -> Task:
+    name = "train.micro_batch_size"
+    if micro is None or name in task.settings:
+        return task
+    return replace(
+        task, settings={**task.settings, name: micro}, origins={**task.origins, name: "compare: the same for all"}
+    )
+
+
+def _measured(name: str, task: Task, answer: Answer, steps: int) -> Measured:
+    if answer.value is None:
+        refused = answer.exit_code == ExitCode.REFUSED
+        reason = str(answer.keys.get("what") or answer.screen or f"exit code {answer.exit_code}").splitlines()[0]
+        return Measured(name=name, ranks=task.ranks, verdict=_REFUSED if refused else _FAILED, reason=reason)
+    history = read_history(RunFolder(Path(task.run)))
+    ranks = answer.value["ranks"]
+
+    def middle(metric: str) -> float | None:
+        values = [value for step, value in history.points(metric) if _WARM < step <= steps]
+        return median(values) if values else None
+
+    return Measured(
+        name=name,
+        ranks=task.ranks,
+        step_seconds=middle("time/step"),
+        samples_per_second=middle("samples_per_second"),
+        tokens_per_second=middle("tokens_per_second"),
+        held=[rank["held"] for rank in ranks],
+        sent=[rank["sent"] for rank in ranks],
+        losses=history.points("loss"),
+        bubble=answer.value.get("bubble"),
+        schedule=answer.value.get("schedule", ""),
+        notes=() if all(rank["kept"] is not None for rank in ranks) else (_THREADS,),
+    )
+
+
+def _judged(found: list[Measured]) -> list[Measured]:
+    first = next((each for each in found if each.losses), None)
+    if first is None:
+        return found
+    losses = dict(first.losses)
+    return [
+        replace(each, verdict="reference" if each is first else _verdict(each, losses)) if each.losses else each
+        for each in found
+    ]
+
+
+def _verdict(each: Measured, first: dict[float, float]) -> str:
+    apart = max((abs(loss - first[step]) / max(abs(first[step]), 1e-30) for step, loss in each.losses if step in first))
+    return "bitwise" if apart == 0 else "rounding" if apart <= ROUNDING else "different"
+
+
+def _code(each: Measured) -> int:
+    codes = {"different": ExitCode.DIFFERENT, _REFUSED: ExitCode.DONE, _FAILED: ExitCode.FAILED}
+    return int(codes.get(each.verdict, ExitCode.DONE))
+
+
+def _as_json(each: Measured, task: Task) -> dict[str, Any]:
+    return {
+        "layout": each.name,
+        "ranks": each.ranks,
+        "run": task.run,
+        "verdict": each.verdict,
+        "reason": each.reason,
+        "step_seconds": each.step_seconds,
+        "samples_per_second": each.samples_per_second,
+        "tokens_per_second": each.tokens_per_second,
+        "peak_bytes": [dict(rank) for rank in each.held],
+        "sent_bytes": [dict(rank) for rank in each.sent],
+        "bubble": each.bubble,
+        "losses": [loss for _, loss in each.losses],
+    }
+
+
+def refuse_mixed(runs: Sequence[str], settings: Sequence[str]) -> None:
+    """Words that belong to the other half of `compare`.
+
+    Raises:
+        UsageError, LayoutError
+    """
+    if settings:
+        raise UsageError(f"compare of runs takes no settings, got {settings[0]}.", hint="compare JOB --layouts A B")
+    if len(runs) == 1 and runs[0].partition(":")[0].endswith(".py"):
+        raise LayoutError(
+            f"compare {runs[0]} says no layouts.", hint=f"paceline compare {runs[0]} --layouts single ddp"
+        )

@@ -1,0 +1,66 @@
+"""`compare JOB --layouts`: the same samples in each, what was measured is what is there."""
+
+import json
+
+from tests.conftest import Shop
+
+PARAMETERS = 6 * 16 + 16 + 2 * 16 + 16 * 4 + 4
+
+
+def test_layouts_side_by_side(shop: Shop) -> None:
+    done = shop.run(
+        "compare", "job.py", "--layouts", "single", "ddp", "threads", "--ranks", "2", "--steps", "4", "--json",
+        "--run-dir", "runs/three", "--job.norm", "true",
+    )  # fmt: skip
+    assert done.code == 0, done.text
+    found = {each["layout"]: each for each in done.json()["layouts"]}
+    assert list(found) == ["single", "ddp", "threads"]
+    assert [each["ranks"] for each in found.values()] == [1, 2, 2]
+    assert found["single"]["verdict"] == "reference"
+    assert {found["ddp"]["verdict"], found["threads"]["verdict"]} <= {"bitwise", "rounding"}
+    assert all(len(each["losses"]) == 5 for each in found.values())  # four that are timed, one that is looked into
+    single, ddp = found["single"]["peak_bytes"][0], found["ddp"]["peak_bytes"]
+    assert single["parameters"] == ddp[0]["parameters"] == ddp[1]["parameters"] == 4 * PARAMETERS
+    assert single["optimizer"] == 8 * PARAMETERS + 4 * 6
+    assert found["single"]["sent_bytes"] == [{}]
+    assert found["ddp"]["sent_bytes"][0]["all_reduce"] >= 4 * PARAMETERS  # and the joint vector, and statistics
+    plans = [json.loads((shop.path / each["run"] / "plan.json").read_text()) for each in found.values()]
+    assert {plan["micro_batch_size"] for plan in plans} == {6}
+    page = (shop.path / "compare.html").read_text()
+    assert "What each rank holds" in page and "replicas are threads" in page
+    assert not list((shop.path / "runs").glob("*/*/checkpoints/step-*"))
+
+
+def test_a_layout_that_fails_is_a_row(shop: Shop) -> None:
+    text = (shop.path / "job.py").read_text()
+    shop.write(
+        "job.py", text.replace("    time.sleep", "    1 / (os.environ.get('WORLD_SIZE') != '2')\n    time.sleep")
+    )
+    done = shop.run("compare", "job.py", "--layouts", "single", "ddp", "--ranks", "2", "--steps", "3")
+    assert done.code == 1, done.text
+    assert "ddp: division by zero" in done.text
+    assert [line.split()[:3] for line in done.text.splitlines() if line.startswith(("single ", "ddp "))] == [
+        ["single", "1", "reference"],
+        ["ddp", "2", "failed"],
+    ]
+
+
+def test_what_is_wrong_is_said_at_once(shop: Shop) -> None:
+    done = shop.run("compare", "job.py", "--layouts", "dddp", "single", "single", "--steps", "1", "--job.nope", "1")
+    assert done.code == 2
+    for said in ("'dddp'", "single twice", "--steps 1", "no parameter 'nope'"):
+        assert said in done.text, said
+    assert done.text.count("no parameter 'nope'") == 1
+    assert not (shop.path / "runs").exists()
+
+
+def test_a_dry_run_starts_nothing(shop: Shop) -> None:
+    done = shop.run("compare", "job.py", "--layouts", "single", "ddp", "--ranks", "2", "--dry-run", "--json")
+    assert done.code == 0 and [task["ranks"] for task in done.json()["layouts"]] == [1, 2]
+    assert not (shop.path / "runs").exists() and not (shop.path / "compare.html").exists()
+
+
+def test_words_of_the_other_half_are_refused(shop: Shop) -> None:
+    assert "--layouts" in shop.run("compare", "job.py").err
+    assert "takes no settings" in shop.run("compare", "a", "b", "--train.steps", "3").err
+    assert "one job" in shop.run("compare", "job.py", "job.py", "--layouts", "single", "ddp").err
