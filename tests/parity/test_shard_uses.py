@@ -18,11 +18,13 @@ from tests.parity.shard_bed import Gpt, run, worlds_of
 class Views(nn.Module):
     """Its blocks give views, which are written to; its output hides the tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(3))
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(blocks))
 
     def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
         for layer in self.layers:
             x = layer(x)
             x += 1.0
@@ -71,7 +73,7 @@ def _inputs(model: nn.Module) -> list[Tensor]:
 
 def _made(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    return Views() if kind == "views" else Gpt()
+    return Views({"views": 3, "hidden": 0}[kind]) if kind in ("views", "hidden") else Gpt()
 
 
 def use(kind: str, rank: int, size: int) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def use(kind: str, rank: int, size: int) -> dict[str, Any]:
     return {"losses": losses, "keys": list(model.state_dict()) == keys, "versions": same, "out": out}
 
 
-KINDS = ["gpt", "views", "compiled", "bf16"]
+KINDS = ["gpt", "views", "hidden", "compiled", "bf16"]
 
 
 @pytest.fixture(scope="module")
