@@ -326,7 +326,7 @@ def _plant(case: Case, sharded: Sharded, rank: int) -> None:
     """A mistake, where people make it."""
     reducer: Any = sharded.reducer
     if case.fault == "not spread":
-        sharded.spread._packings.clear()  # type: ignore[attr-defined]
+        getattr(sharded.spread, "_spread", sharded.spread)._packings.clear()
     if case.fault == "replicas not added":
         reducer._replicas = None
     if case.fault == "rows left out" and rank == 0:

@@ -83,11 +83,27 @@ def shard_fully(
             replicas=data.replicas,
             grid=grid,
         ),
-        spread=Spread(whole, cut=cut, world=data.shard),
+        spread=_Settle(model, Spread(whole, cut=cut, world=data.shard)),
         parts={n: base[n] if n in kept else cut[n].part(base[n], data.shard.rank) for n in now},
         locals={name: _local(p) for name, p in now.items()},
         data=data,
     )
+
+
+class _Settle:
+    """After an update: scalars reach every rank, and what is still gathered is freed, since it is old now.
+
+    Backward frees it; an evaluation, or a model whose output hides its tensors, leaves the model's own gathered.
+    """
+
+    def __init__(self, model: nn.Module, spread: Spread) -> None:
+        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._spread = spread
+
+    def __call__(self) -> None:
+        self._spread()
+        for module in self._sharded:
+            module.reshard()
 
 
 def _wrap(model: nn.Module, data: Data, asked: FullySharded, ignored: set[nn.Parameter]) -> None:

@@ -1,10 +1,12 @@
 """Packing: the rows of several parameters laid out for one reduce-scatter or all-gather.
 
-The buffer has one chunk for each place, all of one size; a place's chunk holds its rows of each member one after
-another. Places with fewer rows leave the end of their chunk unused.
+The buffer has one chunk for each place, all of one size. Members that are cut by rows begin at the same offset in every
+chunk, so that a whole tensor is copied in or out at once; a place with fewer rows leaves the end of its room unused.
+Members that have an owner follow, in that place's chunk alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -23,41 +25,64 @@ class Packing:
         self.members = list(members)
         self.cuts = [cut[member.name] for member in members]
         self.places = places
-        self._sizes = [[each.numel(place) for each in self.cuts] for place in range(places)]
-        self.chunk = max(sum(sizes) for sizes in self._sizes)
+        by_rows = [each.numel(0) if each.owner is None else 0 for each in self.cuts]
+        shared = list(accumulate(by_rows, initial=0))
+        ends = [shared[-1]] * places
+        self._offsets = shared[:-1]
+        for position, each in enumerate(self.cuts):
+            if each.owner is not None:
+                self._offsets[position] = ends[each.owner]
+                ends[each.owner] += each.numel(each.owner)
+        self.chunk = max(ends)
 
     def empty(self, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for all places."""
+        """A buffer for all places, of zeros."""
         return torch.zeros(self.places, self.chunk, dtype=dtype, device=device)
 
     def pieces(self, chunk: Tensor, *, place: int) -> list[Tensor]:
         """The flat views of a place's rows in its chunk, one a member."""
-        sizes = self._sizes[place]
-        return list(chunk.narrow(0, 0, sum(sizes)).split(sizes))
+        sizes = [each.numel(place) for each in self.cuts]
+        return [chunk.narrow(0, o if n else 0, n) for o, n in zip(self._offsets, sizes, strict=True)]
 
-    def targets(self, buffer: Tensor) -> list[list[Tensor]]:
-        """For each member the flat views of its rows, one a place."""
-        by_place = [self.pieces(buffer[place], place=place) for place in range(self.places)]
-        return [list(column) for column in zip(*by_place, strict=True)]
+    def pairs(self, position: int, buffer: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Views of the buffer and of a member's contiguous tensor that hold the same elements, in few pieces."""
+        cut, offset, flat = self.cuts[position], self._offsets[position], tensor.view(-1)
+        if cut.owner is not None:
+            return [(buffer[cut.owner].narrow(0, offset, flat.numel()), flat)] if flat.numel() else []
+        each = cut.numel(0)
+        full = flat.numel() // each if each else 0
+        found = [(buffer[:full, offset : offset + each], flat[: full * each].view(full, each))] if full else []
+        rest = flat[full * each :]
+        return [*found, (buffer[full].narrow(0, offset, rest.numel()), rest)] if rest.numel() else found
 
-    def rows(self, position: int, tensor: Tensor) -> list[Tensor]:
-        """The rows of a member's tensor, one view a place."""
-        return [self.cuts[position].rows(tensor, place) for place in range(self.places)]
+    def by_place(self, position: int, buffer: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same, flat and place by place; what is not contiguous is copied first."""
+        for place, cut in enumerate([self.cuts[position]] * self.places):
+            if cut.numel(place):
+                room = buffer[place].narrow(0, self._offsets[position], cut.numel(place))
+                yield room, cut.rows(tensor, place).reshape(-1)
 
     def put(self, chunk: Tensor, locals_: Sequence[Tensor], *, place: int) -> None:
         """Copy a place's own tensors into its chunk."""
         pairs = [(p, t) for p, t in zip(self.pieces(chunk, place=place), locals_, strict=True) if t.numel()]
         copy_all([piece.view(tensor.shape) for piece, tensor in pairs], [tensor for _, tensor in pairs])
 
-    def spread(self, buffer: Tensor, holders: Sequence[Tensor], *, without: int) -> None:
-        """Copy every other place's rows over the holders' own."""
-        targets, sources = [], []
-        for position, column in enumerate(self.targets(buffer)):
-            for place, rows in enumerate(self.rows(position, holders[position])):
-                if place != without and rows.numel():
-                    targets.append(rows)
-                    sources.append(column[place].view(rows.shape))
-        copy_all(targets, sources)
+    def spread(self, buffer: Tensor, holders: Sequence[Tensor]) -> None:
+        """Copy every place's rows over the holders' own."""
+        pairs = []
+        for position, holder in enumerate(holders):
+            if holder.is_contiguous():
+                pairs += self.pairs(position, buffer, holder)
+            else:
+                self._spread_strided(position, buffer, holder)
+        copy_all([target for _, target in pairs], [source for source, _ in pairs])
+
+    def _spread_strided(self, position: int, buffer: Tensor, holder: Tensor) -> None:
+        cut = self.cuts[position]
+        for place in range(self.places):
+            rows = cut.rows(holder, place)
+            if rows.numel():
+                rows.copy_(self.pieces(buffer[place], place=place)[position].view(rows.shape))
 
 
 def start_reduce_scatter(buffer: Tensor, *, out: Tensor, world: World) -> Callable[[], object]:

@@ -17,6 +17,7 @@ from paceline.place.packing import Packing, start_reduce_scatter
 from paceline.place.replicate import second_gradient
 from paceline.place.share import Cut, Share
 from paceline.place.units import Named, cut_units
+from paceline.torch_private import add_all, copy_all
 from paceline.world import World
 
 IN_FLIGHT = 2
@@ -31,29 +32,25 @@ class _Unit:
         self.ready = 0
         self.launched = False
         self.buffer: Tensor | None = None
-        self.targets: list[list[Tensor]] = []
         sizes = [cut.numel(place) for cut in packing.cuts]
         self.sums = torch.zeros(sum(sizes), dtype=dtype, device=device)
         self.parts = list(self.sums.split(sizes))
 
-    def open(self) -> None:
+    def open(self) -> Tensor:
         """Room for this microbatch's gradients."""
         if self.buffer is None:
             self.buffer = self.packing.empty(dtype=self.sums.dtype, device=self.sums.device)
-            self.targets = self.packing.targets(self.buffer)
+        return self.buffer
 
     def send(self, world: World, *, first: bool) -> Callable[[], None]:
         """Start to add over the world; call the answer to have the result in the sums."""
-        self.open()
-        buffer, self.buffer, self.targets = self.buffer, None, []
-        assert buffer is not None
+        buffer, self.buffer = self.open(), None
         out = torch.empty(self.packing.chunk, dtype=buffer.dtype, device=buffer.device)
         wait = start_reduce_scatter(buffer, out=out, world=world)
 
         def land() -> None:
             wait()
-            found = out[: self.sums.numel()]
-            self.sums.copy_(found) if first else self.sums.add_(found)
+            (copy_all if first else add_all)(self.parts, self.packing.pieces(out, place=self.place))
 
         return land
 
@@ -153,7 +150,7 @@ class ScatterReducer:
         self._touched = [False] * len(self._shares)
         self._sizes = Sizes(num_parameters=len(self._shares))
         for unit in self._units:
-            unit.buffer, unit.targets = None, []
+            unit.buffer = None
 
     def _hook(self, unit: _Unit, position: int, member: Named) -> Callable[[Tensor], None]:
         def take(parameter: Tensor) -> None:
@@ -173,19 +170,18 @@ class ScatterReducer:
         return take
 
     def _put(self, unit: _Unit, position: int, member: Named, gradient: Tensor) -> None:
-        exponent = None
+        exponent = None  # of floats
         if self._grid is not None:
             self._sizes.see(member.index, gradient)
             exponent = self._grid.exponents[member.index]
             if exponent is None:
                 return
-        unit.open()
-        rows = unit.packing.rows(position, gradient)
-        for target, row in zip(unit.targets[position], rows, strict=True):
-            if exponent is None:
-                target.view(row.shape).copy_(row)
-            else:
-                add_rounded(row.reshape(-1), to=target, exponent=exponent, first=True, scratch=self._scratch)
+        if exponent is None:
+            pairs = unit.packing.pairs(position, unit.open(), gradient.contiguous())
+            copy_all([target for target, _ in pairs], [rows for _, rows in pairs])
+            return
+        for target, rows in unit.packing.by_place(position, unit.open(), gradient):
+            add_rounded(rows, to=target, exponent=exponent, first=True, scratch=self._scratch)
 
     def _launch_next(self) -> None:
         unit = self._units[self._next]

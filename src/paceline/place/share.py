@@ -18,10 +18,14 @@ Rows = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How a parameter of this process's model is cut: for each place its rows `[start, stop)`."""
+    """How a parameter of this process's model is cut: for each place its rows `[start, stop)`.
+
+    `owner` is the place that has all of them, where it is not cut by rows.
+    """
 
     shape: tuple[int, ...]
     ranges: tuple[Rows, ...]
+    owner: int | None = None
 
     @property
     def row_numel(self) -> int:
@@ -77,7 +81,7 @@ def cuts(named: Sequence[Named], *, places: int, whole: Collection[str] = ()) ->
         shape = tuple(member.parameter.shape)
         rows = shape[0] if shape else 1
         ranges = tuple((0, rows) if place == owner else (0, 0) for place in range(places))
-        found[member.name] = Cut(shape=shape, ranges=ranges)
+        found[member.name] = Cut(shape=shape, ranges=ranges, owner=owner)
     return found
 
 

@@ -90,6 +90,6 @@ class Spread:
 
         def land() -> None:
             wait()
-            packing.spread(out, [share.holder.detach() for share in shares], without=place)
+            packing.spread(out, [share.holder.detach() for share in shares])
 
         return land
