@@ -16,6 +16,7 @@ from paceline.place.units import Named
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.step.update import Ema, Norm, Update
+from paceline.torch_private import JointScaler
 from paceline.train.fit import unfit_optimizers, unfit_schedules
 from paceline.train.options import Options, given_options
 from paceline.train.state import check_optimizers, make_optimizers
@@ -56,7 +57,7 @@ def make_update(
         named=placed.named,
         optimizers=optimizers,
         schedules=schedules,
-        scaler=torch.amp.GradScaler(world.device.type) if fp16 else None,
+        scaler=_scaler(placed, world) if fp16 else None,
         max_grad_norm=settings.train.max_grad_norm,
         check_finite=not fp16,
         skip_nonfinite=settings.train.on_nonfinite == "skip",
@@ -73,6 +74,14 @@ def lr_factor(rule: str, ratio: float) -> float:
     Linear: Goyal et al. 2017 (SGD). Square root: Krizhevsky 2014, Malladi et al. 2022 (Adam).
     """
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+
+
+def _scaler(placed: Placed, world: World) -> torch.amp.GradScaler:
+    """Where ranks hold parts, an overflow in one rank's is everybody's."""
+    device = world.device.type
+    if placed.kept.is_whole:
+        return torch.amp.GradScaler(device)
+    return JointScaler(device, join=lambda found: world.all_reduce(found, op="max"))
 
 
 def _averaged(placed: Placed) -> dict[str, Tensor]:
