@@ -5,7 +5,8 @@ Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torc
 BatchNorm, of all norms with running statistics, and of dropout; the data worker's note about itself; the default
 process group, set aside for a while; the number of the backward that a thread is in; what compiled modules are
 guarded by; how a loss scaler unscales gradients; the number of a storage, a tensor's class and a module's own dicts;
-what `Module.__call__` asks first (`_compiled_call_impl`, which `Module.compile` sets and copies leave out).
+what `Module.__call__` asks first (`_compiled_call_impl`, which `Module.compile` sets and copies leave out); a tensor without
+memory that stands for one cut over ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data._utils import worker as _data_worker
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "divide_all",
     "guard_hooks",
     "hide_worker",
+    "hollow_tensor",
     "in_backward",
     "intercept",
     "introduce_worker",
@@ -45,6 +48,8 @@ __all__ = [
     "registries",
     "stop_data_workers",
     "storage_key",
+    "tree_flatten",
+    "tree_unflatten",
     "version",
     "without_group",
     "written",
@@ -91,6 +96,13 @@ def in_backward() -> bool:
 def is_view(tensor: Tensor) -> bool:
     """Whether the tensor is a view that autograd knows as one."""
     return bool(tensor._is_view())
+
+
+def hollow_tensor(kind: type[Tensor], *, like: Tensor, shape: Sequence[int]) -> Any:
+    """A tensor of a subclass that says its shape, type and device and holds no memory."""
+    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        kind, torch.Size(shape), dtype=like.dtype, device=like.device, requires_grad=False
+    )
 
 
 def version(tensor: Tensor) -> int:

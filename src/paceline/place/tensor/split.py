@@ -1,0 +1,152 @@
+"""A tensor of which each rank holds a piece: it says the whole shape, and every torch function on it knows the cut.
+
+What is not known puts the whole together first: right, only slower, and noted. So a model's own forward, whatever it
+does, computes what it computes in one process.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from paceline.errors import LayoutError
+from paceline.place.tensor.cut import Cut, Misfit
+from paceline.place.tensor.wire import Wire, copy_in, gather, take_own
+from paceline.torch_private import hollow_tensor, tree_flatten, tree_unflatten
+
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+RULES: dict[str, Rule] = {}
+
+
+class Unknown(Exception):
+    """No rule keeps the cut here."""
+
+    def __init__(self, misfit: Misfit | None = None) -> None:
+        super().__init__()
+        self.misfit = misfit
+
+
+class Split(Tensor):
+    """This rank's piece `local` of a tensor of shape `whole`, cut as `cut`; `origins` are the parameters it is of."""
+
+    local: Tensor
+    cut: Cut
+    wire: Wire
+    origins: frozenset[str]
+    whole: tuple[int, ...]
+    joined: dict[tuple[bool, bool], Tensor]
+
+    @staticmethod
+    def of(
+        local: Tensor, cut: Cut, wire: Wire, *, shape: Iterable[int] | None = None, origins: Iterable[str] = ()
+    ) -> "Split":
+        """Say how a local tensor is cut; the whole shape follows from it."""
+        whole = [cut.size if d == cut.dim else n for d, n in enumerate(local.shape)]
+        assert shape is None or list(shape) == whole, (list(shape), whole)
+        made: Split = hollow_tensor(Split, like=local, shape=whole)
+        made.__dict__.update(local=local, cut=cut, wire=wire, origins=frozenset(origins), whole=tuple(whole), joined={})
+        return made
+
+    def gathered(self, *, partial: bool = False) -> Tensor:
+        """The whole tensor, put together once."""
+        key = (partial, self.local.requires_grad)
+        if key not in self.joined:
+            self.joined[key] = gather(self.local, self.cut, self.wire, partial=partial)
+        return self.joined[key]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Apply a torch function: by its rule, or on the whole."""
+        kwargs = kwargs or {}
+        name = name_of(func)
+        rule = RULES.get(name)
+        if rule is None:
+            return on_whole(func, args, kwargs, name=name)
+        try:
+            return rule(func, args, kwargs)
+        except Unknown as unknown:
+            return on_whole(func, args, kwargs, name=name, misfit=unknown.misfit)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Only code outside torch's own functions gets here."""
+        raise LayoutError(
+            f"{func} was called on a tensor of which each tensor-parallel rank holds a piece.",
+            cause="a custom autograd function or operator reads an activation that is cut over the ranks",
+            hint="keep the module around it whole: replicate=('its name',)",
+        )
+
+
+def name_of(func: Any) -> str:
+    """What a rule is found by: a function's or method's own name, or `.name` for an attribute."""
+    name: str = getattr(func, "__name__", str(func))
+    return f".{func.__self__.__name__}" if name == "__get__" else name
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Say which functions a rule is for."""
+
+    def add(made: Rule) -> Rule:
+        for name in names:
+            assert name not in RULES, name
+            RULES[name] = made
+        return made
+
+    return add
+
+
+def split_in(args: Any, kwargs: Any) -> list[Split]:
+    """Every cut tensor among the arguments, in lists too."""
+    return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Split)]
+
+
+def on_whole(func: Any, args: Any, kwargs: Any, *, name: str, misfit: Misfit | None = None) -> Any:
+    """Put together what is cut, and apply the function to that."""
+    splits = split_in(args, kwargs)
+    if _writes(name) and args and isinstance(args[0], Split):
+        raise LayoutError(
+            f"{name.strip('.')} writes in place into a tensor of which each tensor-parallel rank holds a piece.",
+            hint="keep the module that does it whole: replicate=('its name',)",
+        )
+    for split in splits:
+        heard(split, name, misfit)
+    leaves, shape = tree_flatten((args, kwargs))
+    args, kwargs = tree_unflatten([leaf.gathered() if isinstance(leaf, Split) else leaf for leaf in leaves], shape)
+    return func(*args, **kwargs)
+
+
+def heard(split: Split, name: str, misfit: Misfit | None = None) -> None:
+    """Tell that something whole is put together."""
+    listener = getattr(split.wire, "blocked", None)
+    if listener is not None:
+        listener(split.origins, name, misfit)
+    of = ", ".join(sorted(split.origins)[:2]) or "an activation"
+    split.wire.tell(f"{of} is put together for {name.strip('.')}: right, only slower")
+
+
+def _writes(name: str) -> bool:
+    return name in ("__setitem__", ".__set__") or (
+        name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    )
+
+
+def derived(splits: Iterable[Split]) -> tuple[Wire, frozenset[str]]:
+    """The wire, and every parameter that they are of."""
+    found = list(splits)
+    return found[0].wire, frozenset().union(*(split.origins for split in found))
+
+
+def operand(value: Any, *, of: Split, dim: int) -> Any:
+    """Another operand of cut work, aligned from the right: `dim` is negative and cut in `of`.
+
+    A whole operand that has the dimension gives its piece; one that has not is read by all.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, Split):
+        if value.cut.dim - len(value.whole) != dim or value.cut.sections != of.cut.sections:
+            raise Unknown
+        return value.local
+    if value.dim() >= -dim and value.shape[dim] == of.cut.size and of.cut.size > 1:
+        return take_own(value, of.cut.at(value.dim() + dim), of.wire)
+    return copy_in(value, of.wire)
