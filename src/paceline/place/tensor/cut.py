@@ -58,11 +58,11 @@ class Cut:
         return ends.index(start), ends.index(stop)
 
 
-def even_cut(size: int, *, ranks: int, sections: Sequence[int] = (), dim: int = 0) -> Cut:
-    """Each section cut as evenly as it goes; `sections` left out is one."""
+def even_cut(size: int, *, ranks: int, sections: Sequence[int] = (), dim: int = 0, unit: int = 1) -> Cut:
+    """Each section cut as evenly as it goes in multiples of `unit`; `sections` left out is one."""
     sizes = tuple(sections) or (size,)
     assert sum(sizes) == size
-    return Cut(dim=dim, sections=tuple(tuple(n * r // ranks for r in range(ranks + 1)) for n in sizes))
+    return Cut(dim=dim, sections=tuple(tuple(n // unit * r // ranks * unit for r in range(ranks + 1)) for n in sizes))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 from torch import Tensor, nn
@@ -34,8 +33,10 @@ class Role:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """Roles by pattern: `*` stands for anything within a name; an exact name wins over a pattern, a longer over a
-    shorter. What no pattern names stays whole. `source` says where the plan is from."""
+    """Roles by pattern: `*` is one name between dots, `**` any number of them; an exact name wins over a pattern.
+
+    What no pattern names stays whole. `source` says where the plan is from.
+    """
 
     roles: Mapping[str, Role]
     source: str = "given"
@@ -46,23 +47,25 @@ class TensorPlan:
         for target in (name, name.rpartition(".")[0]):
             found = [p for p in self.roles if p == target or fits(p, target)]
             if found:
-                return self.roles[max(found, key=lambda p: (p == target, "*" not in p, len(p)))]
+                return self.roles[max(found, key=lambda p: (p == target, p.count("**") == 0, len(p)))]
         return None
 
     def without(self, patterns: Sequence[str]) -> "TensorPlan":
         """The plan with what these patterns name (modules, or all below them) kept whole."""
-        kept = {p: r for p, r in self.roles.items()}
+        kept = dict(self.roles)
         for pattern in patterns:
-            kept[pattern] = Role(kind="whole")
+            kept[pattern] = kept[f"{pattern}.**"] = Role(kind="whole")
             for known in self.roles:
-                if known == pattern or fits(pattern, known) or fits(f"{pattern}.*", known):
+                if known == pattern or fits(pattern, known) or fits(f"{pattern}.**", known):
                     kept[known] = Role(kind="whole")
         return TensorPlan(roles=kept, source=self.source, notes=self.notes)
 
 
 def fits(pattern: str, name: str) -> bool:
-    """`*` within a pattern matches anything, dots too."""
-    return "*" in pattern and fnmatchcase(name, pattern.replace("[", "[[]"))
+    """Whether a pattern means a module or parameter of this name."""
+    words = {"**": ".*", "*": "[^.]*"}
+    parts = re.split(r"(\*\*|\*)", pattern)
+    return re.fullmatch("".join(words.get(p) or re.escape(p) for p in parts), name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +86,14 @@ def cuts_of(model: nn.Module, plan: TensorPlan, *, ranks: int) -> Cuts:
     problems: list[PacelineError] = []
     found: dict[str, Cut] = {}
     given: dict[int, tuple[str, Cut | None]] = {}
+    local = tuple(n for n, _ in model.named_modules() if (r := plan.roles.get(_pattern(plan, n))) and r.kind == "local")
     for name, parameter, owner in _parameters(model):
         role = plan.role_of(name)
         if role is None or role.kind == "local":
             continue
         try:
-            cut = _cut(name, parameter, owner, role, ranks)
+            is_local = any(name.startswith(f"{module}.") for module in local)
+            cut = _cut(name, parameter, owner, role, ranks, grouped=is_local)
             _agree(name, parameter, cut, role, given)
         except PacelineError as error:
             problems.append(error)
@@ -96,7 +101,6 @@ def cuts_of(model: nn.Module, plan: TensorPlan, *, ranks: int) -> Cuts:
         if cut is not None:
             found[name] = cut
     _follow_ties(model, found)
-    local = tuple(n for n, _ in model.named_modules() if (r := plan.roles.get(_pattern(plan, n))) and r.kind == "local")
     problems += [*_unused(model, plan), *_not_cut(model, local, found)]
     raise_all(problems)
     return Cuts(of=found, local=local)
@@ -132,7 +136,10 @@ def cut_dim(parameter: Tensor, owner: nn.Module, role: Role) -> int | None:
     return parameter.dim() - (2 if outputs else 1)
 
 
-def _cut(name: str, parameter: Tensor, owner: nn.Module, role: Role, ranks: int) -> Cut | None:
+def _cut(
+    name: str, parameter: Tensor, owner: nn.Module, role: Role, ranks: int, *, grouped: bool
+) -> Cut | None:
+    """`grouped`: in multiples of 16 bytes where it goes, which torch's grouped products ask for."""
     dim = cut_dim(parameter, owner, role)
     if dim is None:
         return None
@@ -155,7 +162,9 @@ def _cut(name: str, parameter: Tensor, owner: nn.Module, role: Role, ranks: int)
             f"{name}: {min(sections)} along dimension {dim} are too few for tp={ranks}.",
             hint=f"a smaller tp, or keep it whole: replicate=('{name.rpartition('.')[0]}',)",
         )
-    return even_cut(size, ranks=ranks, sections=sections, dim=dim)
+    unit = 16 // parameter.element_size() if grouped else 1
+    fits_unit = all(n % unit == 0 and n // unit >= ranks for n in sections)
+    return even_cut(size, ranks=ranks, sections=sections, dim=dim, unit=unit if fits_unit else 1)
 
 
 def _nearest(heads: int, ranks: int) -> int:
@@ -203,6 +212,6 @@ def _not_cut(model: nn.Module, local: Sequence[str], found: Mapping[str, Cut]) -
     return problems
 
 
-def common(names: Sequence[str]) -> str:
+def common(name: str) -> str:
     """The pattern of a name: its numbers as `*`."""
-    return ".".join("*" if re.fullmatch(r"\d+", part) else part for part in names)
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

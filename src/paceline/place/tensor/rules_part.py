@@ -18,7 +18,7 @@ def narrowed(x: Split, dim: int, start: int, stop: int, *, sections: tuple[int, 
     if found is None:
         parts = sections or tuple(n for n in (start, stop - start, x.cut.size - stop) if n)
         what = f"a slice [{start}:{stop}] of {x.cut.size}"
-        raise Unknown(Misfit(what=what, sections=parts if len(x.cut.sections) == 1 else ()))
+        raise Unknown(Misfit(what=what, sections=parts))
     first, last = found
     held = [fences[x.wire.rank + 1] - fences[x.wire.rank] for fences in x.cut.sections]
     cut = Cut(dim=dim, sections=x.cut.sections[first:last])

@@ -48,6 +48,9 @@ def viewed(x: Split, sizes: list[int], func: Any = torch.reshape) -> Split:
     cut = reshaped(x.cut, x.whole, sizes)
     if isinstance(cut, Misfit):
         raise Unknown(cut)
+    listener = getattr(x.wire, "read_as", None)
+    if listener is not None and cut.size != x.cut.size:
+        listener(x.origins, cut.size)
     local = [cut.held(x.wire.rank) if d == cut.dim else n for d, n in enumerate(sizes)]
     return like(x, func(x.local, local), cut)
 
