@@ -100,7 +100,7 @@ def is_view(tensor: Tensor) -> bool:
 
 def hollow_tensor(kind: type[Tensor], *, like: Tensor, shape: Sequence[int]) -> Any:
     """A tensor of a subclass that says its shape, type and device and holds no memory."""
-    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    return Tensor._make_wrapper_subclass(
         kind, torch.Size(shape), dtype=like.dtype, device=like.device, requires_grad=False
     )
 

@@ -11,7 +11,7 @@ from paceline.errors import LayoutError, PacelineError, raise_all
 from paceline.place.tensor.explore import Explorer, Found, forget_guesses, learn, splits_of
 from paceline.place.tensor.own_plan import own_plan
 from paceline.place.tensor.placed import split_over
-from paceline.place.tensor.plan import Role, TensorPlan, common, fits, is_turned
+from paceline.place.tensor.plan import Role, TensorPlan, common, first_number, fits, is_turned
 from paceline.place.tensor.split import Split
 from paceline.place.tensor.trial import ThreadWire, together
 from paceline.streams import preserved
@@ -45,7 +45,11 @@ def derive_plan(model: nn.Module, *, run: Run, ranks: int, replicate: Sequence[s
             cause="it cuts pairs of products with elementwise work or attention between them; convolutions stay whole",
             hint="--layout fsdp or ddp",
         )
-    notes = [f"{n} stays whole: {f.why}" for n, f in _by_pattern(found).items() if f.kind == "whole" and f.why and f.why != IN_LOCAL]
+    notes = [
+        f"{n} stays whole: {f.why}"
+        for n, f in _by_pattern(found).items()
+        if f.kind == "whole" and f.why and f.why != IN_LOCAL
+    ]
     return TensorPlan(roles=roles, source="derived", notes=tuple(notes))
 
 
@@ -111,7 +115,9 @@ def _refuse_heads(model: nn.Module, found: dict[str, Found], ranks: int) -> None
             continue
         module = name.rpartition(".")[0]
         parent = module.rpartition(".")[0]
-        beside = [n for n, f in found.items() if n.rpartition(".")[0].rpartition(".")[0] == parent and f.dim is not None]
+        beside = [
+            n for n, f in found.items() if n.rpartition(".")[0].rpartition(".")[0] == parent and f.dim is not None
+        ]
         if not beside:
             nearest = next(n for n in range(ranks, 0, -1) if known.heads % n == 0)
             problems[common(module)] = LayoutError(
@@ -132,7 +138,9 @@ def _roles(model: nn.Module, found: dict[str, Found], heads: dict[str, int]) -> 
             if known is not None and known.dim is not None and own != "bias":
                 exact[name] = Role(kind="column", sections=_sections(known, parameter))
             continue
-        exact[key] = None if known is None or known.dim is None else _role(known, parameter, owners[path], heads.get(name))
+        exact[key] = (
+            None if known is None or known.dim is None else _role(known, parameter, owners[path], heads.get(name))
+        )
     return _compressed(exact)
 
 
@@ -156,13 +164,16 @@ def _role(known: Found, parameter: Tensor, owner: nn.Module, heads: int | None) 
 
 
 def _compressed(exact: dict[str, Role | None]) -> dict[str, Role]:
+    """All numbers as `*` where every name so meant has one role, else the first alone, else the name itself."""
     groups: dict[str, set[Role | None]] = {}
     for name, role in exact.items():
-        groups.setdefault(common(name), set()).add(role)
+        for pattern in (common(name), first_number(name)):
+            groups.setdefault(pattern, set()).add(role)
     found: dict[str, Role] = {}
     for name, role in exact.items():
         if role is not None:
-            found[common(name) if len(groups[common(name)]) == 1 else name] = role
+            patterns = (common(name), first_number(name))
+            found[next((p for p in patterns if len(groups[p]) == 1), name)] = role
     return found
 
 
@@ -173,7 +184,9 @@ def _by_pattern(found: dict[str, Found]) -> dict[str, Found]:
 def _linears(model: nn.Module) -> str:
     kinds = [type(m).__name__ for m in model.modules()]
     convolutions = sum("Conv" in kind and kind != "Conv1D" for kind in kinds)
-    return f"{sum(kind == 'Linear' for kind in kinds)} linear layers and {convolutions} convolutions, none in such a pair."
+    return (
+        f"{sum(kind == 'Linear' for kind in kinds)} linear layers and {convolutions} convolutions, none in such a pair."
+    )
 
 
 def check_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int, sequence: bool = False) -> float:

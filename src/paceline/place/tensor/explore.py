@@ -7,6 +7,7 @@ is tried again as the fused projection that it turned out to be.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +18,12 @@ from paceline.place.tensor.split import Split, name_of
 from paceline.place.tensor.wire import piece
 
 LOSSES = ("cross_entropy", "nll_loss", "argmax")
-PRODUCTS = {"linear": (0, 1, 2), "addmm": (1, 2, 0), "matmul": (0, 1, None), "__matmul__": (0, 1, None)}
+PRODUCTS = {  # the names of the factor, the weight and the bias
+    "linear": ("input", "weight", "bias"),
+    "addmm": ("bias", "input", "weight"),
+    "matmul": ("input", "weight"),
+    "__matmul__": ("input", "weight"),
+}
 
 
 @dataclass(kw_only=True)
@@ -34,7 +40,7 @@ class Found:
     def sections(self, size: int) -> tuple[int, ...]:
         """The sizes between the borders."""
         ends = [0, *sorted(b for b in self.borders if 0 < b < size), size]
-        return tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
+        return tuple(b - a for a, b in pairwise(ends))
 
 
 @dataclass(kw_only=True)
@@ -96,7 +102,9 @@ class Explorer(TorchFunctionMode):
         """Decide, show, go on."""
         name = name_of(func)
         if name in PRODUCTS:
-            self._product(args, kwargs or {}, PRODUCTS[name], turned=name != "linear")
+            self._product(
+                dict(zip(PRODUCTS[name], (*args, *(kwargs or {}).values()), strict=False)), turned=name != "linear"
+            )
         if name == "embedding" and self._name(args[1]):
             self.embeddings[self._names[id(args[1])]] = len(args[1])
         if name in LOSSES and args and isinstance(args[0], Split):
@@ -111,23 +119,21 @@ class Explorer(TorchFunctionMode):
     def _name(self, value: Any) -> str | None:
         return self._names.get(id(value)) if isinstance(value, nn.Parameter) else None
 
-    def _product(self, args: Any, kwargs: Any, places: tuple[int, int, int | None], *, turned: bool) -> None:
-        values = [*args, *kwargs.values()]
-        x, weight = values[places[0]], values[places[1]]
-        bias = values[places[2]] if places[2] is not None and len(values) > places[2] else None
+    def _product(self, given: dict[str, Any], *, turned: bool) -> None:
+        x, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
         name = self._name(weight)
-        if name is None or weight.dim() != 2 or self._name(x) is not None:
+        if name is None or weight is None or weight.dim() != 2 or self._name(x) is not None:
             return
-        is_row = isinstance(x, Split) and x.cut.dim == len(x.whole) - 1
-        if is_row:
+        row = _cut_of_row(x)
+        if row is not None and isinstance(x, Split):
             self.reached(x, "row")
         known = self._found.get(name)
         if known is not None and known.kind:
             return
         found = self._found.setdefault(name, Found())
-        if is_row:
+        if row is not None:
             found.kind, found.dim = "row", 0 if turned else 1
-            found.borders = _borders(x.cut)
+            found.borders = _borders(row)
             found.bias = None
         elif weight.shape[1 if turned else 0] >= self._ranks and weight.is_floating_point():
             found.kind, found.dim = "column", 1 if turned else 0
@@ -153,6 +159,10 @@ class Explorer(TorchFunctionMode):
         return self._shown[name]
 
 
+def _cut_of_row(x: Any) -> Cut | None:
+    return x.cut if isinstance(x, Split) and x.cut.dim == len(x.whole) - 1 else None
+
+
 def _borders(cut: Cut) -> frozenset[int]:
     ends, at = set(), 0
     for fences in cut.sections:
@@ -172,7 +182,8 @@ def learn(explorer: Explorer, found: dict[str, Found]) -> bool:
         for origin in sorted(origins)
         if found[origin].kind == "column"
     ]
-    if any([_refine(known, misfit) for known, _, misfit in blocked]):
+    refined = [_refine(known, misfit) for known, _, misfit in blocked]
+    if any(refined):
         return True
     for known, what, misfit in blocked:
         if known.kind == "column":

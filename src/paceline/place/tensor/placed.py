@@ -169,7 +169,7 @@ def _run_locally(module: nn.Module, wire: Wire) -> list[Any]:
     """The module's own forward on its pieces: inputs are read by cut work, outputs are summed."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _mapped((args, kwargs), lambda x: copy_in(_whole(x), wire))
+        return _mapped((args, kwargs), lambda x: _read(x, wire))
 
     def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return _mapped(output, lambda x: reduce_out(x, wire) if x.is_floating_point() else x)
@@ -180,8 +180,8 @@ def _run_locally(module: nn.Module, wire: Wire) -> list[Any]:
     ]
 
 
-def _whole(x: Tensor) -> Tensor:
-    return x.gathered(partial=True) if isinstance(x, Split) else x
+def _read(x: Tensor, wire: Wire) -> Tensor:
+    return x.gathered(partial=True) if isinstance(x, Split) else copy_in(x, wire)
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -136,9 +136,7 @@ def cut_dim(parameter: Tensor, owner: nn.Module, role: Role) -> int | None:
     return parameter.dim() - (2 if outputs else 1)
 
 
-def _cut(
-    name: str, parameter: Tensor, owner: nn.Module, role: Role, ranks: int, *, grouped: bool
-) -> Cut | None:
+def _cut(name: str, parameter: Tensor, owner: nn.Module, role: Role, ranks: int, *, grouped: bool) -> Cut | None:
     """`grouped`: in multiples of 16 bytes where it goes, which torch's grouped products ask for."""
     dim = cut_dim(parameter, owner, role)
     if dim is None:
@@ -215,3 +213,10 @@ def _not_cut(model: nn.Module, local: Sequence[str], found: Mapping[str, Cut]) -
 def common(name: str) -> str:
     """The pattern of a name: its numbers as `*`."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def first_number(name: str) -> str:
+    """The pattern of a name: its first number, a block's, as `*`."""
+    parts = name.split(".")
+    at = next((n for n, part in enumerate(parts) if part.isdigit()), None)
+    return name if at is None else ".".join([*parts[:at], "*", *parts[at + 1 :]])

@@ -121,7 +121,8 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
 def own_draws(local: Tensor, p: float, cut: Cut, wire: Wire) -> Tensor:
     """A dropout mask for the whole, drawn in the order in which the whole tensor's memory lies; this rank's piece."""
     shape = [cut.size if d == cut.dim else n for d, n in enumerate(local.shape)]
-    order = sorted(range(local.dim()), key=lambda d: (-local.stride(d), d)) if not local.is_contiguous() else None
+    strides = local.stride()
+    order = sorted(range(local.dim()), key=lambda d: (-strides[d], d)) if not local.is_contiguous() else None
     with torch.no_grad():
         if order is None:
             ones = torch.ones(shape, dtype=local.dtype, device=local.device)

@@ -46,8 +46,9 @@ def own_piece(x: Any, cut: Cut, dim: int, wire: Wire) -> Tensor:
 
 @rule("linear")
 def _linear(func: Any, args: Any, kwargs: Any) -> Any:
-    x, weight, bias = (*args, *kwargs.values(), None)[:3]
-    wire, origins = derived(t for t in (x, weight, bias) if isinstance(t, Split))
+    given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
+    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    wire, _ = derived(t for t in (x, weight, bias) if isinstance(t, Split))
     if isinstance(weight, Split) and weight.cut.dim == 0:
         own = None if bias is None else own_piece(bias, weight.cut, -1, wire)
         made = F.linear(read_whole(x, wire), weight.local, own)
@@ -157,7 +158,7 @@ def _check_ids(ids: Tensor, size: int) -> None:
 def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    q, k, v, mask = (given.get(name) for name in names[:4])
+    q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
     if not isinstance(q, Split) or len(q.whole) - q.cut.dim < 3:
         raise Unknown
     groups = given.get("enable_gqa", False) and q.whole[-3] != k.shape[-3]

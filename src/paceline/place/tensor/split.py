@@ -68,7 +68,7 @@ class Split(Tensor):
             return on_whole(func, args, kwargs, name=name, misfit=unknown.misfit)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Only code outside torch's own functions gets here."""
         raise LayoutError(
             f"{func} was called on a tensor of which each tensor-parallel rank holds a piece.",
