@@ -137,10 +137,14 @@ def ids() -> Tensor:
     return torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(3))
 
 
-def text_run(model: nn.Module) -> Any:
+def text_labels() -> Tensor:
     labels = ids()
     labels[0, :3] = -100
-    return model(input_ids=ids(), labels=labels)
+    return labels
+
+
+def text_run(model: nn.Module) -> Any:
+    return model(input_ids=ids(), labels=text_labels())
 
 
 def image_run(model: nn.Module) -> Any:

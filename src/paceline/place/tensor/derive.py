@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from paceline.place.tensor.explore import Explorer, Found, forget_guesses, learn
 from paceline.place.tensor.own_plan import own_plan
 from paceline.place.tensor.placed import split_over
 from paceline.place.tensor.plan import Role, TensorPlan, common, first_number, fits, is_turned
+from paceline.place.tensor.plan_file import read_plan
 from paceline.place.tensor.split import Split
 from paceline.place.tensor.trial import ThreadWire, together
 from paceline.streams import preserved
@@ -19,6 +21,32 @@ from paceline.streams import preserved
 Run = Callable[[nn.Module], Any]
 IN_LOCAL = "its module runs on pieces"
 LARGE = 1000  # rows from which an embedding without a head is a vocabulary
+
+
+def choose_plan(
+    model: nn.Module,
+    *,
+    ranks: int,
+    run: Run | None = None,
+    file: Path | None = None,
+    replicate: Sequence[str] = (),
+) -> TensorPlan:
+    """The user's file, else derived from a run, else the model's own.
+
+    Raises:
+        LayoutError: there is none of them, or what `derive_plan` raises. UsageError: what `read_plan` raises.
+    """
+    if file is not None:
+        return read_plan(file).without(replicate)
+    if run is not None:
+        return derive_plan(model, run=run, ranks=ranks, replicate=replicate)
+    own = own_plan(model, ranks=ranks)
+    if own is None:
+        raise LayoutError(
+            f"{type(model).__name__} brings no tensor plan, and there is no batch to derive one from.",
+            hint="give a plan file: see docs/tensor.md",
+        )
+    return own.without(replicate)
 
 
 def derive_plan(model: nn.Module, *, run: Run, ranks: int, replicate: Sequence[str] = ()) -> TensorPlan:

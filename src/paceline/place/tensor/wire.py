@@ -74,7 +74,7 @@ class WorldWire:
         rows = tensor.movedim(cut.dim, 0).contiguous()
         own = rows.new_empty((sizes.pop(), *rows.shape[1:]))
         dist.reduce_scatter_tensor(own, rows, group=self._world.group)
-        return own.movedim(0, cut.dim)
+        return own.movedim(0, cut.dim).contiguous()
 
     def tell(self, what: str) -> None:
         """Kept for the notes."""
