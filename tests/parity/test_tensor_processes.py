@@ -114,7 +114,9 @@ print("equal")
 def together(tmp_path: Path, text: str, *, ranks: int, timeout: float = 120) -> str:
     environ = {**Shop.environ({"OMP_NUM_THREADS": "1"}), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-c", START.format(root=str(ROOT), ranks=ranks) + text]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=timeout, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip().splitlines()[-1]
 
@@ -128,7 +130,7 @@ def test_two_processes_with_dropout_equal_one(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_four_processes_with_dropout_equal_one(tmp_path: Path) -> None:
-    assert ": {\"" not in together(tmp_path, EQUAL, ranks=4, timeout=300)
+    assert ': {"' not in together(tmp_path, EQUAL, ranks=4, timeout=300)
 
 
 def test_sharded_on_a_second_axis(tmp_path: Path) -> None:

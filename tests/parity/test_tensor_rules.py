@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.place.tensor import placed  # which makes every rule known
 from paceline.place.tensor.cut import even_cut
 from paceline.place.tensor.rules_math import own_draws
 from paceline.place.tensor.split import RULES, Split
 from paceline.place.tensor.trial import ThreadWire, together
 from paceline.place.tensor.wire import take_own
 
+assert placed
 CLASSES, ROWS = 11, 6
 TARGET = torch.tensor([0, 10, -100, 5, 6, 3])
 WEIGHT = torch.linspace(0.5, 1.5, CLASSES, dtype=torch.float64)
@@ -23,7 +25,9 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def compare(work: Callable[[Any], Any], x: Tensor, *, dim: int, ranks: int = 3, sections: tuple[int, ...] = ()) -> list[dict[str, None]]:
+def compare(
+    work: Callable[[Any], Any], x: Tensor, *, dim: int, ranks: int = 3, sections: tuple[int, ...] = ()
+) -> list[dict[str, None]]:
     """`work` on the whole and on its pieces; the notes of each rank."""
     whole = x.clone().requires_grad_(x.is_floating_point())
     expected = work(whole)
@@ -54,9 +58,15 @@ LOSSES: dict[str, Callable[[Any], Any]] = {
     "both": lambda x: F.cross_entropy(x, TARGET, weight=WEIGHT, label_smoothing=0.2),
     "another ignored": lambda x: F.cross_entropy(x, TARGET.clamp(min=0), ignore_index=5),
     "shares": lambda x: F.cross_entropy(x, random(ROWS, CLASSES).softmax(1)),
-    "shares smoothed": lambda x: F.cross_entropy(x, random(ROWS, CLASSES).softmax(1), weight=WEIGHT, label_smoothing=0.1),
+    "shares smoothed": lambda x: F.cross_entropy(
+        x, random(ROWS, CLASSES).softmax(1), weight=WEIGHT, label_smoothing=0.1
+    ),
     "in two steps": lambda x: F.nll_loss(F.log_softmax(x, dim=-1), TARGET),
-    "module": lambda x: torch.nn.CrossEntropyLoss()(x.view(-1, CLASSES).float().double(), TARGET) if False else torch.nn.CrossEntropyLoss()(x.view(-1, CLASSES), TARGET),
+    "module": lambda x: (
+        torch.nn.CrossEntropyLoss()(x.view(-1, CLASSES).float().double(), TARGET)
+        if False
+        else torch.nn.CrossEntropyLoss()(x.view(-1, CLASSES), TARGET)
+    ),
     "by hand": lambda x: -(x.log_softmax(-1) * WEIGHT).sum(-1).mean(),
     "softmax": lambda x: torch.softmax(x, dim=-1),
     "probabilities": lambda x: x.softmax(-1).sum(-1),

@@ -82,7 +82,10 @@ def derive_plan(model: nn.Module, *, run: Run, ranks: int, replicate: Sequence[s
 
 
 def _own_local(model: nn.Module, ranks: int) -> dict[str, Role]:
-    own = own_plan(model, ranks=ranks)
+    try:
+        own = own_plan(model, ranks=ranks)
+    except LayoutError:  # a style that is not known here: what it is for can be derived
+        return {}
     if own is None:
         return {}
     local = [p for p, r in own.roles.items() if r.kind == "local"]

@@ -17,6 +17,7 @@ from paceline.place.tensor.cut import Cut, Misfit, even_cut
 from paceline.place.tensor.split import Split, name_of
 from paceline.place.tensor.wire import piece
 
+TURNS = (".T", ".mT", "t")
 LOSSES = ("cross_entropy", "nll_loss", "argmax")
 PRODUCTS = {  # the names of the factor, the weight and the bias
     "linear": ("input", "weight", "bias"),
@@ -32,6 +33,7 @@ class Found:
 
     dim: int | None = None
     kind: str = ""
+    size: int = 0
     borders: frozenset[int] = frozenset()
     heads: int | None = None
     why: str = ""
@@ -97,6 +99,7 @@ class Explorer(TorchFunctionMode):
         self.consumed: dict[str, set[str]] = {}
         self._names, self._found, self._ranks = names, found, ranks
         self._shown: dict[str, Split] = {}
+        self._turned: dict[int, tuple[Tensor, nn.Parameter]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Decide, show, go on."""
@@ -105,6 +108,10 @@ class Explorer(TorchFunctionMode):
             self._product(
                 dict(zip(PRODUCTS[name], (*args, *(kwargs or {}).values()), strict=False)), turned=name != "linear"
             )
+        if name in TURNS and self._name(args[0]) and args[0].dim() == 2:
+            made = func(*args, **(kwargs or {}))
+            self._turned[id(made)] = (made, args[0])
+            return made
         if name == "embedding" and self._name(args[1]):
             self.embeddings[self._names[id(args[1])]] = len(args[1])
         if name in LOSSES and args and isinstance(args[0], Split):
@@ -121,10 +128,12 @@ class Explorer(TorchFunctionMode):
 
     def _product(self, given: dict[str, Any], *, turned: bool) -> None:
         x, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
+        if id(weight) in self._turned:
+            weight, turned = self._turned[id(weight)][1], not turned
         name = self._name(weight)
         if name is None or weight is None or weight.dim() != 2 or self._name(x) is not None:
             return
-        row = _cut_of_row(x)
+        row = None if name in self.embeddings else _cut_of_row(x)
         if row is not None and isinstance(x, Split):
             self.reached(x, "row")
         known = self._found.get(name)
@@ -137,6 +146,7 @@ class Explorer(TorchFunctionMode):
             found.bias = None
         elif weight.shape[1 if turned else 0] >= self._ranks and weight.is_floating_point():
             found.kind, found.dim = "column", 1 if turned else 0
+            found.size = weight.shape[found.dim]
             self._of_bias(found, bias)
         else:
             found.kind, found.why = "whole", "smaller than the number of ranks"
@@ -147,6 +157,9 @@ class Explorer(TorchFunctionMode):
             self._found[found.bias] = Found(kind="column", dim=0, borders=found.borders)
 
     def _show(self, value: Any) -> Any:
+        if id(value) in self._turned:
+            shown = self._show(self._turned[id(value)][1])
+            return shown.t() if isinstance(shown, Split) else value
         name = self._name(value)
         found = self._found.get(name) if name is not None else None
         if name is None or found is None or found.dim is None:
@@ -196,9 +209,10 @@ def learn(explorer: Explorer, found: dict[str, Found]) -> bool:
 def _refine(known: Found, misfit: Misfit | None) -> bool:
     if misfit is None or not misfit.sections:
         return False
+    each = known.size // sum(misfit.sections)  # rows of the weight to one of what was sliced, as a head has them
     ends, at = set(known.borders), 0
     for size in misfit.sections[:-1]:
-        at += size
+        at += size * each
         ends.add(at)
     if frozenset(ends) == known.borders or len(ends) >= 8:
         return False

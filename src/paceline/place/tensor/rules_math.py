@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.place.tensor.cut import Cut
 from paceline.place.tensor.rules_shape import like, need, positive
-from paceline.place.tensor.split import Split, Unknown, derived, on_whole, operand, rule
+from paceline.place.tensor.split import Split, Unknown, derived, listens, on_whole, operand, rule
 from paceline.place.tensor.wire import Wire, copy_in, piece, reduce_out
 
 BINARY = "add sub mul div true_divide floor_divide remainder fmod pow rsub maximum minimum atan2 eq ne lt le gt ge"
@@ -36,7 +36,7 @@ def elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     return Split.of(made, first.cut.at(made.dim() + dim), wire, origins=origins)
 
 
-IN_PLACE = "add sub mul div pow clamp masked_fill relu silu neg exp tanh sigmoid zero fill copy clamp_min clamp_max"
+IN_PLACE = "add sub mul div pow clamp masked_fill relu neg exp tanh sigmoid zero fill copy clamp_min clamp_max"
 IN_PLACE_DUNDER = "iadd isub imul itruediv"
 
 
@@ -83,8 +83,8 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _over_the_cut(func: Any, x: Split, args: Any, kwargs: Any) -> Any:
     """Sums are added over the ranks; a mean is a sum, divided."""
-    if func.__name__ not in ("sum", "mean") or not x.local.is_floating_point():
-        raise Unknown
+    if func.__name__ not in ("sum", "mean") or not x.local.is_floating_point() or listens(x):
+        raise Unknown  # a plan does not cut what the next norm sums over
     partial = torch.sum(x.local, *args[1:], **kwargs)
     total = reduce_out(partial, x.wire)
     if func.__name__ == "sum":

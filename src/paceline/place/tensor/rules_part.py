@@ -63,7 +63,8 @@ def _select(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _selected(x: Split, dim: int, index: int) -> Split:
     if dim == x.cut.dim:
-        raise Unknown
+        parts = (1,) * x.cut.size if x.cut.size <= 4 else ()
+        raise Unknown(Misfit(what=f"one of {x.cut.size} taken from the cut dimension", sections=parts))
     return like(x, x.local.select(dim, index), x.cut.at(x.cut.dim - (dim < x.cut.dim)))
 
 
@@ -149,7 +150,7 @@ def _says(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @rule(".dtype", ".device", ".requires_grad", ".is_cuda", ".grad_fn", ".is_leaf", ".layout", ".is_meta", ".is_sparse",
-      ".is_quantized", ".is_cpu", ".is_mps", ".is_nested", ".names", "is_floating_point", "is_complex", "get_device",
+      ".is_quantized", ".is_cpu", ".is_mps", ".is_nested", "is_floating_point", "is_complex", "get_device",
       "element_size", "is_contiguous", "stride", "register_hook", "retain_grad", "new_zeros", "new_ones", "new_empty",
       "new_full", "new_tensor", "is_inference", "storage_offset", "is_pinned")  # fmt: skip
 def _of_local(func: Any, args: Any, kwargs: Any) -> Any:

@@ -205,3 +205,14 @@ def _dropped(q: Split, k: Tensor, v: Tensor, p: float, given: dict[str, Any]) ->
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     shares = torch.softmax(scores, -1).contiguous()
     return shares * own_draws(shares, p, q.cut, q.wire) @ v
+
+
+@rule("baddbmm")
+def _baddbmm(func: Any, args: Any, kwargs: Any) -> Any:
+    """Batches cut alike in all three."""
+    first = next((t for t in args[1:3] if isinstance(t, Split)), None)
+    if first is None or len(args) > 3 or _at(first) != -3:
+        raise Unknown
+    wire, origins = derived(t for t in args if isinstance(t, Split))
+    own = [operand(t, of=first, dim=-3) for t in args]
+    return Split.of(torch.baddbmm(*own, **kwargs), first.cut, wire, origins=origins)

@@ -162,7 +162,7 @@ def _repeat_interleave(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @rule("contiguous", "clone", "detach", "to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda",
-      "zeros_like", "ones_like", "full_like", "requires_grad_", "alias", ".data")  # fmt: skip
+      "zeros_like", "ones_like", "full_like", "requires_grad_", ".data")  # fmt: skip
 def _same(func: Any, args: Any, kwargs: Any) -> Any:
     x = need(args[0])
     rest = [a.local if isinstance(a, Split) else a for a in args[1:]]

@@ -4,10 +4,13 @@ What is not known puts the whole together first: right, only slower, and noted. 
 does, computes what it computes in one process.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from paceline.errors import LayoutError
 from paceline.place.tensor.cut import Cut, Misfit
@@ -59,6 +62,8 @@ class Split(Tensor):
         """Apply a torch function: by its rule, or on the whole."""
         kwargs = kwargs or {}
         name = name_of(func)
+        if not torch.is_grad_enabled() and not name.startswith("."):
+            _refuse_own_autograd(args, kwargs)
         rule = RULES.get(name)
         if rule is None:
             return on_whole(func, args, kwargs, name=name)
@@ -103,7 +108,7 @@ def split_in(args: Any, kwargs: Any) -> list[Split]:
 def on_whole(func: Any, args: Any, kwargs: Any, *, name: str, misfit: Misfit | None = None) -> Any:
     """Put together what is cut, and apply the function to that."""
     splits = split_in(args, kwargs)
-    if _writes(name) and args and isinstance(args[0], Split):
+    if _writes(name) and args and isinstance(args[0], Split) and not listens(splits[0]):
         raise LayoutError(
             f"{name.strip('.')} writes in place into a tensor of which each tensor-parallel rank holds a piece.",
             hint="keep the module that does it whole: replicate=('its name',)",
@@ -113,6 +118,33 @@ def on_whole(func: Any, args: Any, kwargs: Any, *, name: str, misfit: Misfit | N
     leaves, shape = tree_flatten((args, kwargs))
     args, kwargs = tree_unflatten([leaf.gathered() if isinstance(leaf, Split) else leaf for leaf in leaves], shape)
     return func(*args, **kwargs)
+
+
+def listens(split: Split) -> bool:
+    """Whether the plan is still being looked for."""
+    return hasattr(split.wire, "blocked")
+
+
+def _refuse_own_autograd(args: Any, kwargs: Any) -> None:
+    """A custom autograd function takes its inputs' gradients to where the hollow tensor has none: silently wrong."""
+    frame = sys._getframe(2)
+    for _ in range(6):
+        if frame is None:
+            return
+        if isinstance(frame.f_locals.get("ctx"), FunctionCtx):
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    else:
+        return
+    name = type(frame.f_locals["ctx"]).__name__.removesuffix("Backward")
+    for split in split_in(args, kwargs):
+        if not listens(split):
+            raise LayoutError(
+                f"{name} is an autograd function of its own, which reads a tensor of which each tensor-parallel rank "
+                f"holds a piece ({', '.join(sorted(split.origins)[:2])}).",
+                hint="keep the modules whose outputs it reads whole: replicate=('name',)",
+            )
+        heard(split, f"{name}, an autograd function of its own")
 
 
 def heard(split: Split, name: str, misfit: Misfit | None = None) -> None:
