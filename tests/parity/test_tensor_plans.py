@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError, PacelineError, Problems, UsageError
-from paceline.place.tensor import placed as placing
 from paceline.place.tensor import rules_math, rules_product, rules_shape
 from paceline.place.tensor.cut import Cut, even_cut, reshaped
 from paceline.place.tensor.derive import check_plan, choose_plan, derive_plan

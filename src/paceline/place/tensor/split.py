@@ -6,11 +6,12 @@ does, computes what it computes in one process.
 
 import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.autograd import function as autograd_function
 
 from paceline.errors import LayoutError
 from paceline.place.tensor.cut import Cut, Misfit
@@ -19,6 +20,7 @@ from paceline.torch_private import hollow_tensor, tree_flatten, tree_unflatten
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[str, Rule] = {}
+AUTOGRAD = autograd_function.__file__
 
 
 class Unknown(Exception):
@@ -63,7 +65,7 @@ class Split(Tensor):
         kwargs = kwargs or {}
         name = name_of(func)
         if not torch.is_grad_enabled() and not name.startswith("."):
-            _refuse_own_autograd(args, kwargs)
+            _refuse_own_autograd()
         rule = RULES.get(name)
         if rule is None:
             return on_whole(func, args, kwargs, name=name)
@@ -125,19 +127,10 @@ def listens(split: Split) -> bool:
     return hasattr(split.wire, "blocked")
 
 
-def _refuse_own_autograd(args: Any, kwargs: Any) -> None:
-    """A custom autograd function takes its inputs' gradients to where the hollow tensor has none: silently wrong."""
-    frame = sys._getframe(2)
-    for _ in range(6):
-        if frame is None:
-            return
-        if isinstance(frame.f_locals.get("ctx"), FunctionCtx):
-            break
-        frame = frame.f_back  # type: ignore[assignment]
-    else:
-        return
-    name = type(frame.f_locals["ctx"]).__name__.removesuffix("Backward")
-    for split in split_in(args, kwargs):
+def _refuse_own_autograd() -> None:
+    """An autograd function that is given a cut tensor would send its gradient where the hollow one has none."""
+    name, given = _own_autograd()
+    for split in given:
         if not listens(split):
             raise LayoutError(
                 f"{name} is an autograd function of its own, which reads a tensor of which each tensor-parallel rank "
@@ -145,6 +138,19 @@ def _refuse_own_autograd(args: Any, kwargs: Any) -> None:
                 hint="keep the modules whose outputs it reads whole: replicate=('name',)",
             )
         heard(split, f"{name}, an autograd function of its own")
+
+
+def _own_autograd() -> tuple[str, list[Split]]:
+    """The autograd function that is running its forward here, and what is cut among its arguments."""
+    frame: FrameType | None = sys._getframe(3)
+    for _ in range(12):
+        if frame is None:
+            break
+        if frame.f_code.co_name == "apply" and frame.f_code.co_filename == AUTOGRAD:
+            given = [a for a in frame.f_locals.get("args", ()) if isinstance(a, Split)]
+            return str(frame.f_locals["cls"].__name__), given
+        frame = frame.f_back
+    return "", []
 
 
 def heard(split: Split, name: str, misfit: Misfit | None = None) -> None:
