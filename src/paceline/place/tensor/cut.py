@@ -7,6 +7,7 @@ Nothing here looks at values; every rank computes the same.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 Fences = tuple[int, ...]
 
@@ -18,7 +19,7 @@ class Cut:
     dim: int
     sections: tuple[Fences, ...]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Of the whole dimension."""
         return sum(fences[-1] for fences in self.sections)
@@ -42,7 +43,7 @@ class Cut:
 
     def at(self, dim: int) -> "Cut":
         """The same cut, of another dimension."""
-        return Cut(dim=dim, sections=self.sections)
+        return self if dim == self.dim else Cut(dim=dim, sections=self.sections)
 
     def repeated(self, times: int) -> "Cut":
         """Each element `times` times, one after another."""
@@ -74,7 +75,8 @@ class Misfit:
     heads: int | None = None
 
 
-def reshaped(cut: Cut, old: Sequence[int], new: Sequence[int]) -> Cut | Misfit:
+@lru_cache(maxsize=4096)
+def reshaped(cut: Cut, old: tuple[int, ...], new: tuple[int, ...]) -> Cut | Misfit:
     """The cut after the whole shape `old` is read as `new` (same number of elements, row-major)."""
     for before, after in _groups(old, new):
         if cut.dim in before:

@@ -1,5 +1,6 @@
 """Functions that take a part: slices, chunks, indices; and what a tensor says about itself."""
 
+import math
 from typing import Any
 
 import torch
@@ -142,11 +143,17 @@ def _place_after(index: tuple[Any, ...], at: int) -> int:
     return place
 
 
-@rule(".shape", "size", "numel", "nelement", "__len__", "dim", "ndimension", ".ndim")
+@rule(".shape", "size")
+def _shape(func: Any, args: Any, kwargs: Any) -> Any:
+    whole = torch.Size(args[0].whole)
+    given = (*args[1:], *kwargs.values())
+    return whole if not given or given[0] is None else whole[given[0]]
+
+
+@rule("numel", "nelement", "__len__", "dim", "ndimension", ".ndim")
 def _says(func: Any, args: Any, kwargs: Any) -> Any:
-    x = args[0]
-    probe = torch.empty(x.whole, device="meta")
-    return func(probe, *args[1:], **kwargs)
+    name, whole = func.__name__, args[0].whole
+    return math.prod(whole) if name in ("numel", "nelement") else whole[0] if name == "__len__" else len(whole)
 
 
 @rule(".dtype", ".device", ".requires_grad", ".is_cuda", ".grad_fn", ".is_leaf", ".layout", ".is_meta", ".is_sparse",

@@ -45,7 +45,7 @@ def viewed(x: Split, sizes: list[int], func: Any = torch.reshape) -> Split:
         sizes = [math.prod(x.whole) // max(known, 1) if n == -1 else n for n in sizes]
     if math.prod(sizes) != math.prod(x.whole):
         raise RuntimeError(f"shape {sizes} is invalid for input of size {math.prod(x.whole)}")
-    cut = reshaped(x.cut, x.whole, sizes)
+    cut = reshaped(x.cut, x.whole, tuple(sizes))
     if isinstance(cut, Misfit):
         raise Unknown(cut)
     listener = getattr(x.wire, "read_as", None)

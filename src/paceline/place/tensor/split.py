@@ -42,14 +42,12 @@ class Split(Tensor):
     joined: dict[tuple[bool, bool], Tensor]
 
     @staticmethod
-    def of(
-        local: Tensor, cut: Cut, wire: Wire, *, shape: Iterable[int] | None = None, origins: Iterable[str] = ()
-    ) -> "Split":
+    def of(local: Tensor, cut: Cut, wire: Wire, *, origins: Iterable[str] = ()) -> "Split":
         """Say how a local tensor is cut; the whole shape follows from it."""
-        whole = [cut.size if d == cut.dim else n for d, n in enumerate(local.shape)]
-        assert shape is None or list(shape) == whole, (list(shape), whole)
+        shape = tuple(local.shape)
+        whole = (*shape[: cut.dim], cut.size, *shape[cut.dim + 1 :])
         made: Split = hollow_tensor(Split, like=local, shape=whole)
-        made.__dict__.update(local=local, cut=cut, wire=wire, origins=frozenset(origins), whole=tuple(whole), joined={})
+        made.__dict__.update(local=local, cut=cut, wire=wire, origins=frozenset(origins), whole=whole, joined={})
         return made
 
     def gathered(self, *, partial: bool = False) -> Tensor:
@@ -86,7 +84,7 @@ class Split(Tensor):
 
 def name_of(func: Any) -> str:
     """What a rule is found by: a function's or method's own name, or `.name` for an attribute."""
-    name: str = getattr(func, "__name__", str(func))
+    name: str = getattr(func, "__name__", "")
     return f".{func.__self__.__name__}" if name == "__get__" else name
 
 
@@ -171,6 +169,8 @@ def _writes(name: str) -> bool:
 def derived(splits: Iterable[Split]) -> tuple[Wire, frozenset[str]]:
     """The wire, and every parameter that they are of."""
     found = list(splits)
+    if len(found) == 1:
+        return found[0].wire, found[0].origins
     return found[0].wire, frozenset().union(*(split.origins for split in found))
 
 

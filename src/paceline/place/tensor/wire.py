@@ -58,6 +58,8 @@ class WorldWire:
 
     def join(self, tensor: Tensor, cut: Cut) -> Tensor:
         """An all-gather; pieces of unequal size are padded for the way."""
+        if self.size == 1:
+            return tensor
         sizes = [cut.held(rank) for rank in range(self.size)]
         own = tensor.movedim(cut.dim, 0).contiguous()
         padded = own.new_zeros((max(sizes), *own.shape[1:]))
@@ -68,6 +70,8 @@ class WorldWire:
 
     def total_piece(self, tensor: Tensor, cut: Cut) -> Tensor:
         """A reduce-scatter; an all-reduce where the pieces are of unequal size."""
+        if self.size == 1:
+            return tensor
         sizes = {cut.held(rank) for rank in range(self.size)}
         if len(sizes) > 1 or len(cut.sections) > 1:
             return piece(self.total(tensor.clone()), cut, self.rank).contiguous()
