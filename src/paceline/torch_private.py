@@ -5,8 +5,8 @@ Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torc
 BatchNorm, of all norms with running statistics, and of dropout; the data worker's note about itself; the default
 process group, set aside for a while; the number of the backward that a thread is in; what compiled modules are
 guarded by; how a loss scaler unscales gradients; the number of a storage, a tensor's class and a module's own dicts;
-what `Module.__call__` asks first (`_compiled_call_impl`, which `Module.compile` sets and copies leave out); a tensor without
-memory that stands for one cut over ranks.
+what `Module.__call__` asks first (`_compiled_call_impl`, which `Module.compile` sets and copies leave out); a tensor
+without memory that stands for one cut over ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
