@@ -1,13 +1,14 @@
 """The one place that touches what torch does not document as public.
 
-Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torch itself), dispatch modes and
+Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torch itself), and
 `Tensor._version` (bumped by every write in place), and the common bases of
 BatchNorm, of all norms with running statistics, and of dropout; the data worker's note about itself; the default
 process group, set aside for a while; the number of the backward that a thread is in; what compiled modules are
 guarded by; how a loss scaler unscales gradients; the number of a storage, a tensor's class and a module's own dicts;
 what `Module.__call__` asks first (`_compiled_call_impl`, which `Module.compile` sets and copies leave out);
 setting dispatch modes aside for a few operations of our own; the group that a collective names; the resizing of
-storages, by which `fully_shard` lets gathered weights go; what a failing compiler raises, and when.
+storages, by which `fully_shard` lets gathered weights go; what a failing compiler raises, and when; a tensor without
+memory that stands for one cut over ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,25 +22,21 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data._utils import worker as _data_worker
 
 __all__ = [
     "BatchNormBase",
-    "DispatchMode",
     "DropoutBase",
     "JointScaler",
     "NormBase",
-    "SeededOps",
-    "TorchDispatchMode",
-    "WatchedOps",
     "add_all",
     "compile_errors",
     "copy_all",
     "divide_all",
-    "group_size",
     "guard_hooks",
     "hide_worker",
+    "hollow_tensor",
     "in_backward",
     "intercept",
     "introduce_worker",
@@ -50,23 +47,11 @@ __all__ = [
     "registries",
     "stop_data_workers",
     "storage_key",
-    "storage_resizes",
-    "unseen",
+    "tree_flatten",
+    "tree_unflatten",
     "version",
     "without_group",
-    "written",
 ]
-
-
-DispatchMode = TorchDispatchMode
-"""What sees each operation that runs in its thread, gradients' included."""
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Hide operations of our own from dispatch modes, such as the one that pairs a forward with its second run."""
-    with _disable_current_modes():
-        yield
 
 
 def divide_all(tensors: Sequence[Tensor], divisor: float | Tensor) -> None:
@@ -120,6 +105,13 @@ def is_view(tensor: Tensor) -> bool:
     return bool(tensor._is_view())
 
 
+def hollow_tensor(kind: type[Tensor], *, like: Tensor, shape: Sequence[int]) -> Any:
+    """A tensor of a subclass that says its shape, type and device and holds no memory."""
+    return Tensor._make_wrapper_subclass(
+        kind, torch.Size(shape), dtype=like.dtype, device=like.device, requires_grad=False
+    )
+
+
 def version(tensor: Tensor) -> int:
     """A number that changes whenever the tensor is written in place."""
     return int(tensor._version)
@@ -169,19 +161,6 @@ def hide_worker() -> None:
     _data_worker._worker_info = None
 
 
-class SeededOps(TorchDispatchMode):
-    """Sees whether an operation that draws random numbers runs in this thread while the mode is on."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Pass everything on."""
-        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def without_group() -> Iterator[None]:
     """Let `torch.distributed` look as it does in a process that never joined a group."""
@@ -215,45 +194,6 @@ class JointScaler(torch.amp.GradScaler):
         return {device: joint.to(device) for device in found or [inv_scale.device]}
 
 
-class WatchedOps(TorchDispatchMode):
-    """Tells `see(operation, args, kwargs, result, drew)` of each operation of this thread while the mode is on.
-
-    `drew`: whether it took numbers from a random generator; without memory ("meta"), whether it might.
-    """
-
-    def __init__(self, see: Callable[[Any, Any, Any, Any, bool], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._see = see
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run it, then tell."""
-        may_draw = torch.Tag.nondeterministic_seeded in func.tags
-        before = _generators() if may_draw else []
-        result = func(*args, **(kwargs or {}))
-        first = result[0] if isinstance(result, tuple | list) and result else result
-        drew = may_draw and (
-            not (isinstance(first, Tensor) and first.device.type in ("cpu", "cuda"))
-            or any(not torch.equal(old, new) for old, new in zip(before, _generators(), strict=True))
-        )
-        self._see(func, args, kwargs or {}, result, drew)
-        return result
-
-
-def _generators() -> list[Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
-
-
-def written(operation: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
-    """The tensors among its arguments that an operation writes to."""
-    found: list[Tensor] = []
-    for place, argument in enumerate(operation._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        found += [part for part in (value if isinstance(value, list | tuple) else [value]) if isinstance(part, Tensor)]
-    return found
-
-
 def intercept(module: torch.nn.Module, gate: Callable[..., Any]) -> Callable[[], None]:
     """Let `gate(call, *args, **kwargs)` answer calls of this module, outside of all its hooks; returns the undo.
 
@@ -283,29 +223,3 @@ def mute(module: torch.nn.Module) -> None:
         part._compiled_call_impl = None
         for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
             hooks.clear()
-
-
-def group_size(asked: Any) -> int:
-    """Ranks of the group that a collective is given, which is the group, its box, or its name."""
-    if isinstance(asked, str):
-        asked = distributed_c10d._resolve_process_group(asked)  # type: ignore[attr-defined, arg-type]
-    elif isinstance(asked, torch.ScriptObject):
-        asked = dist.ProcessGroup.unbox(asked)
-    return 1 if asked is None else int(asked.size())
-
-
-@contextmanager
-def storage_resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Tell of every storage that is resized, which no dispatch mode sees."""
-    plain = torch.UntypedStorage.resize_
-
-    def resize(storage: torch.UntypedStorage, size: Any) -> Any:
-        result = plain(storage, size)
-        seen(storage)
-        return result
-
-    torch.UntypedStorage.resize_ = resize  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]

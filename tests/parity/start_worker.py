@@ -15,7 +15,7 @@ from paceline.place.parts import Part, Parts, sharded
 from paceline.place.start.draft import draft
 from paceline.place.start.hollow import named_tensors
 from paceline.streams import key, seed_all
-from paceline.torch_private import TorchDispatchMode
+from paceline.torch_modes import TorchDispatchMode
 from paceline.world import Place, World
 from tests.zoo import JOBS
 

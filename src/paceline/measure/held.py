@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from paceline.torch_private import DispatchMode, in_backward, storage_resizes
+from paceline.torch_modes import DispatchMode, storage_resizes
+from paceline.torch_private import in_backward
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.torch_private import DispatchMode, group_size
+from paceline.torch_modes import DispatchMode, group_size
 
 _Share = Callable[[int], float]
 _NAMES = {

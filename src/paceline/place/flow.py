@@ -18,7 +18,8 @@ from paceline.errors import LayoutError
 from paceline.place.blocks import Block
 from paceline.place.values import Path, tensors_in
 from paceline.streams import preserved, random_blocks
-from paceline.torch_private import WatchedOps, intercept, written
+from paceline.torch_modes import WatchedOps, written
+from paceline.torch_private import intercept
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, str]
 Key = tuple[int, Geometry]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError
 from paceline.place.views import same
-from paceline.torch_private import NormBase, unseen, version
+from paceline.torch_modes import unseen
+from paceline.torch_private import NormBase, version
 
 _MARK = "paceline_stand_in"
 _Key = tuple[nn.Module, str]

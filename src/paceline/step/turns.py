@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from paceline.streams import get_states, host_states, set_states
-from paceline.torch_private import SeededOps
+from paceline.torch_modes import SeededOps
 
 
 class Turns(Protocol):

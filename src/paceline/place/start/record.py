@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from paceline.place.start.tape import OVERWRITING, Step, Tape, Unrecordable, View, mapped, tensors_in
-from paceline.torch_private import TorchDispatchMode
+from paceline.torch_modes import TorchDispatchMode
 
 _CPU = torch.device("cpu")
 _ELSEWHERE = {"generator": None, "device": _CPU}  # values are a CPU's, from streams of our own

@@ -1,0 +1,261 @@
+"""A tensor plan for a model that brings none: derived from one run, and tried against one process."""
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import LayoutError, PacelineError, raise_all
+from paceline.place.tensor.explore import Explorer, Found, forget_guesses, learn, splits_of
+from paceline.place.tensor.own_plan import own_plan
+from paceline.place.tensor.placed import split_over
+from paceline.place.tensor.plan import Role, TensorPlan, common, first_number, fits, is_turned
+from paceline.place.tensor.plan_file import read_plan
+from paceline.place.tensor.split import Split
+from paceline.place.tensor.trial import ThreadWire, together
+from paceline.streams import preserved
+
+Run = Callable[[nn.Module], Any]
+IN_LOCAL = "its module runs on pieces"
+LARGE = 1000  # rows from which an embedding without a head is a vocabulary
+
+
+def choose_plan(
+    model: nn.Module,
+    *,
+    ranks: int,
+    run: Run | None = None,
+    file: Path | None = None,
+    replicate: Sequence[str] = (),
+) -> TensorPlan:
+    """The user's file, else derived from a run, else the model's own.
+
+    Raises:
+        LayoutError: there is none of them, or what `derive_plan` raises. UsageError: what `read_plan` raises.
+    """
+    if file is not None:
+        return read_plan(file).without(replicate)
+    if run is not None:
+        return derive_plan(model, run=run, ranks=ranks, replicate=replicate)
+    own = own_plan(model, ranks=ranks)
+    if own is None:
+        raise LayoutError(
+            f"{type(model).__name__} brings no tensor plan, and there is no batch to derive one from.",
+            hint="give a plan file: see docs/tensor.md",
+        )
+    return own.without(replicate)
+
+
+def derive_plan(model: nn.Module, *, run: Run, ranks: int, replicate: Sequence[str] = ()) -> TensorPlan:
+    """Which weights `ranks` ranks can cut, found by running the model.
+
+    `run` calls the model on a small batch and returns its output (the loss of it, where the loss is at hand). The
+    model is left as it was. Modules that the model's own plan runs on pieces (experts) are taken from there;
+    `replicate` names modules or parameters that stay whole.
+
+    Raises:
+        LayoutError: nothing can be cut, or heads do not divide, by name.
+    """
+    local = {p: r for p, r in _own_local(model, ranks).items() if not _asked(p, replicate)}
+    fixed = {name: Found(kind="whole", why="asked") for name, _ in model.named_parameters() if _asked(name, replicate)}
+    for name, _ in model.named_parameters():
+        if any(fits(f"{p}.**", name) or fits(p, name) for p in local):
+            fixed[name] = Found(kind="whole", why=IN_LOCAL)
+    found, explorer = _explored(model, run, ranks, fixed)
+    _refuse_heads(model, found, ranks)
+    roles = {**_roles(model, found, explorer.wire.heads), **local}
+    if not roles:
+        raise LayoutError(
+            f"tensor parallelism finds nothing to cut in {type(model).__name__}: {_linears(model)}",
+            cause="it cuts pairs of products with elementwise work or attention between them; convolutions stay whole",
+            hint="--layout fsdp or ddp",
+        )
+    notes = [
+        f"{n} stays whole: {f.why}"
+        for n, f in _by_pattern(found).items()
+        if f.kind == "whole" and f.why and f.why != IN_LOCAL
+    ]
+    return TensorPlan(roles=roles, source="derived", notes=tuple(notes))
+
+
+def _own_local(model: nn.Module, ranks: int) -> dict[str, Role]:
+    try:
+        own = own_plan(model, ranks=ranks)
+    except LayoutError:  # a style that is not known here: what it is for can be derived
+        return {}
+    if own is None:
+        return {}
+    local = [p for p, r in own.roles.items() if r.kind == "local"]
+    return {p: r for p, r in own.roles.items() if any(p == m or p.startswith(f"{m}.") for m in local)}
+
+
+def _asked(name: str, patterns: Sequence[str]) -> bool:
+    return any(name == p or name.startswith(f"{p}.") or fits(p, name) or fits(f"{p}.**", name) for p in patterns)
+
+
+def _explored(model: nn.Module, run: Run, ranks: int, fixed: dict[str, Found]) -> tuple[dict[str, Found], Explorer]:
+    names = {id(p): n for n, p in model.named_parameters()}
+    found = dict(fixed)
+    for _ in range(12):
+        explorer = Explorer(names=names, found=found, ranks=ranks)
+        with preserved(), torch.no_grad(), explorer:
+            output = run(model)
+        for split in splits_of(output):
+            explorer.reached(split, "output")
+        if not (learn(explorer, found) or _settle_ends(found, explorer, model)):
+            return found, explorer
+        forget_guesses(found)
+    raise LayoutError(
+        f"the tensor plan of {type(model).__name__} does not settle: what can be cut differs from run to run.",
+        cause="the model's forward takes another way each time",
+        hint="write the plan: see docs/tensor.md",
+    )
+
+
+def _settle_ends(found: dict[str, Found], explorer: Explorer, model: nn.Module) -> bool:
+    """Columns that no row follows stay whole, but for a vocabulary's head; its embedding is cut with it."""
+    changed = False
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    rows = set(explorer.embeddings.values())
+    heads = set()
+    for name, known in list(found.items()):
+        if known.kind != "column" or len(shapes[name]) < 2 or known.why == "embedding":
+            continue
+        ends = explorer.consumed.get(name, set())
+        if ends == {"output"} and (shapes[name][0] in rows or shapes[name][0] >= LARGE):
+            known.why = "head"
+            heads.add(shapes[name][0])
+        elif "row" not in ends:
+            known.kind, known.dim, known.why, changed = "whole", None, "nothing after it can use the cut", True
+    for name, size in explorer.embeddings.items():
+        is_new = name not in found or found[name].why == "head"
+        if is_new and size >= explorer.wire.size and (size in heads or (not heads and size >= LARGE)):
+            found[name] = Found(kind="column", dim=0, why="embedding")
+            changed = True
+    return changed
+
+
+def _refuse_heads(model: nn.Module, found: dict[str, Found], ranks: int) -> None:
+    """A projection whose heads do not divide, and no other of its module is cut: an attention that can't be split."""
+    problems: dict[str, PacelineError] = {}
+    for name, known in found.items():
+        if known.kind != "whole" or not known.heads or known.heads % ranks == 0:
+            continue
+        module = name.rpartition(".")[0]
+        parent = module.rpartition(".")[0]
+        beside = [
+            n for n, f in found.items() if n.rpartition(".")[0].rpartition(".")[0] == parent and f.dim is not None
+        ]
+        if not beside:
+            nearest = next(n for n in range(ranks, 0, -1) if known.heads % n == 0)
+            problems[common(module)] = LayoutError(
+                f"{module}: {known.heads} heads do not divide by tp={ranks}.",
+                hint=f"tp={nearest}, or keep it whole: replicate=('{common(module)}',)",
+            )
+    raise_all(list(problems.values()))
+
+
+def _roles(model: nn.Module, found: dict[str, Found], heads: dict[str, int]) -> dict[str, Role]:
+    """By module where a module's weight is meant, else by parameter; equal ones of numbered modules as one pattern."""
+    owners = dict(model.named_modules())
+    exact: dict[str, Role | None] = {}
+    for name, parameter in model.named_parameters():
+        known, (path, _, own) = found.get(name), name.rpartition(".")
+        key = path if own == "weight" else name
+        if parameter.dim() < 2:
+            if known is not None and known.dim is not None and own != "bias":
+                exact[name] = Role(kind="column", sections=_sections(known, parameter))
+            continue
+        exact[key] = (
+            None if known is None or known.dim is None else _role(known, parameter, owners[path], heads.get(name))
+        )
+    return _compressed(exact)
+
+
+def _sections(known: Found, parameter: Tensor) -> tuple[int, ...]:
+    sections = known.sections(parameter.shape[known.dim or 0])
+    return sections if len(sections) > 1 else ()
+
+
+def _role(known: Found, parameter: Tensor, owner: nn.Module, heads: int | None) -> Role:
+    sections = _sections(known, parameter)
+    fused = len(sections) if len(set(sections)) == 1 else 1
+    kind = known.why if known.why in ("head", "embedding") else known.kind
+    usual = 0 if kind in ("head", "embedding") else (0 if (kind == "column") != is_turned(owner) else 1)
+    return Role(
+        kind=kind,  # type: ignore[arg-type]
+        fused=fused,
+        sections=() if fused > 1 else sections,
+        heads=heads if known.kind == "column" and kind == "column" else None,
+        dim=None if known.dim == usual else known.dim,
+    )
+
+
+def _compressed(exact: dict[str, Role | None]) -> dict[str, Role]:
+    """All numbers as `*` where every name so meant has one role, else the first alone, else the name itself."""
+    groups: dict[str, set[Role | None]] = {}
+    for name, role in exact.items():
+        for pattern in (common(name), first_number(name)):
+            groups.setdefault(pattern, set()).add(role)
+    found: dict[str, Role] = {}
+    for name, role in exact.items():
+        if role is not None:
+            patterns = (common(name), first_number(name))
+            found[next((p for p in patterns if len(groups[p]) == 1), name)] = role
+    return found
+
+
+def _by_pattern(found: dict[str, Found]) -> dict[str, Found]:
+    return {common(name): known for name, known in reversed(found.items())}
+
+
+def _linears(model: nn.Module) -> str:
+    kinds = [type(m).__name__ for m in model.modules()]
+    convolutions = sum("Conv" in kind and kind != "Conv1D" for kind in kinds)
+    return (
+        f"{sum(kind == 'Linear' for kind in kinds)} linear layers and {convolutions} convolutions, none in such a pair."
+    )
+
+
+def check_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int, sequence: bool = False) -> float:
+    """Try a plan: all ranks as threads of this process against the whole model, on copies; the largest difference of
+    the outputs, relative.
+
+    Raises:
+        LayoutError: an output differs by more than rounding.
+    """
+
+    def alone(subject: nn.Module) -> list[Tensor]:
+        with torch.no_grad():
+            return [t.gathered() if isinstance(t, Split) else t for t in _floats(run(subject.eval()))]
+
+    def work(wire: ThreadWire) -> list[Tensor]:
+        mine = copy.deepcopy(model)
+        split_over(mine, plan=plan, wire=wire)
+        return alone(mine)
+
+    with preserved():
+        expected = alone(copy.deepcopy(model))
+        found = together(work, ranks=ranks, sequence=sequence)
+    worst = 0.0
+    for rank, outputs in enumerate(found):
+        for number, (mine, whole) in enumerate(zip(outputs, expected, strict=True)):
+            apart = float((mine - whole).abs().max() / whole.abs().max().clamp(min=1e-30)) if whole.numel() else 0.0
+            worst = max(worst, apart)
+            if not apart <= 4096 * torch.finfo(whole.dtype).eps:
+                raise LayoutError(
+                    f"the {plan.source} tensor plan changes output {number} of {type(model).__name__} on rank {rank} "
+                    f"by {apart:.1e} of its size.",
+                    hint="keep the modules behind it whole: replicate=('name',), and tell us",
+                )
+    return worst
+
+
+def _floats(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [t for v in inner for t in _floats(v)]

@@ -1,0 +1,241 @@
+"""Find which weights can be cut by letting the model run: rank 0's work in a group that nobody else is in.
+
+Every product with a weight is tried as a column split; the cut then travels through the model's own forward. Where it
+meets another product it has found its row split; where something needs the whole, the weight behind it stays whole, or
+is tried again as the fused projection that it turned out to be.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from paceline.place.tensor.cut import Cut, Misfit, even_cut
+from paceline.place.tensor.split import Split, name_of
+from paceline.place.tensor.wire import piece
+
+TURNS = (".T", ".mT", "t")
+LOSSES = ("cross_entropy", "nll_loss", "argmax")
+PRODUCTS = {  # the names of the factor, the weight and the bias
+    "linear": ("input", "weight", "bias"),
+    "addmm": ("bias", "input", "weight"),
+    "matmul": ("input", "weight"),
+    "__matmul__": ("input", "weight"),
+}
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What is known of one weight: the dimension that is cut and its borders, or why it stays whole."""
+
+    dim: int | None = None
+    kind: str = ""
+    size: int = 0
+    borders: frozenset[int] = frozenset()
+    heads: int | None = None
+    why: str = ""
+    bias: str | None = None
+
+    def sections(self, size: int) -> tuple[int, ...]:
+        """The sizes between the borders."""
+        ends = [0, *sorted(b for b in self.borders if 0 < b < size), size]
+        return tuple(b - a for a, b in pairwise(ends))
+
+
+@dataclass(kw_only=True)
+class DryWire:
+    """One rank's end of a group without the others; what it computes is of the right shape and nothing more."""
+
+    rank: int = 0
+    size: int
+    sequence: bool = False
+    events: list[tuple[frozenset[str], str, Misfit | None]] = field(default_factory=list)
+    heads: dict[str, int] = field(default_factory=dict)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """As it is."""
+        return tensor
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """As it is."""
+        return tensor
+
+    def join(self, tensor: Tensor, cut: Cut) -> Tensor:
+        """The others' pieces are zero."""
+        shape = [cut.size if d == cut.dim else n for d, n in enumerate(tensor.shape)]
+        whole, offset = tensor.new_zeros(shape), 0
+        for start, stop in cut.ranges(self.rank):
+            whole.narrow(cut.dim, start, stop - start).copy_(tensor.narrow(cut.dim, offset, stop - start))
+            offset += stop - start
+        return whole
+
+    def total_piece(self, tensor: Tensor, cut: Cut) -> Tensor:
+        """The own piece."""
+        return piece(tensor, cut, self.rank)
+
+    def tell(self, what: str) -> None:
+        """`blocked` is told more."""
+
+    def blocked(self, origins: frozenset[str], name: str, misfit: Misfit | None) -> None:
+        """The whole was needed."""
+        self.events.append((origins, name.strip("."), misfit))
+
+    def read_as(self, origins: frozenset[str], heads: int) -> None:
+        """A projection was read as heads."""
+        for origin in origins:
+            self.heads.setdefault(origin, heads)
+
+
+class Explorer(TorchFunctionMode):
+    """One run of the model: decides a weight when it is first used, and shows the decided ones as cut."""
+
+    def __init__(self, *, names: dict[int, str], found: dict[str, Found], ranks: int) -> None:
+        super().__init__()
+        self.wire = DryWire(size=ranks)
+        self.embeddings: dict[str, int] = {}
+        self.consumed: dict[str, set[str]] = {}
+        self._names, self._found, self._ranks = names, found, ranks
+        self._shown: dict[str, Split] = {}
+        self._turned: dict[int, tuple[Tensor, nn.Parameter]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Decide, show, go on."""
+        name = name_of(func)
+        if name in PRODUCTS:
+            self._product(
+                dict(zip(PRODUCTS[name], (*args, *(kwargs or {}).values()), strict=False)), turned=name != "linear"
+            )
+        if name in TURNS and self._name(args[0]) and args[0].dim() == 2:
+            made = func(*args, **(kwargs or {}))
+            self._turned[id(made)] = (made, args[0])
+            return made
+        if name == "embedding" and self._name(args[1]):
+            self.embeddings[self._names[id(args[1])]] = len(args[1])
+        if name in LOSSES and args and isinstance(args[0], Split):
+            self.reached(args[0], "output")
+        return func(*(self._show(a) for a in args), **{k: self._show(a) for k, a in (kwargs or {}).items()})
+
+    def reached(self, value: Split, what: str) -> None:
+        """Something that may be cut reads what these weights made."""
+        for origin in value.origins:
+            self.consumed.setdefault(origin, set()).add(what)
+
+    def _name(self, value: Any) -> str | None:
+        return self._names.get(id(value)) if isinstance(value, nn.Parameter) else None
+
+    def _product(self, given: dict[str, Any], *, turned: bool) -> None:
+        x, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
+        if id(weight) in self._turned:
+            weight, turned = self._turned[id(weight)][1], not turned
+        name = self._name(weight)
+        if name is None or weight is None or weight.dim() != 2 or self._name(x) is not None:
+            return
+        row = None if name in self.embeddings else _cut_of_row(x)
+        if row is not None and isinstance(x, Split):
+            self.reached(x, "row")
+        known = self._found.get(name)
+        if known is not None and known.kind:
+            return
+        found = self._found.setdefault(name, Found())
+        if row is not None:
+            found.kind, found.dim = "row", 0 if turned else 1
+            found.borders = _borders(row)
+            found.bias = None
+        elif weight.shape[1 if turned else 0] >= self._ranks and weight.is_floating_point():
+            found.kind, found.dim = "column", 1 if turned else 0
+            found.size = weight.shape[found.dim]
+            self._of_bias(found, bias)
+        else:
+            found.kind, found.why = "whole", "smaller than the number of ranks"
+
+    def _of_bias(self, found: Found, bias: Any) -> None:
+        found.bias = self._name(bias)
+        if found.bias is not None:
+            self._found[found.bias] = Found(kind="column", dim=0, borders=found.borders)
+
+    def _show(self, value: Any) -> Any:
+        if id(value) in self._turned:
+            shown = self._show(self._turned[id(value)][1])
+            return shown.t() if isinstance(shown, Split) else value
+        name = self._name(value)
+        found = self._found.get(name) if name is not None else None
+        if name is None or found is None or found.dim is None:
+            return value
+        if name not in self._shown:
+            size = value.shape[found.dim]
+            cut = even_cut(size, ranks=self._ranks, sections=found.sections(size), dim=found.dim)
+            origins = (name,) if found.kind == "column" and value.dim() > 1 else ()
+            self._shown[name] = Split.of(piece(value.detach(), cut, 0), cut, self.wire, origins=origins)
+        return self._shown[name]
+
+
+def _cut_of_row(x: Any) -> Cut | None:
+    return x.cut if isinstance(x, Split) and x.cut.dim == len(x.whole) - 1 else None
+
+
+def _borders(cut: Cut) -> frozenset[int]:
+    ends, at = set(), 0
+    for fences in cut.sections:
+        at += fences[-1]
+        ends.add(at)
+    return frozenset(ends - {cut.size})
+
+
+def learn(explorer: Explorer, found: dict[str, Found]) -> bool:
+    """Take what blocked a cut into account; whether another run is needed.
+
+    A projection that turns out to be fused changes what follows it, so then nothing else is concluded from this run.
+    """
+    blocked = [
+        (found[origin], what, misfit)
+        for origins, what, misfit in explorer.wire.events
+        for origin in sorted(origins)
+        if found[origin].kind == "column"
+    ]
+    refined = [_refine(known, misfit) for known, _, misfit in blocked]
+    if any(refined):
+        return True
+    for known, what, misfit in blocked:
+        if known.kind == "column":
+            known.kind, known.dim, known.borders = "whole", None, frozenset()
+            known.heads = None if misfit is None else misfit.heads
+            known.why = misfit.what if misfit is not None else what
+    return bool(blocked)
+
+
+def _refine(known: Found, misfit: Misfit | None) -> bool:
+    if misfit is None or not misfit.sections:
+        return False
+    each = known.size // sum(misfit.sections)  # rows of the weight to one of what was sliced, as a head has them
+    ends, at = set(known.borders), 0
+    for size in misfit.sections[:-1]:
+        at += size * each
+        ends.add(at)
+    if frozenset(ends) == known.borders or len(ends) >= 8:
+        return False
+    known.borders = frozenset(ends)
+    return True
+
+
+def forget_guesses(found: dict[str, Found]) -> None:
+    """Before another run: keep what stays whole, the vocabulary, and where fused projections have their borders."""
+    for name, known in list(found.items()):
+        if known.kind == "row" or (known.kind == "column" and known.why != "embedding" and not known.borders):
+            del found[name]
+        elif known.kind == "column" and known.why != "embedding":
+            known.kind, known.dim = "", None
+
+
+def splits_of(value: Any) -> Iterable[Split]:
+    """Every cut tensor in an output of any shape."""
+    if isinstance(value, Split):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from splits_of(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from splits_of(inner)

@@ -1,0 +1,161 @@
+"""What is computed from logits of which each rank holds a piece of the vocabulary, without putting them together.
+
+Each rank sends two numbers per row (its largest logit, its sum of exponentials), and the target's (Megatron-LM).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from paceline.place.tensor.rules_shape import like, need, positive
+from paceline.place.tensor.split import Split, Unknown, rule
+from paceline.place.tensor.wire import Wire, reduce_out, take_own
+
+
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dim: int, wire: Wire) -> Tensor:
+        low = local.new_full((), float("-inf")).expand(*local.shape[:dim], 1, *local.shape[dim + 1 :])
+        top = local.amax(dim, keepdim=True) if local.shape[dim] else low.clone()
+        top = wire.largest(top)
+        total = wire.total((local - top).exp_().sum(dim, keepdim=True))
+        found = local - top - total.log_()
+        ctx.save_for_backward(found)
+        ctx.dim, ctx.wire = dim, wire
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (found,) = ctx.saved_tensors
+        total = ctx.wire.total(grad.sum(ctx.dim, keepdim=True))
+        return grad - found.exp() * total, None, None
+
+
+def _log_softmax(x: Split, dtype: torch.dtype | None = None) -> Tensor:
+    wide = torch.float32 if x.local.dtype in (torch.float16, torch.bfloat16) else x.local.dtype
+    found: Tensor = _LogSoftmax.apply(x.local.to(dtype or wide), x.cut.dim, x.wire)  # type: ignore[no-untyped-call]
+    return found.to(dtype or x.local.dtype)
+
+
+@rule("softmax", "log_softmax")
+def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
+    x = need(args[0])
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    dtype = next((a for a in args[2:] if isinstance(a, torch.dtype)), kwargs.get("dtype"))
+    if dim is None:
+        raise Unknown
+    if positive(dim, len(x.whole)) != x.cut.dim:
+        return like(x, getattr(torch, func.__name__)(x.local, dim, dtype=dtype), x.cut)
+    found = _log_softmax(x, dtype)
+    return like(x, found if func.__name__ == "log_softmax" else found.exp(), x.cut)
+
+
+def _classes(x: Split) -> int:
+    """Where the classes stand: dimension 1, or 0 without a batch."""
+    dim = 0 if len(x.whole) == 1 else 1
+    if x.cut.dim != dim or len(x.cut.sections) > 1:
+        raise Unknown
+    return dim
+
+
+@rule("cross_entropy")
+def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    x, target = need(given["input"]), given["target"]
+    dim = _classes(x)
+    if isinstance(target, Split) or given.get("size_average") is not None or given.get("reduce") is not None:
+        raise Unknown
+    wide = torch.float32 if x.local.dtype in (torch.float16, torch.bfloat16) else x.local.dtype
+    logs = like(x, _log_softmax(x, wide), x.cut)
+    smooth, weight = given.get("label_smoothing", 0.0), given.get("weight")
+    reduction = given.get("reduction", "mean")
+    if target.is_floating_point():
+        found = _against_shares(logs, target, weight, smooth, dim)
+        kept = None
+    else:
+        ignored = given.get("ignore_index", -100)
+        found = _picked(logs, target, weight, ignored, dim)
+        kept = target != ignored
+        if smooth:
+            found = found * (1 - smooth) - _spread(logs, weight, dim).masked_fill(~kept, 0.0) * (smooth / x.cut.size)
+    return _reduced(found, target, kept, weight, reduction).to(x.local.dtype)
+
+
+@rule("nll_loss")
+def _nll(func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    x, target, ignored = need(given["input"]), given["target"], given.get("ignore_index", -100)
+    found = _picked(x, target, given.get("weight"), ignored, _classes(x))
+    return _reduced(found, target, target != ignored, given.get("weight"), given.get("reduction", "mean"))
+
+
+def _picked(logs: Split, target: Tensor, weight: Tensor | None, ignored: int, dim: int) -> Tensor:
+    """Minus the target's logarithm, times its class weight; zero where the target is ignored."""
+    start, stop = logs.cut.ranges(logs.wire.rank)[0]
+    kept = target != ignored
+    if target.device.type == "cpu" and bool((kept & ((target < 0) | (target >= logs.cut.size))).any()):
+        raise IndexError(f"Target {int(target[kept].max())} is out of bounds.")
+    mine = kept & (target >= start) & (target < stop)
+    if stop == start:
+        own = logs.local.sum(dim)
+    else:
+        index = torch.where(mine, target - start, 0).unsqueeze(dim)
+        own = logs.local.gather(dim, index).squeeze(dim)
+    found = -reduce_out(own.masked_fill(~mine, 0.0), logs.wire)
+    return found if weight is None else found * weight[torch.where(kept, target, 0)]
+
+
+def _spread(logs: Split, weight: Tensor | None, dim: int) -> Tensor:
+    local = logs.local if weight is None else logs.local * _along(weight, logs, dim)
+    return reduce_out(local.sum(dim), logs.wire)
+
+
+def _along(weight: Tensor, logs: Split, dim: int) -> Tensor:
+    own = take_own(weight, logs.cut.at(0), logs.wire)
+    return own.view([-1 if d == dim else 1 for d in range(logs.local.dim())])
+
+
+def _against_shares(logs: Split, target: Tensor, weight: Tensor | None, smooth: float, dim: int) -> Tensor:
+    shares = take_own(target, logs.cut, logs.wire)
+    if smooth:
+        shares = shares * (1 - smooth) + smooth / logs.cut.size
+    local = logs.local * shares
+    return -reduce_out((local if weight is None else local * _along(weight, logs, dim)).sum(dim), logs.wire)
+
+
+def _reduced(found: Tensor, target: Tensor, kept: Tensor | None, weight: Tensor | None, reduction: str) -> Tensor:
+    if reduction == "none":
+        return found
+    if reduction == "sum":
+        return found.sum()
+    if kept is None:
+        return found.sum() / max(1, found.numel())
+    if weight is not None:
+        return found.sum() / weight[torch.where(kept, target, 0)].masked_fill(~kept, 0.0).sum()
+    return found.sum() / kept.sum()
+
+
+@rule("argmax")
+def _argmax(func: Any, args: Any, kwargs: Any) -> Any:
+    x = need(args[0])
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+    if dim is None:
+        raise Unknown
+    dim = positive(dim, len(x.whole))
+    if dim != x.cut.dim:
+        return like(x, x.local.argmax(dim, keep), x.cut.at(x.cut.dim - (not keep and dim < x.cut.dim)))
+    if len(x.cut.sections) > 1 or min(x.cut.held(rank) for rank in range(x.wire.size)) == 0:
+        raise Unknown
+    with torch.no_grad():
+        local = x.local.detach()
+        best, at = local.max(dim, keepdim=True)
+        top = x.wire.largest(best.clone())
+        place = torch.where(best == top, at + x.cut.ranges(x.wire.rank)[0][0], x.cut.size)
+        first = -x.wire.largest(-place)
+    return first if keep else first.squeeze(dim)

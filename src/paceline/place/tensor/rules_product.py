@@ -1,0 +1,218 @@
+"""Products: a cut that is summed over leaves partial sums, added once; any other cut stays.
+
+`linear` with rows of its weight cut is Megatron's column split, with columns cut its row split (with the bias added
+once, after the sum).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.place.tensor.cut import Cut, even_cut
+from paceline.place.tensor.rules_math import own_draws
+from paceline.place.tensor.rules_shape import like, positive
+from paceline.place.tensor.split import Split, Unknown, derived, heard, operand, rule
+from paceline.place.tensor.wire import Wire, copy_in, reduce_out, scatter, take_own
+
+
+def summed(partial: Tensor, wire: Wire) -> Any:
+    """The partial sums of all ranks, added; under sequence sharding each rank keeps its piece of the sequence."""
+    if wire.sequence and partial.dim() == 3 and partial.shape[1] >= wire.size:
+        cut = even_cut(partial.shape[1], ranks=wire.size, dim=1)
+        return Split.of(scatter(partial, cut, wire), cut, wire)
+    return reduce_out(partial, wire)
+
+
+def read_whole(x: Any, wire: Wire) -> Tensor:
+    """An operand that cut work reads whole: its gradient is summed."""
+    if not isinstance(x, Split):
+        return copy_in(x, wire)
+    if x.cut.dim != len(x.whole) - 2 or not wire.sequence:
+        heard(x, "a product that reads it whole")
+    return x.gathered(partial=True)
+
+
+def own_piece(x: Any, cut: Cut, dim: int, wire: Wire) -> Tensor:
+    """The piece of an operand along `dim` (negative) that meets a cut."""
+    if isinstance(x, Split):
+        if x.cut.sections == cut.sections and x.cut.dim - len(x.whole) == dim:
+            return x.local
+        heard(x, "a product that reads another cut")
+        x = x.gathered()
+    return take_own(x, cut.at(x.dim() + dim), wire)
+
+
+@rule("linear")
+def _linear(func: Any, args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
+    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    wire, _ = derived(t for t in (x, weight, bias) if isinstance(t, Split))
+    if isinstance(weight, Split) and weight.cut.dim == 0:
+        own = None if bias is None else own_piece(bias, weight.cut, -1, wire)
+        made = F.linear(read_whole(x, wire), weight.local, own)
+        return Split.of(made, weight.cut.at(made.dim() - 1), wire, origins=weight.origins)
+    if isinstance(weight, Split):
+        if isinstance(bias, Split):
+            raise Unknown
+        partial = F.linear(own_piece(x, weight.cut, -1, wire), weight.local)
+        total = summed(partial, wire)
+        return total if bias is None else total + bias
+    if not isinstance(x, Split) or isinstance(bias, Split) or x.cut.dim == len(x.whole) - 1:
+        raise Unknown
+    own = None if bias is None else copy_in(bias, wire)
+    return like(x, F.linear(x.local, copy_in(weight, wire), own), x.cut)
+
+
+@rule("matmul", "__matmul__", "mm", "bmm", "__rmatmul__")
+def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
+    a, b = args[:2] if func.__name__ != "__rmatmul__" else (args[1], args[0])
+    if a.dim() < 2 or b.dim() < 2:
+        raise Unknown
+    wire, origins = derived(t for t in (a, b) if isinstance(t, Split))
+    if _at(a) == -1 or _at(b) == -2:
+        cut = a.cut if _at(a) == -1 else b.cut
+        return reduce_out(own_piece(a, cut, -1, wire) @ own_piece(b, cut, -2, wire), wire)
+    if _at(b) == -1:
+        made = read_whole(a, wire) @ b.local
+        return Split.of(made, b.cut.at(made.dim() - 1), wire, origins=origins)
+    if _at(a) == -2:
+        made = a.local @ read_whole(b, wire)
+        return Split.of(made, a.cut.at(made.dim() - 2), wire, origins=origins)
+    first = a if isinstance(a, Split) else b
+    dim = first.cut.dim - len(first.whole)
+    made = operand(a, of=first, dim=dim) @ operand(b, of=first, dim=dim)
+    return Split.of(made, first.cut.at(made.dim() + dim), wire, origins=origins)
+
+
+def _at(x: Any) -> int:
+    return x.cut.dim - len(x.whole) if isinstance(x, Split) else 0
+
+
+@rule("addmm")
+def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
+    bias, a, b = args[:3]
+    if kwargs or len(args) > 3:
+        raise Unknown
+    if not (isinstance(b, Split) and _at(b) == -1):
+        return torch.matmul(a, b) + bias
+    own = own_piece(bias, b.cut, -1, b.wire)
+    return Split.of(torch.addmm(own, read_whole(a, b.wire), b.local), b.cut, b.wire, origins=b.origins)
+
+
+@rule("einsum")
+def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
+    equation, operands = args[0], list(args[1:])
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+        raise Unknown
+    ins, out = equation.replace(" ", "").split("->")
+    words = ins.split(",")
+    first = next(t for t in operands if isinstance(t, Split))
+    letter = words[operands.index(first)][first.cut.dim]
+    own = []
+    for word, value in zip(words, operands, strict=True):
+        if letter in word:
+            own.append(own_piece(value, first.cut, word.index(letter) - len(word), first.wire))
+        else:
+            own.append(read_whole(value, first.wire))
+    made = torch.einsum(equation, *own)
+    wire, origins = derived(t for t in operands if isinstance(t, Split))
+    if letter not in out:
+        return reduce_out(made, wire)
+    return Split.of(made, first.cut.at(out.index(letter)), wire, origins=origins)
+
+
+@rule("embedding")
+def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
+    """Rows cut: each rank looks up what it holds, and the sum is exact, since all others add zero."""
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    ids, weight = given["input"], given["weight"]
+    if not isinstance(weight, Split) or isinstance(ids, Split) or given.get("max_norm") or given.get("sparse"):
+        raise Unknown
+    if weight.cut.dim == 1:
+        made = F.embedding(ids, weight.local, given.get("padding_idx"))
+        return Split.of(made, weight.cut.at(made.dim() - 1), weight.wire, origins=weight.origins)
+    if len(weight.cut.sections) > 1 or given.get("scale_grad_by_freq"):
+        raise Unknown
+    start, stop = weight.cut.ranges(weight.wire.rank)[0]
+    padding = given.get("padding_idx")
+    if padding is not None:
+        padding = positive(padding, weight.cut.size)
+    elsewhere = (ids < start) | (ids >= stop)
+    _check_ids(ids, weight.cut.size)
+    own = torch.where(elsewhere, 0, ids - start)
+    inside = padding is not None and start <= padding < stop
+    found = F.embedding(own, weight.local, padding - start if inside and padding is not None else None)
+    return summed(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), weight.wire)
+
+
+def _check_ids(ids: Tensor, size: int) -> None:
+    """One process would have failed; a lookup that finds nothing must not pass for one."""
+    if ids.device.type == "cpu" and ids.numel() and not bool(((ids >= 0) & (ids < size)).all()):
+        raise IndexError("index out of range in self")
+
+
+@rule("scaled_dot_product_attention")
+def _attention(func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+    if not isinstance(q, Split) or len(q.whole) - q.cut.dim < 3:
+        raise Unknown
+    groups = given.get("enable_gqa", False) and q.whole[-3] != k.shape[-3]
+    dim = q.cut.dim - len(q.whole)
+    wire, origins = derived(t for t in (q, k, v) if isinstance(t, Split))
+    own_k, own_v = (_keys(x, q, dim, grouped=groups) for x in (k, v))
+    own_mask = operand(mask, of=q, dim=dim)
+    drop = given.get("dropout_p", 0.0)
+    named = {"attn_mask": own_mask, "is_causal": given.get("is_causal", False), "scale": given.get("scale")}
+    if drop > 0.0:
+        made = _dropped(q, own_k, own_v, drop, named)
+    else:
+        gqa = q.local.shape[-3] != own_k.shape[-3]
+        made = F.scaled_dot_product_attention(q.local, own_k, own_v, enable_gqa=gqa, **named)
+    return Split.of(made, q.cut, wire, origins=origins)
+
+
+def _keys(x: Any, q: Split, dim: int, *, grouped: bool) -> Tensor:
+    """Grouped-query heads: cut as the query's groups are, or whole and repeated, of which the own heads are taken."""
+    if not grouped or dim != -3:
+        found: Tensor = operand(x, of=q, dim=dim)
+        return found
+    times = q.whole[-3] // x.shape[-3]
+    if isinstance(x, Split):
+        if x.cut.dim - len(x.whole) != dim or x.cut.repeated(times).sections != q.cut.sections:
+            raise Unknown
+        return x.local
+    return take_own(x.repeat_interleave(times, dim=-3), q.cut, q.wire)
+
+
+def _dropped(q: Split, k: Tensor, v: Tensor, p: float, given: dict[str, Any]) -> Tensor:
+    """Attention written out, as torch does it on the CPU where probabilities are dropped."""
+    if q.local.device.type != "cpu":
+        raise Unknown  # fused kernels draw in an order of their own: whole, on every rank alike
+    if q.local.shape[-3] != k.shape[-3]:
+        times = q.local.shape[-3] // k.shape[-3]
+        k, v = k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
+    scale = q.whole[-1] ** -0.5 if given["scale"] is None else given["scale"]
+    scores = (q.local * scale**0.5) @ (k.transpose(-2, -1) * scale**0.5)
+    mask = given["attn_mask"]
+    if given["is_causal"]:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    shares = torch.softmax(scores, -1).contiguous()
+    return shares * own_draws(shares, p, q.cut, q.wire) @ v
+
+
+@rule("baddbmm")
+def _baddbmm(func: Any, args: Any, kwargs: Any) -> Any:
+    """Batches cut alike in all three."""
+    first = next((t for t in args[1:3] if isinstance(t, Split)), None)
+    if first is None or len(args) > 3 or _at(first) != -3:
+        raise Unknown
+    wire, origins = derived(t for t in args if isinstance(t, Split))
+    own = [operand(t, of=first, dim=-3) for t in args]
+    return Split.of(torch.baddbmm(*own, **kwargs), first.cut, wire, origins=origins)

@@ -1,0 +1,190 @@
+"""A tensor of which each rank holds a piece: it says the whole shape, and every torch function on it knows the cut.
+
+What is not known puts the whole together first: right, only slower, and noted. So a model's own forward, whatever it
+does, computes what it computes in one process.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import function as autograd_function
+
+from paceline.errors import LayoutError
+from paceline.place.tensor.cut import Cut, Misfit
+from paceline.place.tensor.wire import Wire, copy_in, gather, take_own
+from paceline.torch_private import hollow_tensor, tree_flatten, tree_unflatten
+
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+RULES: dict[str, Rule] = {}
+AUTOGRAD = autograd_function.__file__
+
+
+class Unknown(Exception):
+    """No rule keeps the cut here."""
+
+    def __init__(self, misfit: Misfit | None = None) -> None:
+        super().__init__()
+        self.misfit = misfit
+
+
+class Split(Tensor):
+    """This rank's piece `local` of a tensor of shape `whole`, cut as `cut`; `origins` are the parameters it is of."""
+
+    local: Tensor
+    cut: Cut
+    wire: Wire
+    origins: frozenset[str]
+    whole: tuple[int, ...]
+    joined: dict[tuple[bool, bool], Tensor]
+
+    @staticmethod
+    def of(local: Tensor, cut: Cut, wire: Wire, *, origins: Iterable[str] = ()) -> "Split":
+        """Say how a local tensor is cut; the whole shape follows from it."""
+        shape = tuple(local.shape)
+        whole = (*shape[: cut.dim], cut.size, *shape[cut.dim + 1 :])
+        made: Split = hollow_tensor(Split, like=local, shape=whole)
+        made.__dict__.update(local=local, cut=cut, wire=wire, origins=frozenset(origins), whole=whole, joined={})
+        return made
+
+    def gathered(self, *, partial: bool = False) -> Tensor:
+        """The whole tensor, put together once."""
+        key = (partial, self.local.requires_grad)
+        if key not in self.joined:
+            self.joined[key] = gather(self.local, self.cut, self.wire, partial=partial)
+        return self.joined[key]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Apply a torch function: by its rule, or on the whole."""
+        kwargs = kwargs or {}
+        name = name_of(func)
+        if not torch.is_grad_enabled() and not name.startswith("."):
+            _refuse_own_autograd()
+        rule = RULES.get(name)
+        if rule is None:
+            return on_whole(func, args, kwargs, name=name)
+        try:
+            return rule(func, args, kwargs)
+        except Unknown as unknown:
+            return on_whole(func, args, kwargs, name=name, misfit=unknown.misfit)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Only code outside torch's own functions gets here."""
+        raise LayoutError(
+            f"{func} was called on a tensor of which each tensor-parallel rank holds a piece.",
+            cause="a custom autograd function or operator reads an activation that is cut over the ranks",
+            hint="keep the module around it whole: replicate=('its name',)",
+        )
+
+
+def name_of(func: Any) -> str:
+    """What a rule is found by: a function's or method's own name, or `.name` for an attribute."""
+    name: str = getattr(func, "__name__", "")
+    return f".{func.__self__.__name__}" if name == "__get__" else name
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Say which functions a rule is for."""
+
+    def add(made: Rule) -> Rule:
+        for name in names:
+            assert name not in RULES, name
+            RULES[name] = made
+        return made
+
+    return add
+
+
+def split_in(args: Any, kwargs: Any) -> list[Split]:
+    """Every cut tensor among the arguments, in lists too."""
+    return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Split)]
+
+
+def on_whole(func: Any, args: Any, kwargs: Any, *, name: str, misfit: Misfit | None = None) -> Any:
+    """Put together what is cut, and apply the function to that."""
+    splits = split_in(args, kwargs)
+    if _writes(name) and args and isinstance(args[0], Split) and not listens(splits[0]):
+        raise LayoutError(
+            f"{name.strip('.')} writes in place into a tensor of which each tensor-parallel rank holds a piece.",
+            hint="keep the module that does it whole: replicate=('its name',)",
+        )
+    for split in splits:
+        heard(split, name, misfit)
+    leaves, shape = tree_flatten((args, kwargs))
+    args, kwargs = tree_unflatten([leaf.gathered() if isinstance(leaf, Split) else leaf for leaf in leaves], shape)
+    return func(*args, **kwargs)
+
+
+def listens(split: Split) -> bool:
+    """Whether the plan is still being looked for."""
+    return hasattr(split.wire, "blocked")
+
+
+def _refuse_own_autograd() -> None:
+    """An autograd function that is given a cut tensor would send its gradient where the hollow one has none."""
+    name, given = _own_autograd()
+    for split in given:
+        if not listens(split):
+            raise LayoutError(
+                f"{name} is an autograd function of its own, which reads a tensor of which each tensor-parallel rank "
+                f"holds a piece ({', '.join(sorted(split.origins)[:2])}).",
+                hint="keep the modules whose outputs it reads whole: replicate=('name',)",
+            )
+        heard(split, f"{name}, an autograd function of its own")
+
+
+def _own_autograd() -> tuple[str, list[Split]]:
+    """The autograd function that is running its forward here, and what is cut among its arguments."""
+    frame: FrameType | None = sys._getframe(3)
+    for _ in range(12):
+        if frame is None:
+            break
+        if frame.f_code.co_name == "apply" and frame.f_code.co_filename == AUTOGRAD:
+            given = [a for a in frame.f_locals.get("args", ()) if isinstance(a, Split)]
+            return str(frame.f_locals["cls"].__name__), given
+        frame = frame.f_back
+    return "", []
+
+
+def heard(split: Split, name: str, misfit: Misfit | None = None) -> None:
+    """Tell that something whole is put together."""
+    listener = getattr(split.wire, "blocked", None)
+    if listener is not None:
+        listener(split.origins, name, misfit)
+    of = ", ".join(sorted(split.origins)[:2]) or "an activation"
+    split.wire.tell(f"{of} is put together for {name.strip('.')}: right, only slower")
+
+
+def _writes(name: str) -> bool:
+    return name in ("__setitem__", ".__set__") or (
+        name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    )
+
+
+def derived(splits: Iterable[Split]) -> tuple[Wire, frozenset[str]]:
+    """The wire, and every parameter that they are of."""
+    found = list(splits)
+    if len(found) == 1:
+        return found[0].wire, found[0].origins
+    return found[0].wire, frozenset().union(*(split.origins for split in found))
+
+
+def operand(value: Any, *, of: Split, dim: int) -> Any:
+    """Another operand of cut work, aligned from the right: `dim` is negative and cut in `of`.
+
+    A whole operand that has the dimension gives its piece; one that has not is read by all.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, Split):
+        if value.cut.dim - len(value.whole) != dim or value.cut.sections != of.cut.sections:
+            raise Unknown
+        return value.local
+    if value.dim() >= -dim and value.shape[dim] == of.cut.size and of.cut.size > 1:
+        return take_own(value, of.cut.at(value.dim() + dim), of.wire)
+    return copy_in(value, of.wire)

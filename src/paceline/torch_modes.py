@@ -1,0 +1,115 @@
+"""What sees every operation of a thread, and how to stay out of its sight: torch's dispatch modes, used in one place.
+
+Tried on torch 2.11 to 2.13: `TorchDispatchMode` and setting such modes aside; the group that a collective names; the
+resizing of storages, by which `fully_shard` lets gathered weights go.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = [
+    "DispatchMode",
+    "SeededOps",
+    "TorchDispatchMode",
+    "WatchedOps",
+    "group_size",
+    "storage_resizes",
+    "unseen",
+    "written",
+]
+
+
+DispatchMode = TorchDispatchMode
+"""What sees each operation that runs in its thread, gradients' included."""
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Hide operations of our own from dispatch modes, such as the one that pairs a forward with its second run."""
+    with _disable_current_modes():
+        yield
+
+
+class SeededOps(TorchDispatchMode):
+    """Sees whether an operation that draws random numbers runs in this thread while the mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Pass everything on."""
+        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+class WatchedOps(TorchDispatchMode):
+    """Tells `see(operation, args, kwargs, result, drew)` of each operation of this thread while the mode is on.
+
+    `drew`: whether it took numbers from a random generator; without memory ("meta"), whether it might.
+    """
+
+    def __init__(self, see: Callable[[Any, Any, Any, Any, bool], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._see = see
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, then tell."""
+        may_draw = torch.Tag.nondeterministic_seeded in func.tags
+        before = _generators() if may_draw else []
+        result = func(*args, **(kwargs or {}))
+        first = result[0] if isinstance(result, tuple | list) and result else result
+        drew = may_draw and (
+            not (isinstance(first, Tensor) and first.device.type in ("cpu", "cuda"))
+            or any(not torch.equal(old, new) for old, new in zip(before, _generators(), strict=True))
+        )
+        self._see(func, args, kwargs or {}, result, drew)
+        return result
+
+
+def _generators() -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+def written(operation: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
+    """The tensors among its arguments that an operation writes to."""
+    found: list[Tensor] = []
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        found += [part for part in (value if isinstance(value, list | tuple) else [value]) if isinstance(part, Tensor)]
+    return found
+
+
+def group_size(asked: Any) -> int:
+    """Ranks of the group that a collective is given, which is the group, its box, or its name."""
+    if isinstance(asked, str):
+        asked = distributed_c10d._resolve_process_group(asked)  # type: ignore[attr-defined, arg-type]
+    elif isinstance(asked, torch.ScriptObject):
+        asked = dist.ProcessGroup.unbox(asked)
+    return 1 if asked is None else int(asked.size())
+
+
+@contextmanager
+def storage_resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Tell of every storage that is resized, which no dispatch mode sees."""
+    plain = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: Any) -> Any:
+        result = plain(storage, size)
+        seen(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]

@@ -1,0 +1,216 @@
+"""The single functions on cut tensors: equal to the same on the whole, gradients too; losses never see the whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.place.tensor import placed  # which makes every rule known
+from paceline.place.tensor.cut import even_cut
+from paceline.place.tensor.rules_math import own_draws
+from paceline.place.tensor.split import RULES, Split
+from paceline.place.tensor.trial import ThreadWire, together
+from paceline.place.tensor.wire import take_own
+
+assert placed
+CLASSES, ROWS = 11, 6
+TARGET = torch.tensor([0, 10, -100, 5, 6, 3])
+WEIGHT = torch.linspace(0.5, 1.5, CLASSES, dtype=torch.float64)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def compare(
+    work: Callable[[Any], Any], x: Tensor, *, dim: int, ranks: int = 3, sections: tuple[int, ...] = ()
+) -> list[dict[str, None]]:
+    """`work` on the whole and on its pieces; the notes of each rank."""
+    whole = x.clone().requires_grad_(x.is_floating_point())
+    expected = work(whole)
+    expected.square().sum().backward()
+
+    def piecewise(wire: ThreadWire) -> Any:
+        leaf = x.clone().requires_grad_()
+        cut = even_cut(x.shape[dim], ranks=ranks, sections=sections, dim=dim)
+        found = work(Split.of(take_own(leaf, cut, wire), cut, wire))
+        assert found.shape == expected.shape
+        found = found.gathered() if isinstance(found, Split) else found
+        found.square().sum().backward()
+        return found.detach(), leaf.grad, dict(wire.told)
+
+    results = together(piecewise, ranks=ranks)
+    for found, grad, _ in results:
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(grad, whole.grad, rtol=1e-12, atol=1e-13)
+    return [told for _, _, told in results]
+
+
+LOSSES: dict[str, Callable[[Any], Any]] = {
+    "mean": lambda x: F.cross_entropy(x, TARGET),
+    "sum": lambda x: F.cross_entropy(x, TARGET, reduction="sum"),
+    "none": lambda x: F.cross_entropy(x, TARGET, reduction="none"),
+    "smoothed": lambda x: F.cross_entropy(x, TARGET, label_smoothing=0.1),
+    "weighted": lambda x: F.cross_entropy(x, TARGET, weight=WEIGHT),
+    "both": lambda x: F.cross_entropy(x, TARGET, weight=WEIGHT, label_smoothing=0.2),
+    "another ignored": lambda x: F.cross_entropy(x, TARGET.clamp(min=0), ignore_index=5),
+    "shares": lambda x: F.cross_entropy(x, random(ROWS, CLASSES).softmax(1)),
+    "shares smoothed": lambda x: F.cross_entropy(
+        x, random(ROWS, CLASSES).softmax(1), weight=WEIGHT, label_smoothing=0.1
+    ),
+    "in two steps": lambda x: F.nll_loss(F.log_softmax(x, dim=-1), TARGET),
+    "module": lambda x: (
+        torch.nn.CrossEntropyLoss()(x.view(-1, CLASSES).float().double(), TARGET)
+        if False
+        else torch.nn.CrossEntropyLoss()(x.view(-1, CLASSES), TARGET)
+    ),
+    "by hand": lambda x: -(x.log_softmax(-1) * WEIGHT).sum(-1).mean(),
+    "softmax": lambda x: torch.softmax(x, dim=-1),
+    "probabilities": lambda x: x.softmax(-1).sum(-1),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_losses_of_a_cut_vocabulary(kind: str) -> None:
+    """Eleven classes on three ranks are 3, 4 and 4."""
+    assert compare(LOSSES[kind], random(ROWS, CLASSES), dim=1) == [{}] * 3
+
+
+def test_more_than_two_dimensions_and_shifted_views() -> None:
+    labels = torch.tensor([[1, 2, -100], [10, 0, 4]])
+    shifted = lambda x: F.cross_entropy(x[:, :-1].contiguous().view(-1, CLASSES), labels.view(-1))  # noqa: E731
+    assert compare(shifted, random(2, 4, CLASSES), dim=2) == [{}] * 3
+    turned = lambda x: F.cross_entropy(x.transpose(1, 2)[:, :, 1:], labels)  # noqa: E731
+    assert compare(turned, random(2, 4, CLASSES), dim=2) == [{}] * 3
+
+
+def test_the_best_class_and_equal_ones() -> None:
+    x = random(ROWS, CLASSES)
+    x[2, 3] = x[2, 8] = 9.0
+
+    def work(wire: ThreadWire) -> Any:
+        cut = even_cut(CLASSES, ranks=3, dim=1)
+        split = Split.of(take_own(x, cut, wire), cut, wire)
+        return split.argmax(-1).tolist(), split.argmax(1, keepdim=True).shape, (split.argmax(-1) == TARGET).sum().item()
+
+    expected = (x.argmax(-1).tolist(), (ROWS, 1), int((x.argmax(-1) == TARGET).sum()))
+    assert together(work, ranks=3) == [expected] * 3
+
+
+def test_half_precision_is_summed_in_single() -> None:
+    x = (random(ROWS, CLASSES) * 4).bfloat16()
+
+    def work(wire: ThreadWire) -> Any:
+        cut = even_cut(CLASSES, ranks=2, dim=1)
+        return F.cross_entropy(Split.of(take_own(x, cut, wire), cut, wire), TARGET)
+
+    for found in together(work, ranks=2):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, F.cross_entropy(x, TARGET), rtol=8e-3, atol=0.0)  # one unit of bfloat16
+
+
+def test_a_target_out_of_bounds_is_the_error_of_one_process() -> None:
+    def work(wire: ThreadWire) -> Any:
+        cut = even_cut(CLASSES, ranks=2, dim=1)
+        return F.cross_entropy(Split.of(take_own(random(ROWS, CLASSES), cut, wire), cut, wire), TARGET + 1)
+
+    with pytest.raises(IndexError, match="Target 11 is out of bounds"):
+        together(work, ranks=2)
+
+
+WHOLE = random(4, 6, 5)
+KEPT: dict[str, tuple[Callable[[Any], Any], tuple[int, ...], int]] = {
+    "residual": (lambda x: x + WHOLE * 2 - x * 0.5, (4, 6, 5), 1),
+    "broadcast": (lambda x: x * WHOLE[:1, :, :1] + WHOLE[0, 0], (4, 6, 5), 1),
+    "merged": (lambda x: x.reshape(24, 5).tanh(), (4, 6, 5), 1),
+    "heads": (lambda x: x.view(4, 3, 2, 5).transpose(1, 2).reshape(4, 2, 15), (4, 6, 5), 1),
+    "where": (lambda x: torch.where(x > 0, x, WHOLE), (4, 6, 5), 1),
+    "stacked": (lambda x: torch.stack([x, x * 2], 1).flatten(0, 1), (4, 6, 5), 1),
+    "joined": (lambda x: torch.cat([x, WHOLE], -1), (4, 6, 5), 1),
+    "joined along": (lambda x: torch.cat([x, x * 3], 1)[:, 6:], (4, 6, 5), 1),
+    "repeated": (lambda x: x.repeat_interleave(2, 1).cumsum(-1), (4, 6, 5), 1),
+    "picked": (lambda x: x[torch.tensor([3, 0, 0])][..., 1:4], (4, 6, 5), 1),
+    "masked": (lambda x: x[torch.tensor([True, False, True, True])], (4, 6, 5), 1),
+    "normed": (lambda x: F.layer_norm(x, (5,), WHOLE[0, 0], WHOLE[1, 0]), (4, 6, 5), 1),
+    "sums": (lambda x: x.mean(-1) + x.sum(-1) + x.amax(2), (4, 6, 5), 1),
+    "mean over it": (lambda x: x.mean(1) + x.sum((0, 1)), (4, 6, 5), 1),
+    "product": (lambda x: torch.matmul(x.transpose(1, 2), WHOLE), (4, 6, 5), 1),
+    "einsum": (lambda x: torch.einsum("bij,bik->bjk", x, WHOLE), (4, 6, 5), 1),
+    "einsum kept": (lambda x: torch.einsum("bij,bkj->bik", x, WHOLE), (4, 6, 5), 1),
+    "in place": (lambda x: (x * 1).mul_(WHOLE).add_(1), (4, 6, 5), 1),
+    "moved": (lambda x: x.permute(2, 1, 0).unsqueeze(0).squeeze().movedim(1, 2), (4, 6, 5), 1),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_keeps_the_cut(kind: str) -> None:
+    work, shape, dim = KEPT[kind]
+    assert compare(work, random(*shape), dim=dim) == [{}] * 3
+
+
+@pytest.mark.parametrize("kind", ["flip", "fft", "softmin", "prod", "cross"])
+def test_what_no_rule_knows_is_right_and_noted(kind: str) -> None:
+    work: dict[str, Callable[[Any], Any]] = {
+        "flip": lambda x: x.flip(1), "fft": lambda x: torch.fft.fft(x, dim=1).abs(), "softmin": lambda x: F.softmin(x, 1),
+        "prod": lambda x: x.prod(1), "cross": lambda x: torch.linalg.matrix_norm(x),
+    }  # fmt: skip
+    told = compare(work[kind], random(4, 6, 5), dim=1)
+    assert all("put together" in note for each in told for note in each) and told[0]
+
+
+def test_fused_projections() -> None:
+    def work(x: Any) -> Any:
+        q, k, v = x.split([4, 4, 4], dim=-1)
+        a, b, c = x.view(5, 3, 2, 2).unbind(1)
+        first, rest = x[..., :4], x[..., 4:]
+        return (q * k).tanh() * v + (a * b - c).flatten(1) + first + rest.chunk(2, -1)[1]
+
+    assert compare(work, random(5, 12), dim=1, ranks=2, sections=(4, 4, 4)) == [{}] * 2
+
+
+def test_grouped_attention() -> None:
+    k, v = random(2, 2, 5, 3), random(2, 2, 5, 3) * 2
+
+    def work(x: Any) -> Any:
+        return F.scaled_dot_product_attention(x, k, v, is_causal=True, enable_gqa=True)
+
+    assert compare(work, random(2, 4, 5, 3), dim=1, ranks=2) == [{}] * 2
+
+
+def test_dropout_draws_as_the_whole_does() -> None:
+    """In the order in which the whole's memory lies."""
+    for order in ((0, 1, 2), (2, 0, 1)):
+        x = random(4, 6, 5).permute(order)
+        torch.manual_seed(7)
+        expected = F.dropout(torch.ones_like(x), 0.4)
+
+        def work(wire: ThreadWire, x: Tensor = x) -> Any:
+            cut = even_cut(x.shape[1], ranks=2, dim=1)
+            return x.narrow(1, cut.ranges(wire.rank)[0][0], cut.held(wire.rank)), cut
+
+        for rank, (local, cut) in enumerate(together(work, ranks=2)):
+            torch.manual_seed(7)
+            wire: Any = ThreadWire(rank=rank, size=2, meeting=None)  # type: ignore[arg-type]
+            start, stop = cut.ranges(rank)[0]
+            assert torch.equal(own_draws(local, 0.4, cut, wire), expected[:, start:stop])
+
+
+def test_writing_into_a_piece_by_an_unknown_function_is_refused() -> None:
+    from paceline.errors import LayoutError
+
+    def work(wire: ThreadWire) -> Any:
+        cut = even_cut(6, ranks=2, dim=1)
+        split = Split.of(take_own(random(4, 6), cut, wire), cut, wire)
+        split[0] = 1.0
+
+    with pytest.raises(LayoutError, match="__setitem__ writes in place"):
+        together(work, ranks=2)
+
+
+def test_every_rule_is_found_by_a_name_that_torch_has() -> None:
+    places = (torch, torch.Tensor, F, torch.linalg)
+    unknown = [n for n in RULES if not any(hasattr(place, n.lstrip(".")) for place in places)]
+    assert unknown == []
