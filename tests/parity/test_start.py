@@ -74,6 +74,8 @@ def test_parts_put_together_are_one_process_and_nobody_holds_the_whole(tmp_path:
             assert below["notes"] == [] and "init.limit" in above["notes"][0]
             assert below["most"] < whole or rank in (0, nodes), f"{job}: rank {rank} had {below['most']} of {whole}"
             assert above["most"] < whole, f"{job}: rank {rank} had {above['most']} of {whole}"
+    for found in told:
+        assert len(found["other"]) == 2 and all("bias on rank 1" in what for what in found["other"])
     for job in ("drawn", "uneven"):
         like = detached(plain(job))
         assert weights_digest(assembled(tmp_path, told, f"{job}-{FAR}", like)) == weights_digest(like), job
