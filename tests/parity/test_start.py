@@ -212,3 +212,19 @@ def test_a_random_tensor_that_is_no_buffer_is_that_of_the_plain_build() -> None:
     assert torch.equal(made.model.noise, build().noise)
     with pytest.raises(UsageError, match="noise is neither parameter nor buffer"):
         draft(build, seed=SEED, world=World.alone(), limit_bytes=8)
+
+
+class Marked(nn.Parameter):
+    """A class of the user's own."""
+
+
+def test_classes_and_attributes_of_tensors_stay() -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(30, 30)
+        model.weight = Marked(torch.randn(30, 30))
+        model.weight.decays = False
+        return model
+
+    for limit in (NEAR, FAR):
+        model, *_ = build_parts(build, seed=SEED, world=World.alone(), wanted=lambda _: {}, limit_bytes=limit)
+        assert type(model.weight) is Marked and model.weight.decays is False and model.weight.requires_grad
