@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from paceline.errors import DesyncError
 from paceline.place.parts import Part, Parts, sharded
 from paceline.place.start.draft import draft
 from paceline.place.start.hollow import named_tensors
@@ -98,6 +99,17 @@ def split(model: nn.Module, *, rank: int, ranks: int) -> Parts:
     return found
 
 
+def _refused(world: World) -> list[str]:
+    """What is said where a rank's model is another: below and above the limit."""
+    found = []
+    for limit in (1 << 40, 8):
+        try:
+            draft(lambda: nn.Linear(4, 4, bias=world.rank != 1), seed=SEED, world=world, limit_bytes=limit)
+        except DesyncError as error:
+            found.append(error.what)
+    return found
+
+
 def run(payload: dict[str, Any]) -> int:
     """Each job in turn."""
     torch.set_num_threads(1)
@@ -120,6 +132,7 @@ def run(payload: dict[str, Any]) -> int:
             }
             kept = {name: value.contiguous() for name, value in values.items()}
             save_file(kept, f"{payload['answer']}{job}-{limit}-{world.rank}")
+    told["other"] = _refused(world)
     Path(f"{payload['answer']}{world.rank}.json").write_text(json.dumps(told))
     world.close()
     return 0

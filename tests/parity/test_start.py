@@ -74,6 +74,8 @@ def test_parts_put_together_are_one_process_and_nobody_holds_the_whole(tmp_path:
             assert below["notes"] == [] and "init.limit" in above["notes"][0]
             assert below["most"] < whole or rank in (0, nodes), f"{job}: rank {rank} had {below['most']} of {whole}"
             assert above["most"] < whole, f"{job}: rank {rank} had {above['most']} of {whole}"
+    for found in told:
+        assert len(found["other"]) == 2 and all("bias on rank 1" in what for what in found["other"])
     for job in ("drawn", "uneven"):
         like = detached(plain(job))
         assert weights_digest(assembled(tmp_path, told, f"{job}-{FAR}", like)) == weights_digest(like), job
@@ -210,3 +212,19 @@ def test_a_random_tensor_that_is_no_buffer_is_that_of_the_plain_build() -> None:
     assert torch.equal(made.model.noise, build().noise)
     with pytest.raises(UsageError, match="noise is neither parameter nor buffer"):
         draft(build, seed=SEED, world=World.alone(), limit_bytes=8)
+
+
+class Marked(nn.Parameter):
+    """A class of the user's own."""
+
+
+def test_classes_and_attributes_of_tensors_stay() -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(30, 30)
+        model.weight = Marked(torch.randn(30, 30))
+        model.weight.decays = False
+        return model
+
+    for limit in (NEAR, FAR):
+        model, *_ = build_parts(build, seed=SEED, world=World.alone(), wanted=lambda _: {}, limit_bytes=limit)
+        assert type(model.weight) is Marked and model.weight.decays is False and model.weight.requires_grad

@@ -23,7 +23,7 @@ from paceline.place.start.hollow import (
     tensor_bytes,
     with_data,
 )
-from paceline.place.start.node import HandedOut, first_of_node, same_models
+from paceline.place.start.node import HandedOut, first_of_node, refuse_unequal, same_models
 from paceline.place.start.stored import Stored, from_files
 from paceline.place.start.tape import Unrecordable
 from paceline.streams import key, seed_all
@@ -100,6 +100,7 @@ def draft(
     recorded, reason = _tried(build, seed)
     reasons = world.gather_json(reason)
     if recorded is not None and recorded.num_bytes > limit_bytes and not any(reasons):
+        refuse_unequal(recorded.model, world=world)
         return _replayed(recorded, world, limit_bytes)
     refused = next((text for text in reasons if text), "")
     is_first = first_of_node(world)

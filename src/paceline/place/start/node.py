@@ -50,6 +50,17 @@ def same_models(
     return model, [f"start: every rank builds the whole model, since {reasons[0]}"] if reasons else []
 
 
+def refuse_unequal(model: nn.Module, *, world: World) -> None:
+    """Where no rank has built the model: all must have recorded the same one.
+
+    Raises:
+        DesyncError: naming what differs.
+    """
+    mine = _tensors(described(model))
+    if len(set(world.gather_json(digest(mine)))) > 1:
+        _refuse_others(mine, world.share_json(mine if world.rank == 0 else None), world)
+
+
 def _refuse_others(mine: dict[str, str], theirs: dict[str, str], world: World) -> None:
     told = world.gather_json(_first_difference(mine, theirs) if mine != theirs else "")
     rank = next((rank for rank, name in enumerate(told) if name), None)
