@@ -158,13 +158,6 @@ def refuse_model(model: nn.Module) -> None:
             raise _refused(name, module, "each position waits for the one before it", "--layout fsdp, tp or pp")
         if isinstance(module, NormBase) and getattr(module, "track_running_stats", False):
             raise _refused(name, module, "its statistics are over the whole sequence", "nn.LayerNorm, or leave cp out")
-        if isinstance(module, nn.MultiheadAttention):
-            raise _refused(
-                name,
-                module,
-                "its attention is computed inside torch, where cp does not reach",
-                "F.scaled_dot_product_attention on your own projections",
-            )
     used = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if used not in (None, "sdpa"):
         raise LayoutError(

@@ -8,6 +8,7 @@ as it is: what works position by position needs nothing, and what does not is fo
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.errors import LayoutError
 from paceline.place.context_cut import Cut
+from paceline.place.context_heads import heads_attention
 from paceline.place.context_mask import Meaning, meaning
 from paceline.place.context_ring import Ring, ring_attention
 from paceline.place.exchange import Exchange
@@ -41,7 +43,7 @@ class ContextMode(TorchFunctionMode):
         self.num_attentions = 0
         self._rules: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
-            F.multi_head_attention_forward: _refuse_heads,
+            F.multi_head_attention_forward: partial(heads_attention, attention=self._attention),
             F.pad: self._pad,
             F.dropout: self._dropout,
             **dict.fromkeys(_CONVOLUTIONS, self._convolution),
@@ -192,6 +194,7 @@ class _Gather(torch.autograd.Function):
         return cut.take(exchange.add(grads[0]), dim=dim, rank=exchange.rank), None, None, None
 
 
+@torch.compiler.disable
 def gather_sequence(part: Tensor, *, dim: int, exchange: Exchange, cut: Cut) -> Tensor:
     """The whole sequence on every rank; its gradients are added over the ranks."""
     return _Gather.apply(part, dim % part.dim(), exchange, cut)  # type: ignore[no-any-return]
@@ -227,10 +230,3 @@ def _refuse(query: Tensor, key: Tensor, dropout_p: float, size: int) -> None:
             hint="leave cp out; use_cache=False if it is a cache",
         )
 
-
-def _refuse_heads(*args: Any, **kwargs: Any) -> Any:
-    raise LayoutError(
-        "nn.MultiheadAttention computes its attention inside torch, where cp does not reach.",
-        cause="nn.TransformerEncoderLayer and its like use it as well",
-        hint="project q, k, v yourself and call F.scaled_dot_product_attention(q, k, v), or leave cp out",
-    )

@@ -43,6 +43,7 @@ class Ring:
         return (self.exchange.rank - turn) % self.exchange.size
 
 
+@torch.compiler.disable
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, *, keep: Tensor | None, ring: Ring) -> Tensor:
     """Attention of this rank's queries over everybody's keys.
 
