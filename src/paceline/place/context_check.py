@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from paceline.errors import LayoutError
-from paceline.place.context import ContextParallel
+from paceline.place.context import ContextParallel, refuse_model, refuse_window
 from paceline.place.context_cut import Cut, batch_length
 from paceline.place.exchange import Exchange, play
 
@@ -63,6 +63,8 @@ def check_context(
     Raises:
         LayoutError: it can't be cut; names the first module whose output differs, or the loss, or the gradient.
     """
+    refuse_model(model)
+    refuse_window(model, length=batch_length(batch, sequence=sequence))
     twin = copy.deepcopy(model).double().eval()
     if hasattr(twin, "set_experts_implementation"):
         twin.set_experts_implementation("eager")  # torch's grouped product has no float64
