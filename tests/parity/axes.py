@@ -285,5 +285,3 @@ def tokens(*sizes: int, steps: int = 3) -> list[list[Tensor]]:
     """For each step, a batch of each size: one a rank."""
     generator = torch.Generator().manual_seed(2)
     return [[torch.randint(0, 64, (1, size), generator=generator) for size in sizes] for _ in range(steps)]
-
-

@@ -86,7 +86,9 @@ def test_what_has_the_tokens_shape_is_cut_and_the_rest_is_not() -> None:
 def test_the_ring_is_attention(causal: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "blocks":
         monkeypatch.setattr(context_ring, "BLOCK", 3)
-    assert far_ring(ranks=3, length=19, causal=causal, groups=2 if kind == "grouped" else 1, pad=kind == "padded") < 1e-13
+    assert (
+        far_ring(ranks=3, length=19, causal=causal, groups=2 if kind == "grouped" else 1, pad=kind == "padded") < 1e-13
+    )
 
 
 def far_ring(*, ranks: int, length: int, causal: bool, groups: int = 1, pad: bool = False) -> float:
@@ -149,7 +151,8 @@ def test_the_text_example(length: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("padding", ["", "left", "right"])
 @pytest.mark.parametrize(
-    ("name", "settings"), [(LLAMA, {"num_key_value_heads": 2}), (BERT, BERT_PLAIN), (MIXTRAL, {"num_key_value_heads": 2})]
+    ("name", "settings"),
+    [(LLAMA, {"num_key_value_heads": 2}), (BERT, BERT_PLAIN), (MIXTRAL, {"num_key_value_heads": 2})],
 )
 def test_models_of_transformers(name: str, settings: dict[str, Any], padding: str) -> None:
     assert_context(transformer(name, padding=padding, **settings), ranks=2)
@@ -159,7 +162,9 @@ def test_models_of_transformers(name: str, settings: dict[str, Any], padding: st
     "name", ["GPT2LMHeadModel/GPT2Config", "Qwen3ForCausalLM/Qwen3Config", "GPTNeoXForCausalLM/GPTNeoXConfig"]
 )
 def test_more_models_of_transformers_on_three_ranks(name: str) -> None:
-    settings = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} if "GPT2" in name else {"num_key_value_heads": 4}
+    settings = (
+        {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} if "GPT2" in name else {"num_key_value_heads": 4}
+    )
     assert_context(transformer(name, bos_token_id=None, eos_token_id=None, **settings), ranks=3)
 
 
@@ -282,7 +287,9 @@ def test_the_check_passes_what_is_right_and_leaves_the_model() -> None:
         check(case, ranks=3)
     model = Own()
     before = {n: p.clone() for n, p in model.state_dict().items()}
-    check_context(model=model, batch=torch.ones(1, 9, dtype=torch.int64), sequence={"0": 1}, ranks=2, forward=own().forward)
+    check_context(
+        model=model, batch=torch.ones(1, 9, dtype=torch.int64), sequence={"0": 1}, ranks=2, forward=own().forward
+    )
     assert all(torch.equal(before[n], p) for n, p in model.state_dict().items()) and model.training
 
 
@@ -290,7 +297,10 @@ REFUSED = [
     (lambda: own(attention="matmul"), r"first that differs is (head|the model's own)"),
     (lambda: own(positions="sum"), r"first that differs is qkv \(Linear\)"),
     (lambda: transformer(LLAMA, attn_implementation="eager"), "computes its attention as 'eager'"),
-    (lambda: transformer("MistralForCausalLM/MistralConfig", sliding_window=5, num_key_value_heads=2), "sliding_window=5 is shorter than"),
+    (
+        lambda: transformer("MistralForCausalLM/MistralConfig", sliding_window=5, num_key_value_heads=2),
+        "sliding_window=5 is shorter than",
+    ),
     (lambda: transformer("BloomForCausalLM/BloomConfig"), "attention"),
     (lambda: recurrent(), r"rnn \(LSTM\) can't be cut along the sequence: each position waits"),
     (lambda: pooled(), "no output of this model has the sequence"),
@@ -336,7 +346,9 @@ def pooled() -> Case:
 
 def unshifted() -> Case:
     def loss(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
-        return F.cross_entropy(output[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"), batch[:, 1:].numel()
+        return F.cross_entropy(output[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"), batch[
+            :, 1:
+        ].numel()
 
     return Case(**{**vars(own()), "loss": loss})
 
@@ -414,7 +426,9 @@ def test_a_mistake_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keys_whose_gradients_do_not_come_home_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert far_ring(ranks=3, length=12, causal=True) < 1e-13
     honest = context_ring._send_on
-    monkeypatch.setattr(context_ring, "_send_on", lambda ring, held, turn: honest(ring, held, turn) if turn < 2 else lambda: held)
+    monkeypatch.setattr(
+        context_ring, "_send_on", lambda ring, held, turn: honest(ring, held, turn) if turn < 2 else lambda: held
+    )
     assert far_ring(ranks=3, length=12, causal=True) > 1e-3
 
 

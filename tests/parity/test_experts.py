@@ -79,7 +79,11 @@ def test_an_own_mixture(kind: Any, count: int, ranks: int, favour: tuple[int, ..
     [
         (MIXTRAL, {"num_local_experts": 5}, 2),
         (MIXTRAL, {"num_local_experts": 2}, 3),
-        ("Qwen3MoeForCausalLM/Qwen3MoeConfig", {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}, 2),
+        (
+            "Qwen3MoeForCausalLM/Qwen3MoeConfig",
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+            2,
+        ),
         ("OlmoeForCausalLM/OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2, "eos_token_id": None}, 2),
     ],
 )
@@ -144,7 +148,9 @@ class Loop(nn.Module):
 
 def test_experts_called_one_by_one_are_refused_with_the_line_to_type() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Loop())
-    with pytest.raises(LayoutError, match=r"1\.experts \(ModuleList\) holds experts that are called one by one") as found:
+    with pytest.raises(
+        LayoutError, match=r"1\.experts \(ModuleList\) holds experts that are called one by one"
+    ) as found:
         split_experts(model=model)
     assert "forward(self, tokens, expert_index, expert_weight)" in found.value.hint
     with pytest.raises(LayoutError, match=r"1 \(Loop\) holds experts that are called one by one"):

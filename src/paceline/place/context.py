@@ -105,9 +105,7 @@ class ContextParallel:
 @contextmanager
 def _inside(over: Exchange, model: nn.Module, cut: Cut, padded: bool) -> Iterator[ContextMode]:
     accepted = inspect.signature(model.forward).parameters
-    mode = ContextMode(
-        exchange=over, cut=cut, model=model, answer_positions=_POSITIONS not in accepted, padded=padded
-    )
+    mode = ContextMode(exchange=over, cut=cut, model=model, answer_positions=_POSITIONS not in accepted, padded=padded)
     hook = _arguments(model, accepted, over, cut)
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)
     try:
@@ -142,7 +140,7 @@ def _arguments(model: nn.Module, accepted: Mapping[str, Any], over: Exchange, cu
 
 
 def moves_labels(model: nn.Module) -> bool:
-    """Whether the model's own loss compares each position with the next one's label, as transformers' causal ones do."""
+    """Whether the model's own loss holds each position against the next one's label, as transformers' causal ones do."""
     loss = getattr(model, "loss_function", None)
     return callable(loss) and _SHIFTED in inspect.signature(loss).parameters
 

@@ -66,8 +66,9 @@ def check_context(
     refuse_model(model)
     refuse_window(model, length=batch_length(batch, sequence=sequence))
     twin = copy.deepcopy(model).double().eval()
-    if hasattr(twin, "set_experts_implementation"):
-        twin.set_experts_implementation("eager")  # torch's grouped product has no float64
+    choose: Any = getattr(twin, "set_experts_implementation", None)
+    if choose is not None:
+        choose("eager")  # torch's grouped product has no float64
     batch = _doubled(batch)
     length = batch_length(batch, sequence=sequence)
     cut = Cut(length=length, ranks=ranks)

@@ -181,5 +181,3 @@ def _rebuilt(batch: Any, part: Any) -> Any:
     if hasattr(batch, "_fields"):
         return type(batch)(*made)
     return made if isinstance(batch, list) else tuple(made)
-
-

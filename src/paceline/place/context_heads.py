@@ -1,5 +1,6 @@
 """`nn.MultiheadAttention` on a part of a sequence: its projections as they are, its attention handed to the ring."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,69 +13,49 @@ from paceline.errors import LayoutError
 Attention = Callable[..., Tensor]
 
 
-def heads_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-    *,
-    attention: Attention,
-) -> tuple[Tensor, None]:
+_TAKES = inspect.signature(F.multi_head_attention_forward)
+
+
+def heads_attention(*args: Any, attention: Attention, **kwargs: Any) -> tuple[Tensor, None]:
     """What `F.multi_head_attention_forward` gives for (length, batch, width), without the weights of the attention.
 
     Raises:
         LayoutError: it adds keys of its own, which have no place in a ring.
     """
-    if bias_k is not None or bias_v is not None or add_zero_attn or static_k is not None or static_v is not None:
+    bound = _TAKES.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if given["add_zero_attn"] or any(given[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v")):
         raise LayoutError(
             "an nn.MultiheadAttention adds keys of its own (add_bias_kv, add_zero_attn or static keys).",
             cause="they belong to no position of the sequence, so to no rank",
             hint="nn.MultiheadAttention(..., add_bias_kv=False, add_zero_attn=False), or leave cp out",
         )
-    batched = query.dim() == 3
-    if not batched:
-        query, key, value = (t[:, None] for t in (query, key, value))
-    weights = (q_proj_weight, k_proj_weight, v_proj_weight)
-    if not use_separate_proj_weight:
-        assert in_proj_weight is not None
-        weights = in_proj_weight.chunk(3)
-    biases: Any = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
-    q, k, v = (
-        _split(F.linear(t, w, b), num_heads)
-        for t, w, b in zip((query, key, value), weights, biases, strict=True)  # type: ignore[arg-type]
-    )
-    mask = _mask(attn_mask, key_padding_mask, batch=q.shape[0], heads=num_heads)
+    inputs = [given["query"], given["key"], given["value"]]
+    batched = inputs[0].dim() == 3
+    q, k, v = _projected(given, [t if batched else t[:, None] for t in inputs])
+    mask = _mask(given["attn_mask"], given["key_padding_mask"], batch=q.shape[0], heads=q.shape[1])
     seen = attention(
         q,
         k,
         v,
         attn_mask=mask,
-        dropout_p=dropout_p if training else 0.0,
-        is_causal=is_causal and attn_mask is None,
+        dropout_p=given["dropout_p"] if given["training"] else 0.0,
+        is_causal=given["is_causal"] and given["attn_mask"] is None,
     )
-    found = F.linear(seen.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
+    found = F.linear(seen.permute(2, 0, 1, 3).flatten(2), given["out_proj_weight"], given["out_proj_bias"])
     return (found if batched else found[:, 0]), None
+
+
+def _projected(given: Any, inputs: list[Tensor]) -> list[Tensor]:
+    """Queries, keys and values, each (batch, heads, length, width of a head)."""
+    if given["use_separate_proj_weight"]:
+        weights = [given[f"{name}_proj_weight"] for name in "qkv"]
+    else:
+        weights = list(given["in_proj_weight"].chunk(3))
+    bias = given["in_proj_bias"]
+    biases = [None] * 3 if bias is None else list(bias.chunk(3))
+    return [_split(F.linear(t, w, b), given["num_heads"]) for t, w, b in zip(inputs, weights, biases, strict=True)]
 
 
 def _split(projected: Tensor, num_heads: int) -> Tensor:

@@ -34,7 +34,7 @@ class ContextMode(TorchFunctionMode):
     def __init__(
         self, *, exchange: Exchange, cut: Cut, model: nn.Module, answer_positions: bool = True, padded: bool = False
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._exchange, self._cut, self._padded = exchange, cut, padded
         self._size = cut.size(exchange.rank)
         self._masks: list[tuple[Any, ...]] = []
@@ -75,7 +75,9 @@ class ContextMode(TorchFunctionMode):
         _refuse(query, key, dropout_p, self._size)
         self.num_attentions += 1
         lead = query.shape[:-2]
-        query, key, value = (t.reshape(-1, t.shape[-3] if t.dim() > 2 else 1, *t.shape[-2:]) for t in (query, key, value))
+        query, key, value = (
+            t.reshape(-1, t.shape[-3] if t.dim() > 2 else 1, *t.shape[-2:]) for t in (query, key, value)
+        )
         batch, heads = query.shape[:2]
         group = heads // key.shape[1] if enable_gqa else 1
         if group > 1 and self._padded:  # transformers repeats the heads on ranks whose part has padding, so all do
@@ -93,7 +95,7 @@ class ContextMode(TorchFunctionMode):
         )
         grouped = query.reshape(batch, heads // group, group, *query.shape[-2:])
         found = ring_attention(grouped, key, value, keep=keep, ring=ring)
-        return found.reshape(*lead, self._size, value.shape[-1])
+        return torch.reshape(found, (*lead, self._size, value.shape[-1]))
 
     def _meaning(self, mask: Tensor | None, is_causal: bool, batch: int) -> Meaning:
         """Each mask is read once a forward: the layers of a model share it."""
@@ -194,10 +196,10 @@ class _Gather(torch.autograd.Function):
         return cut.take(exchange.add(grads[0]), dim=dim, rank=exchange.rank), None, None, None
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather_sequence(part: Tensor, *, dim: int, exchange: Exchange, cut: Cut) -> Tensor:
     """The whole sequence on every rank; its gradients are added over the ranks."""
-    return _Gather.apply(part, dim % part.dim(), exchange, cut)  # type: ignore[no-any-return]
+    return _Gather.apply(part, dim % part.dim(), exchange, cut)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _tables(model: nn.Module) -> set[int]:
@@ -229,4 +231,3 @@ def _refuse(query: Tensor, key: Tensor, dropout_p: float, size: int) -> None:
             cause="cross-attention, a cache, extra tokens (a class token), or attention over another dimension",
             hint="leave cp out; use_cache=False if it is a cache",
         )
-

@@ -43,14 +43,14 @@ class Ring:
         return (self.exchange.rank - turn) % self.exchange.size
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, *, keep: Tensor | None, ring: Ring) -> Tensor:
     """Attention of this rank's queries over everybody's keys.
 
     `query` (batch, key heads, queries a key head, length, width), `key` and `value` (batch, key heads, length, width);
     `keep` (batch, length), uint8, is zero at this rank's keys that nobody may see. A query that sees no key gives 0.
     """
-    return _Ring.apply(query, key, value, keep, ring)  # type: ignore[no-any-return]
+    return _Ring.apply(query, key, value, keep, ring)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Ring(torch.autograd.Function):
@@ -141,9 +141,7 @@ def _backward_block(
     query, grad, inner, lse = saved
     there = slice(rows.local, rows.local + rows.size)
     here = slice(columns.local, columns.local + columns.size)
-    weights = _exp(
-        _scores(query, held, rows, columns, ring, d_query.dtype), lse[..., there].flatten(2, 3)[..., None]
-    )
+    weights = _exp(_scores(query, held, rows, columns, ring, d_query.dtype), lse[..., there].flatten(2, 3)[..., None])
     of_out = grad[..., there, :].flatten(2, 3)
     sums[1][..., here, :] += weights.transpose(-1, -2) @ of_out
     of_weights = of_out @ held[1][..., here, :].to(of_out.dtype).transpose(-1, -2)

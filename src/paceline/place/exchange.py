@@ -152,7 +152,7 @@ def play(act: Callable[[Exchange], Any], *, size: int) -> list[Any]:
     def run(rank: int) -> None:
         try:
             results[rank] = act(Played(table=table, rank=rank))
-        except BaseException as error:  # noqa: BLE001  (told to the caller below)
+        except BaseException as error:  # told to the caller below
             errors[rank] = error
             table.barrier.abort()
 

@@ -57,7 +57,8 @@ def split_experts(
     undo: list[Callable[[], None]] = []
     for one in found:
         ranges = expert_ranges(one.count, ranks=exchange.size)
-        parts |= _keep_stacked(one, ranges[exchange.rank]) if one.listed is None else _keep_listed(one, ranges, exchange)
+        kept = ranges[exchange.rank]
+        parts |= _keep_stacked(one, kept) if one.listed is None else _keep_listed(one, kept)
         undo.append(_route(one, ranges, exchange))
     held = frozenset(name for name, part in parts.items() if part.local is not None)
     return PlacedExperts(parts=parts, names=held, modules=tuple(one.name for one in found), _undo=undo)
@@ -93,10 +94,10 @@ def _keep_stacked(one: Experts, kept: tuple[int, int]) -> dict[str, Part]:
     return parts
 
 
-def _keep_listed(one: Experts, ranges: Ranges, exchange: Exchange) -> dict[str, Part]:
+def _keep_listed(one: Experts, kept: tuple[int, int]) -> dict[str, Part]:
     """Experts of other ranks become empty modules: those that stay keep their place, so their names."""
     listed = getattr(one.module, str(one.listed))
-    start, stop = ranges[exchange.rank]
+    start, stop = kept
     parts: dict[str, Part] = {}
     for place, expert in enumerate(listed):
         mine = start <= place < stop
@@ -120,13 +121,13 @@ class Elsewhere(nn.Module):
 def _route(one: Experts, ranges: Ranges, exchange: Exchange) -> Callable[[], None]:
     """Put the exchange around the module's own forward."""
     module = one.module
-    call = _Call(experts=one, own=module.forward, ranges=ranges, exchange=exchange)
+    call: Callable[..., Tensor] = _Call(experts=one, own=module.forward, ranges=ranges, exchange=exchange)
     taken = inspect.signature(module.forward)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         return call(*taken.bind(*args, **kwargs).arguments.values())
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
     def undo() -> None:
         vars(module).pop("forward", None)
@@ -143,7 +144,7 @@ class _Call:
     ranges: Ranges
     exchange: Exchange
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         """Dispatch, this rank's experts, combine; a rank without tokens, or without rows, takes part."""
         flat = tokens.reshape(-1, tokens.shape[-1])
@@ -160,7 +161,7 @@ class _Call:
         first = self.ranges[self.exchange.rank][0] if listed else 0
         found = self.own(rows, route.expert[:, None] + first, weights[:, None]) if len(rows) or listed else rows
         trained = [p for p in self.experts.module.parameters() if p.requires_grad]
-        found = _Tied.apply(not listed, found, rows, *trained)
+        found = _Tied.apply(not listed, found, rows, *trained)  # type: ignore[no-untyped-call]
         return combine(found, like=flat, route=route).view(tokens.shape)
 
 

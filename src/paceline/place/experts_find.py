@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import pairwise
 
 from torch import nn
 
@@ -34,7 +35,7 @@ def expert_ranges(count: int, *, ranks: int) -> tuple[tuple[int, int], ...]:
     """The experts `[start, stop)` of each rank: as equal as they can be, none where there are more ranks."""
     each, more = divmod(count, ranks)
     starts = [rank * each + min(rank, more) for rank in range(ranks + 1)]
-    return tuple(zip(starts, starts[1:], strict=False))
+    return tuple(pairwise(starts))
 
 
 def find_experts(model: nn.Module, *, pattern: str | None = None) -> list[Experts]:
@@ -81,7 +82,7 @@ def _experts(name: str, module: nn.Module) -> Experts:
         shapes = ", ".join(f"{n} {tuple(p.shape)}" for n, p in module.named_parameters())
         raise LayoutError(
             f"{name} ({type(module).__name__}) can't be split into experts: {shapes}.",
-            cause="its parameters do not share one first dimension, the experts, and it has no one nn.ModuleList of them",
+            cause="its parameters do not share one first dimension, the experts, nor are they all in one nn.ModuleList",
             hint="keep what all experts share outside of this module, or leave ep out",
         )
     return Experts(name=name, module=module, count=sizes.pop(), stacked=tuple(own))

@@ -55,12 +55,12 @@ def plan_route(index: Tensor, *, ranges: Sequence[tuple[int, int]], exchange: Ex
 
 def dispatch(tokens: Tensor, weights: Tensor, *, route: Route) -> tuple[Tensor, Tensor]:
     """The rows and weights of this rank's experts, from every rank's tokens."""
-    return _Swap.apply(route, False, tokens[route.token], weights.reshape(-1)[route.pair])  # type: ignore[no-any-return]
+    return _Swap.apply(route, False, tokens[route.token], weights.reshape(-1)[route.pair])  # type: ignore[no-untyped-call,no-any-return]
 
 
 def combine(rows: Tensor, *, like: Tensor, route: Route) -> Tensor:
     """Bring the rows back and add those of each token, in the order of experts."""
-    (came,) = _Swap.apply(route, True, rows)
+    (came,) = _Swap.apply(route, True, rows)  # type: ignore[no-untyped-call]
     return torch.zeros_like(like).index_add(0, route.token, came.to(like.dtype))
 
 
