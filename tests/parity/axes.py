@@ -60,8 +60,9 @@ def train(case: Case, over: Exchange, start: nn.Module | None = None) -> Trained
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses, first = [], {}
     for batch in case.batches:
-        mine = placed.cut(batch)
-        with placed.forward(), InDouble():
+        part = placed.cut(batch)
+        mine = part.data
+        with placed.forward(part), InDouble():
             total, count = case.loss(case.forward(model, mine), mine)
         optimizer.zero_grad()
         total.backward()

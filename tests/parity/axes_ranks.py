@@ -22,6 +22,7 @@ from tests.parity.axes import (
     CLOSE,
     LLAMA,
     MIXTRAL,
+    Case,
     Listed,
     Mixture,
     Stacked,
@@ -45,12 +46,14 @@ def sub(world: World, members: list[int]) -> World:
 
 
 def contexts(world: World) -> None:
-    cases = {
+    cases: dict[str, Case] = {
         "text": text(length=27),
         "llama": transformer(LLAMA, num_key_value_heads=2, padding="right"),
         "bert": transformer(BERT, padding="left", **BERT_PLAIN),
         "mixtral": transformer(MIXTRAL, num_key_value_heads=2),
     }
+    if world.world_size == 2:  # the others are in `make soak`, and between threads in test_context.py
+        cases = {name: cases[name] for name in ("text", "llama")}
     for name, case in cases.items():
         distance = far(train(case, Sent(world=world)), train(case, alone()))
         assert distance < CLOSE, (name, distance)
@@ -64,6 +67,8 @@ def mixtures(world: World) -> None:
         "mixtral": transformer(MIXTRAL, num_key_value_heads=2, num_local_experts=3).model(),
     }
     for name, model in cases.items():
+        if name == "mixtral" and world.world_size == 2:
+            continue
         data = tokens(*(sizes if name != "mixtral" else [size + 4 for size in sizes]))
         wanted = train_experts(model, data, None)
         distance = far_experts(model, data, train_experts(model, data, Sent(world=world)), wanted)
@@ -82,8 +87,9 @@ def product(world: World) -> None:
     for batch in case.batches:
         with InDouble():
             (case.loss(whole(**batch), batch)[0] / counted).backward()
-    mine = placed.cut(case.batches[world.rank // 2])
-    with placed.forward(), InDouble():
+    part = placed.cut(case.batches[world.rank // 2])
+    mine = part.data
+    with placed.forward(part), InDouble():
         (case.loss(model(**mine), mine)[0] / counted).backward()
     for name, parameter in model.named_parameters():
         right = dict(whole.named_parameters())[name].grad
@@ -98,13 +104,14 @@ def faces(world: World) -> None:
     case = text(length=13)
     model, ids = case.model(), case.batches[0][0]
     placed = ContextParallel(model=model, sequence=case.sequence, world=world)
-    mine = placed.cut(case.batches[0])
+    part = placed.cut(case.batches[0])
+    mine = part.data
     with torch.no_grad(), context(world=world, model=model, length=13):
         by_hand = model(mine[0])
-    with torch.no_grad(), placed.forward():
-        found = placed.join(model(mine[0]))
+    with torch.no_grad(), placed.forward(part):
+        found = placed.join(model(mine[0]), part=part)
     assert torch.allclose(found, model(ids), atol=1e-5)
-    assert torch.allclose(placed.join(by_hand), found)
+    assert torch.allclose(placed.join(by_hand, part=part), found)
 
 
 def one_rank(rank: int, ranks: int, folder: str) -> None:

@@ -123,6 +123,32 @@ def far_ring(*, ranks: int, length: int, causal: bool, groups: int = 1, pad: boo
     return max(float((a - b).abs().max()) for a, b in zip(joined, right, strict=True))
 
 
+def test_the_bytes_sent_are_those_of_the_formula() -> None:
+    batch, heads, length, width, ranks = 2, 3, 24, 4, 3
+    cut = Cut(length=length, ranks=ranks)
+
+    def one(over: Exchange) -> int:
+        counted = Counted(over)
+        q, k, v = (torch.randn(batch, heads, length // ranks, width, requires_grad=True) for _ in range(3))
+        ring = Ring(exchange=counted, cut=cut, causal=True, scale=1.0)
+        ring_attention(q[:, :, None], k, v, keep=None, ring=ring).sum().backward()
+        return counted.elements
+
+    each = 2 * batch * heads * (length // ranks) * width
+    assert play(one, size=ranks) == [(ranks - 1) * each + (ranks - 1) * each + ranks * each] * ranks
+
+
+class Counted:
+    """An exchange that counts the elements it sends on."""
+
+    def __init__(self, over: Exchange) -> None:
+        self.over, self.rank, self.size, self.elements = over, over.rank, over.size, 0
+
+    def shift(self, tensors: Any, *, shapes: Any) -> Any:
+        self.elements += sum(tensor.numel() for tensor in tensors)
+        return self.over.shift(tensors, shapes=shapes)
+
+
 def test_the_ring_in_bfloat16_is_as_near_as_attention_in_bfloat16() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 48, 8, generator=generator) for _ in range(3))
@@ -235,9 +261,9 @@ def test_a_forward_that_is_run_again_in_backward() -> None:
     def one(over: Exchange) -> list[Tensor]:
         model = copy.deepcopy(start)
         placed = ContextParallel(model=model, sequence=case.sequence, over=over)
-        mine = placed.cut(case.batches[0])
-        with placed.forward():
-            out = checkpoint(model, mine, use_reentrant=False, context_fn=placed.again)
+        part = placed.cut(case.batches[0])
+        with placed.forward(part):
+            out = checkpoint(model, part.data, use_reentrant=False, context_fn=placed.again)
         out.log_softmax(-1)[..., 3].sum().backward()
         return [over.add(p.grad) for p in model.parameters() if p.grad is not None]
 
@@ -305,6 +331,7 @@ REFUSED = [
     (lambda: recurrent(), r"rnn \(LSTM\) can't be cut along the sequence: each position waits"),
     (lambda: pooled(), "no output of this model has the sequence"),
     (lambda: unshifted(), "compares a position with its neighbour"),
+    (lambda: mean(), "the loss is one number, a mean over its samples"),
 ]
 
 
@@ -351,6 +378,10 @@ def unshifted() -> Case:
         ].numel()
 
     return Case(**{**vars(own()), "loss": loss})
+
+
+def mean() -> Case:
+    return Case(**{**vars(own()), "loss": lambda output, batch: output.log_softmax(-1)[..., 3].mean()})
 
 
 def test_masks_that_mean_more_are_refused() -> None:

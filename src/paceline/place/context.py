@@ -1,13 +1,14 @@
 """Context parallelism: a sequence cut over the ranks of a `cp` axis, the model's forward as it is.
 
-`ContextParallel` is placed once on a model; `cut` gives this rank's part of a batch, and inside `forward()` the model
-runs on it. A loss over the part is a `(sum, count)` of the part: the step adds sums, counts and gradients over the
+`ContextParallel` is placed once on a model; `cut` gives this rank's part of a batch, and inside `forward(part)` the
+model runs on it. A loss over the part is a `(sum, count)` of the part: the step adds sums, counts and gradients over the
 data ranks and the `cp` ranks alike.
 """
 
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,15 @@ def context(*, world: World, model: nn.Module, length: int, padded: bool = False
         yield
 
 
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A rank's part of one batch: the data, how the sequence was cut, and whether the whole batch has hidden keys."""
+
+    data: Any
+    cut: Cut
+    padded: bool
+
+
 class ContextParallel:
     """One model on the ranks of a `cp` axis. `sequence` is the job's: which dimension of which entry is cut.
 
@@ -55,36 +65,29 @@ class ContextParallel:
         self._exchange = over or Sent(world=world or World.alone())
         self._model, self._sequence = model, dict(sequence)
         self.shifts_labels = own_loss and moves_labels(model)
-        self._cut: Cut | None = None
-        self._padded = False
         self._mode: ContextMode | None = None
         if self._exchange.size > 1:
             refuse_model(model)
 
-    def cut(self, batch: Any) -> Any:
+    def cut(self, batch: Any) -> Slice:
         """This rank's part of the whole batch; labels of a model that moves them itself come moved."""
-        length = batch_length(batch, sequence=self._sequence)
-        self._cut = Cut(length=length, ranks=self._exchange.size)
-        self._padded = is_padded(batch)
-        if self._exchange.size == 1:
-            return batch
-        refuse_window(self._model, length=length)
-        return cut_batch(
-            batch,
-            sequence=self._sequence,
-            ranks=self._exchange.size,
-            rank=self._exchange.rank,
-            shift_labels=self.shifts_labels,
+        over = self._exchange
+        cut = Cut(length=batch_length(batch, sequence=self._sequence), ranks=over.size)
+        if over.size == 1:
+            return Slice(data=batch, cut=cut, padded=False)
+        refuse_window(self._model, length=cut.length)
+        data = cut_batch(
+            batch, sequence=self._sequence, ranks=over.size, rank=over.rank, shift_labels=self.shifts_labels
         )
+        return Slice(data=data, cut=cut, padded=is_padded(batch))
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Inside, the model runs on the part that `cut` gave last."""
-        assert self._cut is not None
+    def forward(self, part: Slice) -> Iterator[None]:
+        """Inside, the model runs on this part."""
         if self._exchange.size == 1:
             yield
             return
-        with _inside(self._exchange, self._model, self._cut, self._padded) as mode:
+        with _inside(self._exchange, self._model, part.cut, part.padded) as mode:
             self._mode = mode
             yield
 
@@ -92,14 +95,12 @@ class ContextParallel:
         """`context_fn` for `torch.utils.checkpoint.checkpoint`: a forward run again in backward sees the same."""
         return nullcontext(), self._mode if self._mode is not None else nullcontext()
 
-    def join(self, output: Tensor, *, dim: int = 1) -> Tensor:
+    def join(self, output: Tensor, *, part: Slice, dim: int = 1) -> Tensor:
         """The whole of an output of which each rank has its part, without gradient; every rank calls it."""
-        cut, over = self._cut, self._exchange
-        assert cut is not None
-        dim %= output.dim()
-        sizes = [cut.size(rank) for rank in range(over.size)]
+        over, dim = self._exchange, dim % output.dim()
+        sizes = [part.cut.size(rank) for rank in range(over.size)]
         shapes = [tuple(size if d == dim else n for d, n in enumerate(output.shape)) for size in sizes]
-        return cut.join(over.gather(output.detach(), shapes=shapes), dim=dim)
+        return part.cut.join(over.gather(output.detach(), shapes=shapes), dim=dim)
 
 
 @contextmanager
@@ -140,7 +141,7 @@ def _arguments(model: nn.Module, accepted: Mapping[str, Any], over: Exchange, cu
 
 
 def moves_labels(model: nn.Module) -> bool:
-    """Whether the model's own loss holds each position against the next one's label, as transformers' causal ones do."""
+    """Whether the model's own loss holds a position against the next one's label, as transformers' causal ones do."""
     loss = getattr(model, "loss_function", None)
     return callable(loss) and _SHIFTED in inspect.signature(loss).parameters
 

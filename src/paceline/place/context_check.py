@@ -79,8 +79,9 @@ def check_context(
     def one(over: Exchange) -> _Ran:
         mirror = copy.deepcopy(twin, {id(tensor): tensor for tensor in tensors})  # its own hooks, the same weights
         placed = ContextParallel(model=mirror, sequence=sequence, over=over, own_loss=own_loss)
-        mine = placed.cut(batch)
-        with placed.forward(), InDouble(), _watched(mirror) as seen:
+        part = placed.cut(batch)
+        mine = part.data
+        with placed.forward(part), InDouble(), _watched(mirror) as seen:
             output = forward(mirror, mine)
         return _ran(mirror, output, mine, loss, weigh, rank=over.rank, size=over.size, seen=seen)
 
@@ -114,6 +115,11 @@ def _ran(
 ) -> _Ran:
     outputs = [t for t in _tensors(output) if t.is_floating_point() and t.dim() > 1]
     found = loss(output, batch) if loss is not None else {}
+    if isinstance(found, Tensor):
+        raise LayoutError(
+            "the loss is one number, a mean over its samples: parts of a sequence do not add up to it.",
+            hint="loss -> (loss_sum, count), as in F.cross_entropy(..., reduction='sum'), targets.numel()",
+        )
     pairs = found if isinstance(found, Mapping) else {"loss": found} if isinstance(found, tuple) else {}
     terms = [torch.as_tensor(value, dtype=torch.float64) for pair in pairs.values() for value in pair]
     target = weigh(outputs, rank=rank, size=size)
