@@ -345,6 +345,12 @@ def test_attention_dropout_is_refused_in_training() -> None:
     case = transformer(LLAMA, attention_dropout=0.1)
     with pytest.raises(LayoutError, match=r"drops 0.1 of its weights"):
         play(lambda over: train(case, over), size=2)
+    with pytest.raises(LayoutError, match=r"drops 0.1 of its weights"):
+        check(case)  # which runs without any draw
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.3, batch_first=True)
+    batch = torch.randn(1, 9, 16)
+    with pytest.raises(LayoutError, match=r"drops 0.3 of its weights"):
+        check_context(model=layer, batch=batch, sequence={"0": 1}, ranks=2, forward=lambda model, batch: model(batch))
 
 
 def recurrent() -> Case:

@@ -1,5 +1,6 @@
 """Experts on several ranks are the experts of one process: outputs, gradients and weights, and mistakes show."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from paceline.errors import LayoutError
 from paceline.place import experts, experts_route
 from paceline.place.exchange import Exchange, Played, Table, play
 from paceline.place.experts import Elsewhere, expert_parts, split_experts
+from paceline.place.experts_check import check_experts
 from paceline.place.experts_find import expert_ranges, find_experts
 from paceline.place.experts_route import combine, dispatch, plan_route
 from tests.parity.axes import (
@@ -178,6 +180,45 @@ def test_what_else_is_refused() -> None:
         model["moe"](torch.ones(3, 8), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 4))
     with pytest.raises(AssertionError, match="another rank"):
         Elsewhere()(torch.ones(1, 8))
+
+
+def test_the_check_passes_what_is_right_and_names_what_is_not() -> None:
+    for model in (seeded(lambda: Mixture(Stacked, count=5)), transformer(MIXTRAL, num_key_value_heads=2).model()):
+        before = {name: p.clone() for name, p in model.state_dict().items()}
+        check_experts(model=model, batches=tokens(6, 9)[0], forward=lambda model, batch: model(batch))
+        assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
+
+    class Limited(Stacked):
+        """No expert takes more than three tokens."""
+
+        def forward(self, tokens: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
+            count = nn.functional.one_hot(expert_index.flatten(), self.num_experts).cumsum(0)
+            over = count.gather(1, expert_index.flatten()[:, None]).view_as(expert_index) > 3
+            return super().forward(tokens, expert_index, expert_weight.masked_fill(over, 0.0))
+
+    class Apart(Stacked):
+        """The same, with a mean over the tokens that it was given added to each."""
+
+        def forward(self, tokens: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
+            return super().forward(tokens, expert_index, expert_weight) + tokens.mean()
+
+    for kind in (Limited, Apart):
+        model = seeded(lambda kind=kind: Mixture(kind, count=4))
+        with pytest.raises(
+            LayoutError, match="with the experts of moe spread over ranks the model's outputs are others"
+        ):
+            check_experts(model=model, batches=tokens(6, 9)[0], forward=lambda model, batch: model(batch))
+
+
+def test_a_copy_routes_its_own_experts() -> None:
+    model = seeded(lambda: Mixture(Stacked, count=4))
+    split_experts(model=model)
+    ids = tokens(9)[0][0]
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(ids)[0], model(ids)[0])
+    with torch.no_grad():
+        twin.moe.weight.zero_()
+    assert not torch.equal(twin(ids)[0], model(ids)[0])
 
 
 def test_a_hidden_expert_gets_nothing() -> None:

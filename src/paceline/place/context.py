@@ -1,7 +1,7 @@
 """Context parallelism: a sequence cut over the ranks of a `cp` axis, the model's forward as it is.
 
-`ContextParallel` is placed once on a model; `cut` gives this rank's part of a batch, and inside `forward(part)` the
-model runs on it. A loss over the part is a `(sum, count)` of the part: the step adds sums, counts and gradients over the
+`ContextParallel` is placed once on a model; `cut` gives this rank's part of a batch, inside `forward(part)` the model
+runs on it. A loss over the part is a `(sum, count)` of the part: the step adds sums, counts and gradients over the
 data ranks and the `cp` ranks alike.
 """
 

@@ -5,18 +5,21 @@ held against those of the whole. All in float64, where rounding and a mistake ar
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from paceline.errors import LayoutError
 from paceline.place.context import ContextParallel, refuse_model, refuse_window
 from paceline.place.context_cut import Cut, batch_length
+from paceline.place.context_mode import refuse_draws
 from paceline.place.exchange import Exchange, play
 
 CLOSE = 1e-9
@@ -36,6 +39,30 @@ class InDouble(TorchFunctionMode):
 
 def _raised(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in _LOW else value
+
+
+class _Draws(TorchFunctionMode):
+    """Sees whether an attention drops weights in training, which the check itself, without any draw, would not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Pass on."""
+        for known, drops in _DROPS.items():
+            if func is known:
+                given = dict(zip(drops, args, strict=False)) | dict(kwargs or {})
+                refuse_draws(float(given.get("dropout_p", 0.0)) if given.get("training", True) else 0.0)
+        return func(*args, **(kwargs or {}))
+
+
+_DROPS = {
+    F.scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p"),
+    F.multi_head_attention_forward: tuple(inspect.signature(F.multi_head_attention_forward).parameters),
+}
+
+
+def _refuse_draws(twin: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any]) -> None:
+    trained = copy.deepcopy(twin).train()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), InDouble(), _Draws():
+        forward(trained, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +92,12 @@ def check_context(
     """
     refuse_model(model)
     refuse_window(model, length=batch_length(batch, sequence=sequence))
-    twin = copy.deepcopy(model).double().eval()
-    choose: Any = getattr(twin, "set_experts_implementation", None)
-    if choose is not None:
-        choose("eager")  # torch's grouped product has no float64
-    batch = _doubled(batch)
+    twin = eager_experts(copy.deepcopy(model).double().eval())
+    batch = doubled(batch)
     length = batch_length(batch, sequence=sequence)
     cut = Cut(length=length, ranks=ranks)
     weigh = _Weigh(cut=cut)
+    _refuse_draws(twin, batch, forward)
 
     tensors = [*twin.parameters(), *twin.buffers()]
 
@@ -113,7 +138,7 @@ class _Weigh:
 def _ran(
     model: nn.Module, output: Any, batch: Any, loss: Any, weigh: _Weigh, *, rank: int, size: int, seen: Any
 ) -> _Ran:
-    outputs = [t for t in _tensors(output) if t.is_floating_point() and t.dim() > 1]
+    outputs = [t for t in tensors_of(output) if t.is_floating_point() and t.dim() > 1]
     found = loss(output, batch) if loss is not None else {}
     if isinstance(found, Tensor):
         raise LayoutError(
@@ -144,7 +169,7 @@ def _compare(alone: _Ran, parts: Sequence[_Ran], *, cut: Cut, names: Sequence[st
             raise _different(_first_module(alone, parts, cut))
     for number, whole in enumerate(alone.terms):
         total = torch.stack([part.terms[number] for part in parts]).sum()
-        if not _near(total, whole):
+        if not near(total, whole):
             raise LayoutError(
                 f"the loss over the parts adds up to {float(total):.6g}, over the whole it is {float(whole):.6g}.",
                 cause="a loss that compares a position with its neighbour (logits[:, :-1] with labels[:, 1:]), "
@@ -158,7 +183,7 @@ def _compare(alone: _Ran, parts: Sequence[_Ran], *, cut: Cut, names: Sequence[st
         if wanted is None and not given:
             continue
         total = torch.stack(given).sum(0) if given else torch.zeros(())
-        if wanted is None or not _near(total, wanted):
+        if wanted is None or not near(total, wanted):
             raise LayoutError(
                 f"the gradients of {name} from the parts of a sequence do not add up to that of the whole.",
                 cause="its use is not position by position, though the outputs are equal",
@@ -189,8 +214,8 @@ def _same(whole: Tensor, parts: Sequence[Tensor], cut: Cut) -> bool:
     dims = [_dim(part, cut.size(rank)) for rank, part in enumerate(parts)]
     dim = _dim(whole, cut.length)
     if dim is not None and all(d == dim for d in dims):
-        return _near(cut.join(parts, dim=dim), whole)
-    return all(part.shape == whole.shape and _near(part, whole) for part in parts)
+        return near(cut.join(parts, dim=dim), whole)
+    return all(part.shape == whole.shape and near(part, whole) for part in parts)
 
 
 def _dim(tensor: Tensor, size: int) -> int | None:
@@ -199,22 +224,32 @@ def _dim(tensor: Tensor, size: int) -> int | None:
     return next((d for d in order if tensor.shape[d] == size), None)
 
 
-def _near(found: Tensor, wanted: Tensor) -> bool:
+def eager_experts(model: nn.Module) -> nn.Module:
+    """Experts of transformers in plain products: torch's grouped product has no float64."""
+    choose: Any = getattr(model, "set_experts_implementation", None)
+    if choose is not None:
+        choose("eager")
+    return model
+
+
+def near(found: Tensor, wanted: Tensor) -> bool:
+    """Whether they differ by rounding in float64 only, for tensors of this size."""
     if found.shape != wanted.shape:
         return False
     scale = max(float(wanted.abs().max()) if wanted.numel() else 0.0, 1e-6)
     return bool(((found - wanted).abs() <= CLOSE * scale).all())
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """All tensors of an output, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
 
 
 @contextmanager
@@ -240,11 +275,12 @@ def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             handle.remove()
 
 
-def _doubled(value: Any) -> Any:
+def doubled(value: Any) -> Any:
+    """A batch with its floats in float64."""
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
     if isinstance(value, Mapping):
-        return {name: _doubled(item) for name, item in value.items()}
+        return {name: doubled(item) for name, item in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(_doubled(item) for item in value)
+        return type(value)(doubled(item) for item in value)
     return value

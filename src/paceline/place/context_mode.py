@@ -40,7 +40,6 @@ class ContextMode(TorchFunctionMode):
         self._masks: list[tuple[Any, ...]] = []
         self._pads: dict[int, tuple[ref[Tensor], Tensor, int, int]] = {}
         self._tables = _tables(model) if answer_positions else set()
-        self.num_attentions = 0
         self._rules: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
             F.multi_head_attention_forward: partial(heads_attention, attention=self._attention),
@@ -59,6 +58,12 @@ class ContextMode(TorchFunctionMode):
         found = rule(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if found is NotImplemented else found
 
+    def __exit__(self, *error: Any) -> None:
+        """Leave, and keep no tensor of this forward."""
+        super().__exit__(*error)
+        self._masks.clear()
+        self._pads.clear()
+
     # -- attention
 
     def _attention(
@@ -72,8 +77,8 @@ class ContextMode(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        _refuse(query, key, dropout_p, self._size)
-        self.num_attentions += 1
+        refuse_draws(dropout_p)
+        _refuse_lengths(query, key, self._size)
         lead = query.shape[:-2]
         query, key, value = (
             t.reshape(-1, t.shape[-3] if t.dim() > 2 else 1, *t.shape[-2:]) for t in (query, key, value)
@@ -216,7 +221,12 @@ def _one(value: Any) -> int:
     return int(value[0] if isinstance(value, tuple | list) else value)
 
 
-def _refuse(query: Tensor, key: Tensor, dropout_p: float, size: int) -> None:
+def refuse_draws(dropout_p: float) -> None:
+    """Dropout inside an attention.
+
+    Raises:
+        LayoutError: it drops.
+    """
     if dropout_p > 0.0:
         raise LayoutError(
             f"this attention drops {dropout_p:g} of its weights.",
@@ -224,6 +234,9 @@ def _refuse(query: Tensor, key: Tensor, dropout_p: float, size: int) -> None:
             hint="attention dropout 0: config.attention_dropout = 0.0 (attention_probs_dropout_prob, attn_pdrop), "
             "or dropout_p=0.0 in the call",
         )
+
+
+def _refuse_lengths(query: Tensor, key: Tensor, size: int) -> None:
     if query.shape[-2] != size or key.shape[-2] != size:
         raise LayoutError(
             f"an attention has {query.shape[-2]} queries and {key.shape[-2]} keys where this rank's part of the "

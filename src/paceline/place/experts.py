@@ -8,6 +8,7 @@ ranks already: it is added only over the data ranks outside the `ep` group.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -119,15 +120,15 @@ class Elsewhere(nn.Module):
 
 
 def _route(one: Experts, ranges: Ranges, exchange: Exchange) -> Callable[[], None]:
-    """Put the exchange around the module's own forward."""
+    """Put the exchange around the module's own forward, as a method: a copy of the module routes its own experts."""
     module = one.module
-    call: Callable[..., Tensor] = _Call(experts=one, own=module.forward, ranges=ranges, exchange=exchange)
     taken = inspect.signature(module.forward)
+    call: Callable[..., Tensor] = _Call(experts=one, own=module.forward.__func__, ranges=ranges, exchange=exchange)
 
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return call(*taken.bind(*args, **kwargs).arguments.values())
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return call(self, *taken.bind(*args, **kwargs).arguments.values())
 
-    module.forward = forward
+    module.forward = MethodType(forward, module)
 
     def undo() -> None:
         vars(module).pop("forward", None)
@@ -145,7 +146,7 @@ class _Call:
     exchange: Exchange
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         """Dispatch, this rank's experts, combine; a rank without tokens, or without rows, takes part."""
         flat = tokens.reshape(-1, tokens.shape[-1])
         if index.shape != weight.shape or index.numel() % max(len(flat), 1):
@@ -159,8 +160,8 @@ class _Call:
         rows, weights = dispatch(flat, weight, route=route)
         listed = self.experts.listed is not None
         first = self.ranges[self.exchange.rank][0] if listed else 0
-        found = self.own(rows, route.expert[:, None] + first, weights[:, None]) if len(rows) or listed else rows
-        trained = [p for p in self.experts.module.parameters() if p.requires_grad]
+        found = self.own(module, rows, route.expert[:, None] + first, weights[:, None]) if len(rows) or listed else rows
+        trained = [p for p in module.parameters() if p.requires_grad]
         found = _Tied.apply(not listed, found, rows, *trained)  # type: ignore[no-untyped-call]
         return combine(found, like=flat, route=route).view(tokens.shape)
 
