@@ -59,7 +59,8 @@ def train(case: Case, over: Exchange, start: nn.Module | None = None) -> Trained
     placed = ContextParallel(model=model, sequence=case.sequence, over=over, own_loss=case.own_loss)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses, first = [], {}
-    for batch in case.batches:
+    for number, batch in enumerate(case.batches):
+        torch.manual_seed(number)  # every rank draws what one process draws; between threads nothing is drawn
         part = placed.cut(batch)
         mine = part.data
         with placed.forward(part), InDouble():

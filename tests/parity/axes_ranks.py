@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from paceline.place.context import ContextParallel, context
 from paceline.place.context_check import InDouble
@@ -45,15 +46,31 @@ def sub(world: World, members: list[int]) -> World:
     return World(rank=members.index(world.rank) if inside else 0, world_size=len(members), backend="gloo", group=group)
 
 
+def heads(*, dropout: float) -> Case:
+    """torch's own layer of a transformer."""
+    generator = torch.Generator().manual_seed(5)
+    return Case(
+        model=lambda: seeded(lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=dropout, batch_first=True)),
+        batches=[torch.randn(2, 15, 16, generator=generator, dtype=torch.float64) for _ in range(2)],
+        forward=lambda model, batch: model(batch),
+        loss=lambda output, batch: (output[..., 0].sum(), batch.shape[0] * batch.shape[1]),
+        sequence={"0": 1},
+    )
+
+
 def contexts(world: World) -> None:
     cases: dict[str, Case] = {
         "text": text(length=27),
         "llama": transformer(LLAMA, num_key_value_heads=2, padding="right"),
         "bert": transformer(BERT, padding="left", **BERT_PLAIN),
         "mixtral": transformer(MIXTRAL, num_key_value_heads=2),
+        "bert with dropout": transformer(BERT, padding="left"),
+        "gpt2 with dropout": transformer("GPT2LMHeadModel/GPT2Config", bos_token_id=None, eos_token_id=None),
+        "llama with dropout": transformer(LLAMA, num_key_value_heads=2, attention_dropout=0.3),
+        "heads with dropout": heads(dropout=0.2),
     }
     if world.world_size == 2:  # the others are in `make soak`, and between threads in test_context.py
-        cases = {name: cases[name] for name in ("text", "llama")}
+        cases = {name: cases[name] for name in ("text", "llama", "gpt2 with dropout")}
     for name, case in cases.items():
         distance = far(train(case, Sent(world=world)), train(case, alone()))
         assert distance < CLOSE, (name, distance)

@@ -5,21 +5,18 @@ held against those of the whole. All in float64, where rounding and a mistake ar
 """
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from paceline.errors import LayoutError
 from paceline.place.context import ContextParallel, refuse_model, refuse_window
 from paceline.place.context_cut import Cut, batch_length
-from paceline.place.context_mode import refuse_draws
 from paceline.place.exchange import Exchange, play
 
 CLOSE = 1e-9
@@ -39,30 +36,6 @@ class InDouble(TorchFunctionMode):
 
 def _raised(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in _LOW else value
-
-
-class _Draws(TorchFunctionMode):
-    """Sees whether an attention drops weights in training, which the check itself, without any draw, would not."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Pass on."""
-        for known, drops in _DROPS.items():
-            if func is known:
-                given = dict(zip(drops, args, strict=False)) | dict(kwargs or {})
-                refuse_draws(float(given.get("dropout_p", 0.0)) if given.get("training", True) else 0.0)
-        return func(*args, **(kwargs or {}))
-
-
-_DROPS = {
-    F.scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p"),
-    F.multi_head_attention_forward: tuple(inspect.signature(F.multi_head_attention_forward).parameters),
-}
-
-
-def _refuse_draws(twin: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any]) -> None:
-    trained = copy.deepcopy(twin).train()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), InDouble(), _Draws():
-        forward(trained, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +70,6 @@ def check_context(
     length = batch_length(batch, sequence=sequence)
     cut = Cut(length=length, ranks=ranks)
     weigh = _Weigh(cut=cut)
-    _refuse_draws(twin, batch, forward)
 
     tensors = [*twin.parameters(), *twin.buffers()]
 

@@ -7,7 +7,7 @@ as it is: what works position by position needs nothing, and what does not is fo
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -24,6 +24,7 @@ from paceline.place.context_mask import Meaning, meaning
 from paceline.place.context_ring import Ring, ring_attention
 from paceline.place.exchange import Exchange
 
+MOST_DRAWS = 2**30
 _CONVOLUTIONS = (torch.conv1d, F.conv1d)
 
 
@@ -60,7 +61,7 @@ class ContextMode(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         """Leave, and keep no tensor of this forward."""
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._masks.clear()
         self._pads.clear()
 
@@ -77,7 +78,6 @@ class ContextMode(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        refuse_draws(dropout_p)
         _refuse_lengths(query, key, self._size)
         lead = query.shape[:-2]
         query, key, value = (
@@ -93,14 +93,32 @@ class ContextMode(TorchFunctionMode):
         if keep is None and (self._padded or attn_mask is not None):  # the others may have padding
             keep = torch.ones(batch, self._size, dtype=torch.uint8, device=query.device)
         ring = Ring(
+            dropout=dropout_p,
             exchange=self._exchange,
             cut=self._cut,
             causal=means.causal,
             scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else scale,
         )
+        drop = self._dropped(query, dropout_p)
         grouped = query.reshape(batch, heads // group, group, *query.shape[-2:])
-        found = ring_attention(grouped, key, value, keep=keep, ring=ring)
+        found = ring_attention(grouped, key, value, keep=keep, drop=drop, ring=ring)
         return torch.reshape(found, (*lead, self._size, value.shape[-1]))
+
+    def _dropped(self, query: Tensor, p: float) -> Tensor | None:
+        """One process's draw over all weights of the attention, of which the rows of this rank's queries are kept."""
+        if p == 0.0:
+            return None
+        length = self._cut.length
+        shape = (*query.shape[:2], length, length)
+        if math.prod(shape) > MOST_DRAWS:
+            raise LayoutError(
+                f"this attention drops {p:g} of its weights: {math.prod(shape):,} draws on every rank.",
+                cause="to be one process's draw it is made for the whole sequence, of which each rank keeps its rows",
+                hint="attention dropout 0: config.attention_dropout = 0.0 (attention_probs_dropout_prob, attn_pdrop), "
+                "or dropout_p=0.0 in the call",
+            )
+        draw = F.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), p, True)
+        return self._cut.take(draw != 0, dim=2, rank=self._exchange.rank)
 
     def _meaning(self, mask: Tensor | None, is_causal: bool, batch: int) -> Meaning:
         """Each mask is read once a forward: the layers of a model share it."""
@@ -181,7 +199,7 @@ class ContextMode(TorchFunctionMode):
             return NotImplemented
         shape = list(input.shape)
         shape[dims[0]] = self._cut.length
-        draw = F.dropout(torch.ones(shape, dtype=input.dtype, device=input.device), p, True)
+        draw = F.dropout(_ones(shape, like=input), p, True)
         mine = self._cut.take(draw, dim=dims[0], rank=self._exchange.rank)
         return input.mul_(mine) if inplace else input * mine
 
@@ -207,6 +225,14 @@ def gather_sequence(part: Tensor, *, dim: int, exchange: Exchange, cut: Cut) -> 
     return _Gather.apply(part, dim % part.dim(), exchange, cut)  # type: ignore[no-untyped-call,no-any-return]
 
 
+def _ones(shape: Sequence[int], *, like: Tensor) -> Tensor:
+    """Laid out in memory as `like` is: draws are made in that order."""
+    strides = torch.empty_like(like).stride()
+    order = sorted(range(like.dim()), key=lambda d: -strides[d])
+    made = torch.ones([shape[d] for d in order], dtype=like.dtype, device=like.device)
+    return made.permute([order.index(d) for d in range(like.dim())])
+
+
 def _tables(model: nn.Module) -> set[int]:
     own = [*model.parameters(), *model.buffers()]
     plain = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
@@ -219,21 +245,6 @@ def _is_prefix(at: Any, size: int) -> bool:
 
 def _one(value: Any) -> int:
     return int(value[0] if isinstance(value, tuple | list) else value)
-
-
-def refuse_draws(dropout_p: float) -> None:
-    """Dropout inside an attention.
-
-    Raises:
-        LayoutError: it drops.
-    """
-    if dropout_p > 0.0:
-        raise LayoutError(
-            f"this attention drops {dropout_p:g} of its weights.",
-            cause="under cp no rank has all weights of a query, so one process's draw can't be made",
-            hint="attention dropout 0: config.attention_dropout = 0.0 (attention_probs_dropout_prob, attn_pdrop), "
-            "or dropout_p=0.0 in the call",
-        )
 
 
 def _refuse_lengths(query: Tensor, key: Tensor, size: int) -> None:

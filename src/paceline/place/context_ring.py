@@ -28,6 +28,7 @@ class Ring:
     cut: Cut
     causal: bool
     scale: float
+    dropout: float = 0.0
 
     def pairs(self, owner: int) -> Iterator[tuple[Piece, Piece]]:
         """Blocks of queries of this rank and keys of `owner`, less those that a causal mask hides as a whole."""
@@ -44,18 +45,24 @@ class Ring:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, *, keep: Tensor | None, ring: Ring) -> Tensor:
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, keep: Tensor | None, ring: Ring, drop: Tensor | None = None
+) -> Tensor:
     """Attention of this rank's queries over everybody's keys.
 
     `query` (batch, key heads, queries a key head, length, width), `key` and `value` (batch, key heads, length, width);
-    `keep` (batch, length), uint8, is zero at this rank's keys that nobody may see. A query that sees no key gives 0.
+    `keep` (batch, length), uint8, is zero at this rank's keys that nobody may see; `drop` (batch, heads, length, whole
+    length) is True where `ring.dropout` keeps a weight. A query that sees no key gives 0.
     """
-    return _Ring.apply(query, key, value, keep, ring)  # type: ignore[no-untyped-call,no-any-return]
+    found: Tensor = _Ring.apply(query, key, value, keep, drop, ring)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, ring: Ring) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, drop: Tensor | None, ring: Ring
+    ) -> Tensor:
         high = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=high)
         lse = query.new_full(query.shape[:-1], -torch.inf, dtype=high)
@@ -63,17 +70,17 @@ class _Ring(torch.autograd.Function):
         for turn in range(ring.exchange.size):
             wait = _send_on(ring, held, turn) if turn + 1 < ring.exchange.size else None
             for rows, columns in ring.pairs(ring.owner(turn)):
-                _merge(out, lse, query, held, rows, columns, ring)
+                _merge(out, lse, query, held, drop, rows, columns, ring)
             held = wait() if wait is not None else held
-        ctx.ring, ctx.masked = ring, keep is not None
-        saved = (query, key, value, out, lse) if keep is None else (query, key, value, out, lse, keep)
-        ctx.save_for_backward(*saved)
+        ctx.ring, ctx.has_drop = ring, drop is not None
+        ctx.save_for_backward(*(t for t in (query, key, value, out, lse, drop, keep) if t is not None))
         return out.to(query.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         query, key, value, out, lse, *masks = ctx.saved_tensors
+        drop = masks.pop(0) if ctx.has_drop else None
         ring: Ring = ctx.ring
         grad = grad.to(out.dtype)
         inner = (grad * out).sum(-1)
@@ -83,11 +90,11 @@ class _Ring(torch.autograd.Function):
         for turn in range(ring.exchange.size):
             wait = _send_on(ring, held, turn) if turn + 1 < ring.exchange.size else None
             for rows, columns in ring.pairs(ring.owner(turn)):
-                _backward_block(d_query, sums, (query, grad, inner, lse), held, rows, columns, ring)
+                _backward_block(d_query, sums, (query, grad, inner, lse, drop), held, rows, columns, ring)
             sums = _send_on(ring, sums, turn)()
             held = wait() if wait is not None else held
         d_key, d_value = sums
-        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
 
 
 def _send_on(ring: Ring, held: list[Tensor], turn: int) -> Any:
@@ -117,15 +124,31 @@ def _exp(exponent: Tensor, base: Tensor) -> Tensor:
     return torch.exp(exponent - base.masked_fill(base == -torch.inf, 0.0))
 
 
+def _kept(weights: Tensor, drop: Tensor | None, rows: Piece, columns: Piece, ring: Ring) -> Tensor:
+    """The weights, or their gradients, of which dropout keeps some and makes those larger."""
+    if drop is None:
+        return weights
+    drawn = drop[:, :, rows.local : rows.local + rows.size, columns.start : columns.stop]
+    return weights * drawn.reshape(weights.shape) * (1.0 / (1.0 - ring.dropout))
+
+
 def _merge(
-    out: Tensor, lse: Tensor, query: Tensor, held: list[Tensor], rows: Piece, columns: Piece, ring: Ring
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    held: list[Tensor],
+    drop: Tensor | None,
+    rows: Piece,
+    columns: Piece,
+    ring: Ring,
 ) -> None:
     """Add a block of keys to what its queries have seen."""
     scores = _scores(query, held, rows, columns, ring, out.dtype)
     there = slice(rows.local, rows.local + rows.size)
     values = held[1][..., columns.local : columns.local + columns.size, :]
     new = torch.logsumexp(scores, -1)
-    seen = (_exp(scores, new[..., None]).to(values.dtype) @ values).to(out.dtype)
+    weights = _kept(_exp(scores, new[..., None]), drop, rows, columns, ring)
+    seen = (weights.to(values.dtype) @ values).to(out.dtype)
     shape = out[..., there, :].shape
     new, seen = new.view(shape[:-1]), seen.view(shape)
     both = torch.logaddexp(lse[..., there], new)
@@ -138,13 +161,14 @@ def _backward_block(
     d_query: Tensor, sums: list[Tensor], saved: Any, held: list[Tensor], rows: Piece, columns: Piece, ring: Ring
 ) -> None:
     """Add a block's gradients to those of its queries, keys and values."""
-    query, grad, inner, lse = saved
+    query, grad, inner, lse, drop = saved
     there = slice(rows.local, rows.local + rows.size)
     here = slice(columns.local, columns.local + columns.size)
     weights = _exp(_scores(query, held, rows, columns, ring, d_query.dtype), lse[..., there].flatten(2, 3)[..., None])
     of_out = grad[..., there, :].flatten(2, 3)
-    sums[1][..., here, :] += weights.transpose(-1, -2) @ of_out
+    sums[1][..., here, :] += _kept(weights, drop, rows, columns, ring).transpose(-1, -2) @ of_out
     of_weights = of_out @ held[1][..., here, :].to(of_out.dtype).transpose(-1, -2)
+    of_weights = _kept(of_weights, drop, rows, columns, ring)
     of_scores = weights * (of_weights - inner[..., there].flatten(2, 3)[..., None]) * ring.scale
     d_query[..., there, :] += (of_scores @ held[0][..., here, :].to(of_out.dtype)).view(d_query[..., there, :].shape)
     sums[0][..., here, :] += of_scores.transpose(-1, -2) @ query[..., there, :].flatten(2, 3).to(of_out.dtype)

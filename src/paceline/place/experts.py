@@ -123,7 +123,7 @@ def _route(one: Experts, ranges: Ranges, exchange: Exchange) -> Callable[[], Non
     """Put the exchange around the module's own forward, as a method: a copy of the module routes its own experts."""
     module = one.module
     taken = inspect.signature(module.forward)
-    call: Callable[..., Tensor] = _Call(experts=one, own=module.forward.__func__, ranges=ranges, exchange=exchange)
+    call: Callable[..., Tensor] = _Call(experts=one, own=_function(module), ranges=ranges, exchange=exchange)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         return call(self, *taken.bind(*args, **kwargs).arguments.values())
@@ -134,6 +134,13 @@ def _route(one: Experts, ranges: Ranges, exchange: Exchange) -> Callable[[], Non
         vars(module).pop("forward", None)
 
     return undo
+
+
+def _function(module: nn.Module) -> Callable[..., Any]:
+    """The forward, taking the module as its first argument; of an instance where it has one of its own."""
+    found: Any = module.forward
+    own: Any = getattr(found, "__func__", None)
+    return own if own is not None else lambda _, *args: found(*args)
 
 
 @dataclass(frozen=True, kw_only=True)
