@@ -328,7 +328,16 @@ REFUSED = [
         lambda: transformer("MistralForCausalLM/MistralConfig", sliding_window=5, num_key_value_heads=2),
         "sliding_window=5 is shorter than",
     ),
-    (lambda: transformer("BloomForCausalLM/BloomConfig"), "attention"),
+    (lambda: transformer("BloomForCausalLM/BloomConfig", n_head=4), "computes its attention as 'eager'"),
+    (lambda: biased(), r"an attention mask of shape \(1, 2, 11, 11\) is neither causal, nor padding"),
+    (
+        lambda: transformer("BartForConditionalGeneration/BartConfig", decoder_start_token_id=0),
+        "has two sequences, an encoder's and a decoder's",
+    ),
+    (
+        lambda: transformer("RobertaForMaskedLM/RobertaConfig", pad_token_id=1),  # its positions begin at 2
+        r"position_embeddings \(Embedding\)'s",
+    ),
     (lambda: recurrent(), r"rnn \(LSTM\) can't be cut along the sequence: each position waits"),
     (lambda: pooled(), "no output of this model has the sequence"),
     (lambda: unshifted(), "compares a position with its neighbour"),
@@ -342,11 +351,32 @@ def test_what_can_not_be_cut_is_refused_by_name(case: Any, message: str) -> None
         check(case())
 
 
+def test_positions_in_the_batch_are_cut_with_it() -> None:
+    case = transformer("RobertaForMaskedLM/RobertaConfig", pad_token_id=1)
+    ids = case.batches[0]["input_ids"].clamp(min=2)
+    places = torch.arange(2, ids.shape[1] + 2).expand_as(ids).contiguous()
+    check(Case(**{**vars(case), "batches": [{"input_ids": ids, "position_ids": places, "labels": ids}]}), ranks=3)
+    with pytest.raises(JobError, match="does not say which dimension"):
+        check(Case(**{**vars(case), "sequence": {}}))
+
+
 def test_attention_dropout_over_a_long_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context_mode, "MOST_DRAWS", 1000)
     case = transformer(LLAMA, attention_dropout=0.1)
     with pytest.raises(LayoutError, match=r"drops 0.1 of its weights: 3,528 draws on every rank"):
         play(lambda over: train(case, over), size=2)
+
+
+def biased() -> Case:
+    class Model(Own):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            far = torch.arange(ids.shape[1]).view(-1, 1) - torch.arange(ids.shape[1])
+            bias = -far.abs() * torch.tensor([0.5, 0.25]).view(1, 2, 1, 1).to(x.dtype)
+            return self.head(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
+
+    return Case(**{**vars(own()), "model": Model})
 
 
 def recurrent() -> Case:

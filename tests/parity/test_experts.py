@@ -21,6 +21,7 @@ from tests.parity.axes import (
     Stacked,
     assert_experts,
     far_experts,
+    objective,
     seeded,
     tokens,
     train_experts,
@@ -229,6 +230,37 @@ def test_a_hidden_expert_gets_nothing() -> None:
     wanted = module(x, index, weight)
     split_experts(model=(model := nn.ModuleDict({"moe": module})))
     assert torch.allclose(model["moe"](x, expert_index=index, expert_weight=weight), wanted, atol=1e-6)
+
+
+class Counted:
+    """An exchange that counts the elements it is handed."""
+
+    def __init__(self, over: Exchange) -> None:
+        self.over, self.rank, self.size, self.elements = over, over.rank, over.size, 0
+
+    def swap(self, rows: Tensor, *, send: Any, receive: Any) -> Tensor:
+        self.elements += rows.numel()
+        return self.over.swap(rows, send=send, receive=receive)
+
+
+def test_the_elements_exchanged_are_those_of_the_formula() -> None:
+    count, choices, width, sizes = 5, 2, 16, (7, 4)
+    start = seeded(lambda: Mixture(Stacked, count=count))
+    data = tokens(*sizes)[0]
+
+    def one(over: Exchange) -> tuple[int, int]:
+        model, counted = copy.deepcopy(start), Counted(over)
+        split_experts(model=model, over=counted)  # type: ignore[arg-type]
+        total = objective(model, data[over.rank])[0]
+        forward = counted.elements
+        total.backward()
+        return forward, counted.elements - forward
+
+    rows = [size * choices for size in sizes]
+    found = play(one, size=2)
+    there_and_back = sum(n * (width + 1) + n * width for n in rows)
+    assert sum(forward for forward, _ in found) == there_and_back + 2 * count
+    assert sum(backward for _, backward in found) == there_and_back
 
 
 # -- mistakes that must show

@@ -157,12 +157,23 @@ def refuse_model(model: nn.Module) -> None:
             raise _refused(name, module, "each position waits for the one before it", "--layout fsdp, tp or pp")
         if isinstance(module, NormBase) and getattr(module, "track_running_stats", False):
             raise _refused(name, module, "its statistics are over the whole sequence", "nn.LayerNorm, or leave cp out")
-    used = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise LayoutError(
+            f"{type(model).__name__} has two sequences, an encoder's and a decoder's.",
+            cause="its cross-attention has queries of one and keys of the other, and a ring is over one sequence",
+            hint="leave cp out: --layout fsdp, or tp",
+        )
+    used = getattr(config, "_attn_implementation", None)
     if used not in (None, "sdpa"):
+        can = bool(getattr(model, "_supports_sdpa", True))
         raise LayoutError(
             f"{type(model).__name__} computes its attention as {used!r}; cp needs sdpa.",
-            cause="the ring takes the place of F.scaled_dot_product_attention",
-            hint='model.set_attn_implementation("sdpa"), or attn_implementation="sdpa" where it is built',
+            cause="the ring takes the place of F.scaled_dot_product_attention"
+            + ("" if can else ", which transformers does not offer for this model"),
+            hint='model.set_attn_implementation("sdpa"), or attn_implementation="sdpa" where it is built'
+            if can
+            else "leave cp out: --layout fsdp, or tp where it can be split",
         )
 
 

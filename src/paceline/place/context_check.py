@@ -177,7 +177,7 @@ def _different(name: str) -> LayoutError:
         cause="it looks at several positions (attention by matmul and softmax, a shift, a sum over the sequence) or "
         "counts positions itself",
         hint="F.scaled_dot_product_attention in it (transformers: attn_implementation='sdpa'), positions from "
-        "torch.arange(x.shape[1]) or an argument position_ids; or leave cp out",
+        "torch.arange(x.shape[1]), or position_ids in the batch; or leave cp out",
     )
 
 

@@ -95,10 +95,11 @@ def batch_length(batch: Any, *, sequence: Mapping[str, int]) -> int:
     entries = dict(_entries(batch))
     lengths = {name: _named(entries, name, dim).shape[dim] for name, dim in sequence.items()}
     if not lengths:
+        named = ", ".join(f"{n!r}: 1" for n, v in entries.items() if v.dim() in (2, 3))
         raise JobError(
             "the job does not say which dimension of the batch is the sequence.",
             cause="context parallelism cuts that dimension over its ranks",
-            hint=f"sequence={{{', '.join(repr(n) + ': 1' for n, v in entries.items() if v.dim() > 1) or '...'}}}",
+            hint=f"sequence={{{named}}} in the job" if named else "leave cp out: this batch has no sequence",
         )
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
