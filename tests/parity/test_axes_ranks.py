@@ -15,5 +15,5 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_real_ranks_are_one_process(ranks: int, tmp_path: Path) -> None:
     environ = {**Shop.environ({"OMP_NUM_THREADS": "1"}), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.parity.axes_ranks", str(ranks), str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
