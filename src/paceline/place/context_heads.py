@@ -1,0 +1,82 @@
+"""`nn.MultiheadAttention` on a part of a sequence: its projections as they are, its attention handed to the ring."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.errors import LayoutError
+
+Attention = Callable[..., Tensor]
+
+
+_TAKES = inspect.signature(F.multi_head_attention_forward)
+
+
+def heads_attention(*args: Any, attention: Attention, **kwargs: Any) -> tuple[Tensor, None]:
+    """What `F.multi_head_attention_forward` gives for (length, batch, width), without the weights of the attention.
+
+    Raises:
+        LayoutError: it adds keys of its own, which have no place in a ring.
+    """
+    bound = _TAKES.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if given["add_zero_attn"] or any(given[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v")):
+        raise LayoutError(
+            "an nn.MultiheadAttention adds keys of its own (add_bias_kv, add_zero_attn or static keys).",
+            cause="they belong to no position of the sequence, so to no rank",
+            hint="nn.MultiheadAttention(..., add_bias_kv=False, add_zero_attn=False), or leave cp out",
+        )
+    inputs = [given["query"], given["key"], given["value"]]
+    batched = inputs[0].dim() == 3
+    q, k, v = _projected(given, [t if batched else t[:, None] for t in inputs])
+    mask = _mask(given["attn_mask"], given["key_padding_mask"], batch=q.shape[0], heads=q.shape[1])
+    seen = attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=given["dropout_p"] if given["training"] else 0.0,
+        is_causal=given["is_causal"] and given["attn_mask"] is None,
+    )
+    found = F.linear(seen.permute(2, 0, 1, 3).flatten(2), given["out_proj_weight"], given["out_proj_bias"])
+    return (found if batched else found[:, 0]), None
+
+
+def _projected(given: Any, inputs: list[Tensor]) -> list[Tensor]:
+    """Queries, keys and values, each (batch, heads, length, width of a head)."""
+    if given["use_separate_proj_weight"]:
+        weights = [given[f"{name}_proj_weight"] for name in "qkv"]
+    else:
+        weights = list(given["in_proj_weight"].chunk(3))
+    bias = given["in_proj_bias"]
+    biases = [None] * 3 if bias is None else list(bias.chunk(3))
+    return [_split(F.linear(t, w, b), given["num_heads"]) for t, w, b in zip(inputs, weights, biases, strict=True)]
+
+
+def _split(projected: Tensor, num_heads: int) -> Tensor:
+    """(length, batch, width) to (batch, heads, length, width of a head)."""
+    length, batch, width = projected.shape
+    return projected.view(length, batch, num_heads, width // num_heads).permute(1, 2, 0, 3)
+
+
+def _mask(mask: Tensor | None, padding: Tensor | None, *, batch: int, heads: int) -> Tensor | None:
+    """One additive mask (batch or 1, heads or 1, queries, keys); here True means hidden."""
+    found: Tensor | None = None
+    if mask is not None:
+        found = _additive(mask)
+        found = found[None, None] if found.dim() == 2 else found.view(batch, heads, *found.shape[-2:])
+    if padding is not None:
+        hidden = _additive(padding if padding.dim() == 2 else padding[None])[:, None, None, :]
+        found = hidden if found is None else found + hidden
+    return found
+
+
+def _additive(mask: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(mask, -torch.inf)

@@ -1,0 +1,121 @@
+"""Which modules of a model hold experts, and which of them each rank keeps.
+
+What can be split is a module whose forward is `(tokens, expert_index, expert_weight) -> tokens`: tokens of shape
+(tokens, width), for each token the experts chosen, (tokens, choices), and their weights. transformers' experts modules
+are such; so is any module of a user's own, with its experts stacked in parameters of one first dimension, or in an
+`nn.ModuleList`.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from itertools import pairwise
+
+from torch import nn
+
+from paceline.errors import LayoutError
+
+_INDEX, _WEIGHT = ("index", "indices", "expert"), ("weight", "score", "prob", "gate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A module with `count` experts: `stacked` names its parameters whose first dimension they are; `listed` is the
+    name of its `nn.ModuleList`, where they are modules."""
+
+    name: str
+    module: nn.Module
+    count: int
+    stacked: tuple[str, ...] = ()
+    listed: str | None = None
+
+
+def expert_ranges(count: int, *, ranks: int) -> tuple[tuple[int, int], ...]:
+    """The experts `[start, stop)` of each rank: as equal as they can be, none where there are more ranks."""
+    each, more = divmod(count, ranks)
+    starts = [rank * each + min(rank, more) for rank in range(ranks + 1)]
+    return tuple(pairwise(starts))
+
+
+def find_experts(model: nn.Module, *, pattern: str | None = None) -> list[Experts]:
+    """The experts modules of a model, or those whose names match `pattern` ("*.mlp.experts").
+
+    Raises:
+        LayoutError: there are none, or one that is named, or looks like one, can't be split: with its name and why.
+    """
+    found: list[Experts] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other.name}.") for other in found)
+        wanted = fnmatch(name, pattern) if pattern is not None else takes_routed_tokens(module)
+        if name and wanted and not inside:
+            found.append(_experts(name, module))
+    if not found:
+        raise _nothing_found(model, pattern)
+    left = [] if pattern is not None else [n for n, m in _loops(model) if not _covered(n, m, found)]
+    if left:
+        raise _no_interface(left[0], model.get_submodule(left[0]))
+    return found
+
+
+def takes_routed_tokens(module: nn.Module) -> bool:
+    """Whether its forward is `(tokens, expert_index, expert_weight)`, told by the names of what it takes."""
+    names = [p.name.lower() for p in inspect.signature(module.forward).parameters.values() if p.kind < p.KEYWORD_ONLY]
+    return (
+        len(names) == 3
+        and any(word in names[1] for word in _INDEX)
+        and any(word in names[2] for word in _WEIGHT)
+        and bool(list(module.parameters()))
+    )
+
+
+def _experts(name: str, module: nn.Module) -> Experts:
+    own = dict(module.named_parameters(recurse=False))
+    lists = [(n, m) for n, m in module.named_children() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    if not takes_routed_tokens(module):
+        raise _no_interface(name, module)
+    if len(lists) == 1 and not own:
+        return Experts(name=name, module=module, count=len(lists[0][1]), listed=lists[0][0])
+    sizes = {parameter.shape[0] for parameter in own.values() if parameter.dim()}
+    inner = [n for n, _ in module.named_parameters() if n not in own]
+    if len(sizes) != 1 or inner or not own:
+        shapes = ", ".join(f"{n} {tuple(p.shape)}" for n, p in module.named_parameters())
+        raise LayoutError(
+            f"{name} ({type(module).__name__}) can't be split into experts: {shapes}.",
+            cause="its parameters do not share one first dimension, the experts, nor are they all in one nn.ModuleList",
+            hint="keep what all experts share outside of this module, or leave ep out",
+        )
+    return Experts(name=name, module=module, count=sizes.pop(), stacked=tuple(own))
+
+
+def _loops(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
+    """Lists of equal modules that are called experts."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and "expert" in name.rsplit(".", 1)[-1].lower():
+            yield name, module
+
+
+def _covered(name: str, module: nn.Module, found: Sequence[Experts]) -> bool:
+    return any(name.startswith(f"{experts.name}.") or experts.module is module for experts in found)
+
+
+def _no_interface(name: str, module: nn.Module) -> LayoutError:
+    return LayoutError(
+        f"{name} ({type(module).__name__}) holds experts that are called one by one with the tokens they were given.",
+        cause="which expert a token goes to must be known before any expert runs, or ranks would wait for each other",
+        hint="a module of its own around them: forward(self, tokens, expert_index, expert_weight) -> tokens, of shapes "
+        "(n, width), (n, choices), (n, choices); or leave ep out",
+    )
+
+
+def _nothing_found(model: nn.Module, pattern: str | None) -> LayoutError:
+    lists = [name for name, _ in _loops(model)]
+    if lists and pattern is None:
+        return _no_interface(lists[0], model.get_submodule(lists[0]))
+    return LayoutError(
+        f"{type(model).__name__} has no module {pattern}."
+        if pattern
+        else f"{type(model).__name__} has no experts to split.",
+        cause="no module's forward is (tokens, expert_index, expert_weight)",
+        hint="leave ep out, or name the modules: experts='*.mlp.experts'",
+    )
