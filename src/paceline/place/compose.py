@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,14 @@ from paceline.place.exact import ExactReducer, Grid
 from paceline.place.fsdp import FullySharded, shard_fully
 from paceline.place.holding import Held, Holding, all_of, all_shares
 from paceline.place.meeting import ThreadWorld
-from paceline.place.parts import Part
+from paceline.place.parts import Part, Parts
 from paceline.place.pipe import Piped, cut_model
 from paceline.place.remat import remat
 from paceline.place.replicate import BucketReducer, LocalReducer, Reducer
 from paceline.place.sharded import Data, zero
 from paceline.place.share import Share
+from paceline.place.tensor.derive import choose_plan
+from paceline.place.tensor.placed import split_model
 from paceline.place.threads import ThreadReducer
 from paceline.place.ties import TiedReducer
 from paceline.place.units import Named, trainable
@@ -61,18 +64,28 @@ class Placed:
             undo()
 
 
+class Runs(Protocol):
+    """Forward and loss on one microbatch."""
+
+    def __call__(self) -> object:
+        """Of the job's model, in training mode."""
+
+    def run(self, model: nn.Module) -> Any:
+        """Of this model, as it is; its sums."""
+
+
 def compose(
     model: nn.Module,
     *,
     asked: Layout,
     worlds: Worlds,
-    call: Callable[[], object],
+    example: Runs,
     say: Callable[[str], None],
     exact: bool = False,
     compiles: bool = False,
     whole: Sequence[str] = (),
 ) -> Placed:
-    """Place a model that is whole on every rank. `call` runs its forward and loss on one microbatch, as an example.
+    """Place a model that is whole on every rank. `example` runs forward and loss on one microbatch.
 
     `whole` names parameters whose update rule looks at all of them; `say` hears what is to be told.
 
@@ -82,17 +95,20 @@ def compose(
     mesh = worlds.mesh
     before = all_of(model)
     every = trainable(model)
-    piped = cut_model(model, asked=asked, mesh=mesh, world=worlds.pp, call=call) if mesh.pp > 1 else None
+    plan = choose_plan(model, ranks=mesh.tp, run=example.run) if mesh.tp > 1 else None
+    piped = cut_model(model, asked=asked, mesh=mesh, world=worlds.pp, call=example) if mesh.pp > 1 else None
     hollow = frozenset[str]() if piped is None else piped.hollow
+    tensors = None if plan is None else split_model(model, plan=plan, world=worlds.tp, sequence=asked.sequence)
+    base = {} if tensors is None else tensors.parts
     named = [_live(member, model) for member in every if member.name not in hollow]
     undos = [remat(model, policy=parse_remat(asked.remat))]
     if compiles:
         undos.append(compile_blocks(model, say=say))
     grid = Grid(num_parameters=len(named)) if exact else None
     if mesh.zero:
-        split = _sharded(model, named=named, asked=asked, worlds=worlds, grid=grid, whole=whole)
+        split = _sharded(model, named=named, asked=asked, worlds=worlds, grid=grid, whole=whole, base=base)
     else:
-        split = _Split(named=named, parts={}, tensors={}, reducer=_reducer(named, worlds, grid), spread=_nothing)
+        split = _Split(named=named, parts=base, tensors={}, reducer=_reducer(named, worlds, grid), spread=_nothing)
     shares = {share.name: share for share in split.named}
     reducer = split.reducer
     if piped is not None and piped.ties:
@@ -102,7 +118,7 @@ def compose(
     return Placed(
         named=split.named,
         weights=Holding(world=worlds.every, held=[_held(one, split, hollow) for one in before]),
-        kept=Holding(world=worlds.every, held=[_kept(one, shares.get(one.name)) for one in every]),
+        kept=Holding(world=worlds.every, held=[_kept(one, shares.get(one.name), base) for one in every]),
         reducer=reducer,
         spread=split.spread,
         piped=piped,
@@ -136,16 +152,25 @@ def _reducer(named: Sequence[Named], worlds: Worlds, grid: Grid | None) -> Reduc
 
 
 def _sharded(
-    model: nn.Module, *, named: Sequence[Named], asked: Layout, worlds: Worlds, grid: Grid | None, whole: Sequence[str]
+    model: nn.Module,
+    *,
+    named: Sequence[Named],
+    asked: Layout,
+    worlds: Worlds,
+    grid: Grid | None,
+    whole: Sequence[str],
+    base: Parts,
 ) -> _Split:
     data = Data(all=worlds.summed, shard=worlds.shard, replicas=worlds.mirrors)
     if worlds.mesh.zero == 3:
         chosen = FullySharded(
             params=torch.bfloat16 if asked.params == "bf16" else None, offload="parameters" in asked.offload
         )
-        sharded = shard_fully(model, named=named, data=data, grid=grid, asked=chosen)
+        sharded = shard_fully(model, named=named, data=data, grid=grid, parts=base or None, asked=chosen)
     else:
-        sharded = zero(stage=worlds.mesh.zero, model=model, named=named, data=data, grid=grid, whole=whole)
+        sharded = zero(
+            stage=worlds.mesh.zero, model=model, named=named, data=data, grid=grid, parts=base or None, whole=whole
+        )
     return _Split(
         named=sharded.shares,
         parts=sharded.parts,
@@ -162,17 +187,19 @@ def _held(before: Held, split: _Split, hollow: Collection[str]) -> Held:
     part = split.parts.get(before.name)
     if part is None or before.is_buffer:
         return before
+    if before.name not in split.tensors:
+        return replace(before, part=part)
     return replace(before, part=part, find=partial(Tensor.detach, split.tensors[before.name]))
 
 
-def _kept(member: Named, share: Named | None) -> Held:
+def _kept(member: Named, share: Named | None, base: Parts) -> Held:
     """The part of it that this rank's optimizer has."""
     shape, dtype = member.parameter.shape, member.parameter.dtype
     if share is None:
         return Held(
             name=member.name, part=Part.none_of(shape), dtype=dtype, find=partial(Tensor.detach, member.parameter)
         )
-    part = share.part if isinstance(share, Share) else Part.all_of(shape)
+    part = share.part if isinstance(share, Share) else base.get(member.name, Part.all_of(shape))
     return Held(name=member.name, part=part, dtype=dtype, find=partial(Tensor.detach, share.parameter))
 
 

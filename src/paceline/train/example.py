@@ -32,19 +32,24 @@ class Example:
     device: torch.device
 
     def __call__(self) -> Any:
-        """What the loss gives."""
+        """What the loss gives, in training mode."""
         kept = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
         mode = self.model.training
         self.model.train()
         try:
             with preserved():
-                self.contract.learn(self.batch)
-                output = self.contract.forward(self.model, self.batch)
-                return self.contract.terms(output, self.batch, num_samples=self.plan.micro_batch_size)
+                return self.run(self.model)
         finally:
             self.model.train(mode)
             for buffer, value in kept:
                 write(buffer.data, value)
+
+    def run(self, model: nn.Module) -> Any:
+        """Forward and loss of this model, be it the job's or a copy of it: the sums of the terms."""
+        self.contract.learn(self.batch)
+        output = self.contract.forward(model, self.batch)
+        terms = self.contract.terms(output, self.batch, num_samples=self.plan.micro_batch_size)
+        return {name: total for name, (total, _) in terms.items()}
 
     @cached_property
     def batch(self) -> Any:
