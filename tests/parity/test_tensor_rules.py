@@ -214,3 +214,12 @@ def test_every_rule_is_found_by_a_name_that_torch_has() -> None:
     places = (torch, torch.Tensor, F, torch.linalg)
     unknown = [n for n in RULES if not any(hasattr(place, n.lstrip(".")) for place in places)]
     assert unknown == []
+
+
+def test_what_was_put_together_without_gradients_is_not_used_with_them() -> None:
+    def work(x: Any) -> Any:
+        with torch.no_grad():
+            seen = x.flip(1).sum()
+        return x.flip(1) * seen
+
+    assert len(compare(work, random(4, 6, 5), dim=1)) == 3

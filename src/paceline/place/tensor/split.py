@@ -52,7 +52,7 @@ class Split(Tensor):
 
     def gathered(self, *, partial: bool = False) -> Tensor:
         """The whole tensor, put together once."""
-        key = (partial, self.local.requires_grad)
+        key = (partial, torch.is_grad_enabled())
         if key not in self.joined:
             self.joined[key] = gather(self.local, self.cut, self.wire, partial=partial)
         return self.joined[key]
