@@ -100,6 +100,8 @@ def compose(
     hollow = frozenset[str]() if piped is None else piped.hollow
     tensors = None if plan is None else split_model(model, plan=plan, world=worlds.tp, sequence=asked.sequence)
     base = {} if tensors is None else tensors.parts
+    if piped is not None and tensors is not None:
+        piped.stages.on_leave.append(tensors.rest)
     named = [_live(member, model) for member in every if member.name not in hollow]
     undos = [remat(model, policy=parse_remat(asked.remat))]
     if compiles:

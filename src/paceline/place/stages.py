@@ -63,6 +63,7 @@ class Stages:
         self.model = model
         self.cut = cut
         self.own = tuple(own)
+        self.on_leave: list[Callable[[], None]] = []
         self._run: _Run | None = None
         modules = dict(model.named_modules(remove_duplicate=False))
         blocks = [modules[name] for name in cut.blocks]
@@ -103,6 +104,8 @@ class Stages:
             return left.sent
         finally:
             self._run = before
+            for leave in self.on_leave:
+                leave()
         if part.stop < len(self.cut.blocks):
             raise JobError(
                 f"the forward of stage {stage} ended before its block {self.cut.blocks[part.stop - 1]}.",

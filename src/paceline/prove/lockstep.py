@@ -181,7 +181,9 @@ class Lockstep:
         """The same gradient into both optimizers; then the weights must be equal, on every rank."""
         names = set(self._world.share_json(sorted(right)))
         kept, weights = self._built.kept, self._built.weights
-        before = {} if self._reference is None else {n: t.clone() for n, t in _state(self._reference.model).items()}
+        before = (
+            {} if self._reference is None else {n: t.detach().clone() for n, t in _state(self._reference.model).items()}
+        )
         values = {
             name: give(name, right.get(name), holding=kept, world=self._world) for name in kept.names if name in names
         }

@@ -24,7 +24,8 @@ class TensorPlaced:
     """What `split_model` did.
 
     `parts`: what this rank holds of every parameter, by name. `summed`: parameters whose gradient each rank holds only
-    in part; always empty, since the sums are steps of backward. `close` takes the hooks away; the pieces stay.
+    in part; always empty, since the sums are steps of backward. `close` takes the hooks away; the pieces stay. `rest`
+    is for whoever leaves the model's forward in its midst.
     """
 
     parts: dict[str, Part]
@@ -32,6 +33,7 @@ class TensorPlaced:
     plan: TensorPlan
     wire: Wire
     close: Callable[[], None]
+    rest: Callable[[], None]
 
     @property
     def notes(self) -> list[str]:
@@ -69,8 +71,8 @@ def split_over(model: nn.Module, *, plan: TensorPlan, wire: Wire) -> TensorPlace
             if id(parameter) not in made:
                 made[id(parameter)] = _own(parameter, parts[name])
             module.register_parameter(own, made[id(parameter)])
-    undo = arm(model, cuts, wire)
-    return TensorPlaced(parts=_once(model, parts), summed=frozenset(), plan=plan, wire=wire, close=undo)
+    undo, rest = arm(model, cuts, wire)
+    return TensorPlaced(parts=_once(model, parts), summed=frozenset(), plan=plan, wire=wire, close=undo, rest=rest)
 
 
 def _own(parameter: nn.Parameter, part: Part) -> nn.Parameter:
@@ -84,8 +86,8 @@ def _once(model: nn.Module, parts: dict[str, Part]) -> dict[str, Part]:
     return {name: parts[name] for name, _ in model.named_parameters()}
 
 
-def arm(model: nn.Module, cuts: Cuts, wire: Wire) -> Callable[[], None]:
-    """Show each cut parameter as what it is while the model runs; returns the undo."""
+def arm(model: nn.Module, cuts: Cuts, wire: Wire) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Show each cut parameter as what it is while the model runs; returns the undo, and what says that it runs no more."""
     handles: list[Any] = []
     shown: list[_Shown] = []
     for prefix, module in model.named_modules():
@@ -103,9 +105,13 @@ def arm(model: nn.Module, cuts: Cuts, wire: Wire) -> Callable[[], None]:
         for handle in handles:
             handle.remove()
         for each in shown:
-            each.hide()
+            each.rest()
 
-    return undo
+    def rest() -> None:
+        for each in shown:
+            each.rest()
+
+    return undo, rest
 
 
 def _join(prefix: str, own: str) -> str:
@@ -138,10 +144,14 @@ class _Shown:
                 self.module.__dict__[own] = Split.of(parameter, cut, self._wire, origins=(name,))
 
     def hide(self) -> None:
-        self._depth = max(self._depth - 1, 0)
-        if self._depth == 0:
-            for own in self._cuts:
-                self.module.__dict__.pop(own, None)
+        self._depth -= 1
+        if self._depth <= 0:
+            self.rest()
+
+    def rest(self) -> None:
+        self._depth = 0
+        for own in self._cuts:
+            self.module.__dict__.pop(own, None)
 
 
 def _is_plain(parameter: Any) -> bool:
