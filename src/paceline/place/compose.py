@@ -108,7 +108,7 @@ def compose(
         undos.append(compile_blocks(model, say=say))
     grid = Grid(num_parameters=len(named)) if exact else None
     if mesh.zero:
-        split = _sharded(model, named=named, asked=asked, worlds=worlds, grid=grid, whole=whole, base=base)
+        split = _sharded(model, named=named, asked=asked, worlds=worlds, grid=grid, whole=whole, base=base, piped=piped)
     else:
         split = _Split(named=named, parts=base, tensors={}, reducer=_reducer(named, worlds, grid), spread=_nothing)
     shares = {share.name: share for share in split.named}
@@ -162,13 +162,16 @@ def _sharded(
     grid: Grid | None,
     whole: Sequence[str],
     base: Parts,
+    piped: Piped | None,
 ) -> _Split:
     data = Data(all=worlds.summed, shard=worlds.shard, replicas=worlds.mirrors)
     if worlds.mesh.zero == 3:
         chosen = FullySharded(
             params=torch.bfloat16 if asked.params == "bf16" else None, offload="parameters" in asked.offload
         )
-        sharded = shard_fully(model, named=named, data=data, grid=grid, parts=base or None, asked=chosen)
+        hollow = None if piped is None else piped.hollow
+        parts = base or None
+        sharded = shard_fully(model, named=named, data=data, grid=grid, parts=parts, asked=chosen, hollow=hollow)
     else:
         sharded = zero(
             stage=worlds.mesh.zero, model=model, named=named, data=data, grid=grid, parts=base or None, whole=whole

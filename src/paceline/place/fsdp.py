@@ -6,8 +6,8 @@ and replicas of the shards work alike, and a unit may be of any make. With repli
 "PyTorch FSDP", VLDB 2023) only the rows' sums cross them.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,8 +53,12 @@ def shard_fully(
     grid: Grid | None = None,
     parts: Parts | None = None,
     asked: FullySharded | None = None,
+    hollow: Collection[str] | None = None,
 ) -> Sharded:
     """Shard the model in place; every rank holds the same whole weights before. On one rank nothing is sharded.
+
+    `hollow` names what other pipeline stages hold. Given, even empty, the model's forward is left in its midst, so
+    that its own parameters are gathered by the modules that have them, and stay until the step's end.
 
     Raises:
         LayoutError: a parameter that can't be sharded, or a unit that the model does not have.
@@ -63,14 +67,21 @@ def shard_fully(
     if data.shard.world_size == 1:
         _refuse_alone(asked)
         return zero(stage=2, model=model, named=named, data=data, grid=grid, parts=parts)
-    every = [Named(index=i, name=n, parameter=p) for i, (n, p) in enumerate(model.named_parameters())]
+    held = [(n, p) for n, p in model.named_parameters() if n not in (hollow or ())]
+    every = [Named(index=i, name=n, parameter=p) for i, (n, p) in enumerate(held)]
     _refuse(every)
     cut = cuts(every, places=data.shard.world_size)
     base = parts or {m.name: Part.all_of(m.parameter.shape) for m in every}
     kept = {m.name: m.parameter for m in every if not m.parameter.dim()}
-    _wrap(model, data, asked, set(kept.values()))
+    gone = {p for n, p in model.named_parameters() if n in (hollow or ())}
+    units = list(find_units(model, by=asked.units).values())
+    if hollow is None:
+        _wrap([*units, model], model, data, asked, set(kept.values()))
+    else:
+        staged = _staged_units(model, units, gone | set(kept.values()))
+        _wrap(staged, model, data, replace(asked, reshard=bool(asked.reshard)), gone | set(kept.values()))
     sources = {**kept, **_gathered(model)}
-    now = dict(model.named_parameters())
+    now = {n: p for n, p in model.named_parameters() if n not in (hollow or ())}
     shares = [_share(member, now[member.name], cut, data.shard.rank, base) for member in named]
     whole = [share for share in shares if share.name in kept]
     return Sharded(
@@ -106,13 +117,40 @@ class _Settle:
             module.reshard()
 
 
-def _wrap(model: nn.Module, data: Data, asked: FullySharded, ignored: set[nn.Parameter]) -> None:
+def _staged_units(model: nn.Module, units: Sequence[nn.Module], without: set[nn.Parameter]) -> list[nn.Module]:
+    """Of a stage: the blocks that it has, and every module outside them that has parameters of its own.
+
+    Raises:
+        LayoutError: a parameter that the model itself uses, or modules that share one.
+    """
+    own = [unit for unit in units if all(p not in without for p in unit.parameters())]
+    inside = {p for unit in own for p in unit.parameters()}
+    rest = {p for p in model.parameters() if p not in inside and p not in without}
+    found, owners = list[nn.Module](), dict[nn.Parameter, list[str]]()
+    for name, module in model.named_modules():
+        mine = [p for p in module.parameters(recurse=False) if p in rest]
+        for parameter in mine:
+            owners.setdefault(parameter, []).append(name or "the model itself")
+        if mine:
+            found.append(module)
+    for names in owners.values():
+        if len(names) > 1 or names[0] == "the model itself":
+            raise LayoutError(
+                f"fsdp inside pp can't gather a parameter that {' and '.join(names)} use.",
+                cause="outside the blocks a stage gathers module by module",
+                hint="zero=2 beside pp, or a module of its own for it",
+            )
+    return [*own, *found]
+
+
+def _wrap(
+    units: Sequence[nn.Module], model: nn.Module, data: Data, asked: FullySharded, ignored: set[nn.Parameter]
+) -> None:
     device = data.shard.device.type
     assert data.shard.group is not None
     mesh = DeviceMesh.from_group(data.shard.group, device, mesh_dim_names=("dp_shard",))
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if asked.offload else OffloadPolicy()
-    units = list(find_units(model, by=asked.units).values())
-    for unit in [*units, model]:
+    for unit in units:
         unit.register_forward_hook(lambda _, __, output: _own_memory(output))
         output = torch.float32 if asked.params is not None and unit is model else None
         fully_shard(

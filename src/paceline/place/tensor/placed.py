@@ -87,7 +87,7 @@ def _once(model: nn.Module, parts: dict[str, Part]) -> dict[str, Part]:
 
 
 def arm(model: nn.Module, cuts: Cuts, wire: Wire) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Show each cut parameter as what it is while the model runs; returns the undo, and what says that it runs no more."""
+    """Show each cut parameter as what it is while the model runs; returns the undo, and what ends a run."""
     handles: list[Any] = []
     shown: list[_Shown] = []
     for prefix, module in model.named_modules():
