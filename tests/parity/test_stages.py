@@ -137,6 +137,18 @@ def test_several_stages_of_one_process_share_the_model() -> None:
     assert torch.equal(CASES["nano"].loss(model, 0), losses[0]), "outside of a stage it is the plain model"
 
 
+def test_blocks_compiled_after_the_cut_stay_in_their_stage() -> None:
+    model = built("nano")
+    losses, right = whole("nano", model, 1)
+    cut = plan_cut(model, num_stages=2, call=lambda: CASES["nano"].loss(model, 0))
+    staged = Cutout("nano", model, cut)
+    for each in staged.models:
+        for block in each.blocks:
+            block.compile(backend="eager")
+    assert torch.equal(staged.train(0), losses[0])
+    assert all(torch.equal(g, right[n]) for n, g in staged.gradients().items() if n not in cut.ties)
+
+
 def test_a_model_in_stages_is_not_called_by_mistake() -> None:
     model = built("nano")
     cut = plan_cut(model, num_stages=2, call=lambda: CASES["nano"].loss(model, 0))
