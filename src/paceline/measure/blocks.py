@@ -63,7 +63,7 @@ class _Round:
             self._began = self._now()
             result = call()
             ended = self._now()
-            self._last = (ended - self._began, self._backward([result], [p for p in self._model.parameters()]))
+            self._last = (ended - self._began, self._backward([result], list(self._model.parameters())))
         finally:
             for gate in reversed(gates):
                 gate.undo()
