@@ -28,6 +28,7 @@ from torch.utils.data._utils import worker as _data_worker
 __all__ = [
     "BatchNormBase",
     "DropoutBase",
+    "Interception",
     "JointScaler",
     "NormBase",
     "add_all",
@@ -38,7 +39,6 @@ __all__ = [
     "hide_worker",
     "hollow_tensor",
     "in_backward",
-    "intercept",
     "introduce_worker",
     "is_view",
     "lerp_all",
@@ -194,27 +194,34 @@ class JointScaler(torch.amp.GradScaler):
         return {device: joint.to(device) for device in found or [inv_scale.device]}
 
 
-def intercept(module: torch.nn.Module, gate: Callable[..., Any]) -> Callable[[], None]:
-    """Let `gate(call, *args, **kwargs)` answer calls of this module, outside of all its hooks; returns the undo.
+class Interception:
+    """Lets `gate(call, *args, **kwargs)` answer calls of a module, outside of all its hooks.
 
     `call` is what a call would have done: hooks and forward, compiled where the module is. Hooks that are registered
-    later, such as those of `fully_shard`, are inside as well.
+    later, such as those of `fully_shard`, are inside as well; after `Module.compile`, `renew` takes that inside too.
     """
-    before = module._compiled_call_impl
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        inner: Callable[..., Any] = module._call_impl if before is None else before
+    def __init__(self, module: torch.nn.Module, gate: Callable[..., Any]) -> None:
+        self._module, self._gate, self._inner = module, gate, module._compiled_call_impl
+        module._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's `__call__` asks first."""
+        return self._gate(self._call, *args, **kwargs)
+
+    def renew(self) -> None:
+        """Stand outside again, if something has taken this place since."""
+        if self._module._compiled_call_impl is not self:
+            self._inner = self._module._compiled_call_impl
+            self._module._compiled_call_impl = self
+
+    def undo(self) -> None:
+        """Let calls through again."""
+        self._module._compiled_call_impl = self._inner
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        inner: Callable[..., Any] = self._module._call_impl if self._inner is None else self._inner
         return inner(*args, **kwargs)
-
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        return gate(call, *args, **kwargs)
-
-    module._compiled_call_impl = answer
-
-    def undo() -> None:
-        module._compiled_call_impl = before
-
-    return undo
 
 
 def mute(module: torch.nn.Module) -> None:

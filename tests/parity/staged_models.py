@@ -81,7 +81,7 @@ class _PairBlock(nn.Module):
 
 def _cnn() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.BatchNorm2d(4), nn.Conv2d(4, 8, 3), nn.ReLU(inplace=True),
+        nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Dropout2d(0.3), nn.BatchNorm2d(4), nn.Conv2d(4, 8, 3), nn.ReLU(inplace=True),
         nn.Dropout(0.2), nn.Flatten(), nn.Linear(8 * 12 * 12, 3),
     )  # fmt: skip
 

@@ -28,14 +28,16 @@ from tests.parity.staged_models import CASES, built
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_ranks(words: Sequence[str], *, ranks: int, timeout: float = 120) -> list[dict[str, Any]]:
+def run_ranks(
+    words: Sequence[str], *, ranks: int, timeout: float = 120, module: str = "tests.parity.staged_ranks"
+) -> list[dict[str, Any]]:
     """Every rank's answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     base = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     base |= {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.parity.staged_ranks", *words]
+    command = [sys.executable, "-W", "ignore", "-m", module, *words]
     processes = [
         subprocess.Popen(
             command, env=base | {"RANK": str(rank)}, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -7,6 +7,8 @@ import pytest
 from paceline.schedule import SCHEDULES
 from tests.parity.staged_ranks import run_ranks
 
+SHARDED = "tests.parity.sharded_ranks"
+
 NANO = [f"nano:{name}:5" for name in SCHEDULES]
 OTHERS = ["pair:1f1b:3", "pair:zb_h1:3", "cnn:zbv:4", "cnn:gpipe:3", "nano:zb_interleaved:3:whole"]
 
@@ -45,3 +47,17 @@ def test_four_ranks_are_one_process_under_every_schedule() -> None:
 def test_transformers_on_ranks_are_one_process(ranks: int) -> None:
     names = ("llama", "llama-tied", "gpt2", "bert", "vit", "mixtral", "t5")
     check(run_ranks([f"{n}:{s}:3" for n in names for s in ("1f1b", "zb_h1")], ranks=ranks, timeout=300))
+
+
+@pytest.mark.soak
+def test_stages_that_are_sharded_or_compiled_inside_are_one_process() -> None:
+    words = [
+        f"{name}:{how}"
+        for name in ("nano:1f1b", "pair:1f1b", "nano:zbv")
+        for how in ("plain", "fsdp", "compile", "fsdp+compile")
+    ]
+    for rank, mine in enumerate(run_ranks(words, ranks=4, timeout=300, module=SHARDED)):
+        for word, answer in mine.items():
+            assert answer["number"] and not answer["apart"] and not answer["missing"], (
+                f"{word} on rank {rank}: {answer}"
+            )

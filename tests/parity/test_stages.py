@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError, RunError
+from paceline.measure.blocks import time_blocks
 from paceline.place.blocks import find_blocks
 from paceline.place.cut import Cut, plan_cut
 from paceline.place.hollow import hollow_parameters
+from paceline.place.rehearse import rehearse
 from paceline.place.stages import Sent, Stages
+from paceline.plan.balance import balance
 from paceline.streams import Streams
 from tests.parity.staged_models import CASES, HF, OWN, Block, Nano, Pair, built
 
@@ -137,6 +140,20 @@ def test_several_stages_of_one_process_share_the_model() -> None:
     assert torch.equal(CASES["nano"].loss(model, 0), losses[0]), "outside of a stage it is the plain model"
 
 
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_compiled_after_the_cut_stay_in_their_stage() -> None:
+    model = built("nano")
+    losses, right = whole("nano", model, 1)
+    cut = plan_cut(model, num_stages=2, call=lambda: CASES["nano"].loss(model, 0))
+    staged = Cutout("nano", model, cut)
+    for each in staged.models:
+        for block in each.blocks:
+            block.compile(backend="eager")
+    assert torch.equal(staged.train(0), losses[0])
+    assert all(torch.equal(g, right[n]) for n, g in staged.gradients().items() if n not in cut.ties)
+
+
 def test_a_model_in_stages_is_not_called_by_mistake() -> None:
     model = built("nano")
     cut = plan_cut(model, num_stages=2, call=lambda: CASES["nano"].loss(model, 0))
@@ -147,8 +164,8 @@ def test_a_model_in_stages_is_not_called_by_mistake() -> None:
 
 def test_blocks_are_found_by_structure_or_listed() -> None:
     assert [b.name for b in find_blocks(built("nano"))] == [f"blocks.{i}" for i in range(4)]
-    assert [b.name for b in find_blocks(built("cnn"))] == [str(i) for i in range(8)]
-    assert [b.name for b in find_blocks(built("cnn"), listed=["0", "3", "7"])] == ["0", "3", "7"]
+    assert [b.name for b in find_blocks(built("cnn"))] == [str(i) for i in range(9)]
+    assert [b.name for b in find_blocks(built("cnn"), listed=["0", "4", "8"])] == ["0", "4", "8"]
 
 
 class Unet(nn.Module):
@@ -274,3 +291,34 @@ def test_listed_bounds_and_weights_are_kept() -> None:
     assert plan_cut(model, num_stages=2, call=run, bounds=[1, 3]).bounds == ((0, 1), (1, 4))
     assert plan_cut(model, num_stages=2, call=run, weights=[5.0, 1, 1, 1]).bounds == ((0, 1), (1, 4))
     assert isinstance(Pair(), nn.Module) and isinstance(Block(4, 0.0), nn.Module)
+
+
+@pytest.mark.parametrize("name", list(OWN))
+def test_a_rehearsal_agrees_and_leaves_no_trace(name: str) -> None:
+    model = built(name)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    cut = plan_cut(model, num_stages=3, call=lambda: CASES[name].loss(model, 0))
+    rehearse(model, cut=cut, call=lambda: CASES[name].loss(model, 0))
+    assert model.training and all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+
+
+def test_a_rehearsal_finds_a_value_that_does_not_cross() -> None:
+    model, x = Unet(), torch.ones(2, 4)
+    plain = lambda: model.blocks[3](model.blocks[2](model.blocks[1](model.blocks[0](x)))).sum()  # noqa: E731
+    cut = plan_cut(model, num_stages=2, call=plain)
+    rehearse(model, cut=cut, call=plain)
+    with pytest.raises(LayoutError, match=r"another result than whole: the result needs a value that an earlier stage"):
+        rehearse(model, cut=cut, call=lambda: model(x).sum())
+
+
+def test_blocks_are_timed_and_the_slow_one_stands_alone() -> None:
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(16, 3000), nn.Linear(3000, 16))
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)), wide, *(nn.Linear(16, 16) for _ in range(2)))
+    x = torch.randn(400, 16)
+    times = time_blocks(
+        model, blocks={b.name: b.module for b in find_blocks(model)}, call=lambda: model(x).square().sum()
+    )
+    assert times.names == tuple("012345") and all(p.grad is None for p in model.parameters())
+    assert times.both[3] > 4 * max(times.both[:3] + times.both[4:]) and min(times.forward + times.backward) > 0
+    assert balance(num_stages=3, seconds=times.both).bounds == ((0, 3), (3, 4), (4, 6))

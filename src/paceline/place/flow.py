@@ -19,7 +19,7 @@ from paceline.place.blocks import Block
 from paceline.place.values import Path, tensors_in
 from paceline.streams import preserved, random_blocks
 from paceline.torch_modes import WatchedOps, written
-from paceline.torch_private import intercept
+from paceline.torch_private import Interception
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, str]
 Key = tuple[int, Geometry]
@@ -82,15 +82,15 @@ def watch(model: nn.Module, *, blocks: Sequence[Block], call: Callable[[], Any])
     watcher = _Watcher(model, blocks)
     modes = {module: module.training for module in model.modules()}
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    undo = [intercept(block.module, watcher.gate(block)) for block in blocks]
+    gates = [Interception(block.module, watcher.gate(block)) for block in blocks]
     try:
         model.train()
         with preserved(), torch.no_grad(), WatchedOps(watcher.see):
             result = call()
             watcher.finish(result)
     finally:
-        for each in undo:
-            each()
+        for gate in reversed(gates):
+            gate.undo()
         for module, mode in modes.items():
             module.training = mode
         for name, buffer in model.named_buffers():

@@ -17,7 +17,7 @@ from paceline.place.cut import Cut, StagePart
 from paceline.place.dummies import Dummy, Form, Pool
 from paceline.place.hollow import glue, hollow
 from paceline.place.values import Spec, flattened, replaced, tensors_in, unflattened
-from paceline.torch_private import intercept
+from paceline.torch_private import Interception
 
 
 @dataclass(kw_only=True)
@@ -56,7 +56,7 @@ class Stages:
     """The stages that this process runs of one model; the others' parameters and buffers give up their memory.
 
     Several stages of one process (interleaved, V) share the model object. Build it before sharding, compiling or
-    hooking the model; nothing has to be armed afterwards.
+    hooking the model; its gates stand outside of all that comes later.
     """
 
     def __init__(self, model: nn.Module, *, cut: Cut, own: Sequence[int]) -> None:
@@ -69,12 +69,12 @@ class Stages:
         blocks = [modules[name] for name in cut.blocks]
         first = {id(p): name for name, p in model.named_parameters()}
         outside = {name: {first[id(p)] for p in module.parameters()} for name, module in glue(model, blocks)}
-        self._undo = [
-            intercept(module, self._block_gate(number, self._dummy(module, cut.blocks[number], cut.forms[number])))
+        self._gates = [
+            Interception(module, self._block_gate(number, self._dummy(module, cut.blocks[number], cut.forms[number])))
             for number, module in enumerate(blocks)
         ]
-        self._undo += [
-            intercept(modules[name], self._glue_gate(name, parameters, self._dummy(modules[name], name)))
+        self._gates += [
+            Interception(modules[name], self._glue_gate(name, parameters, self._dummy(modules[name], name)))
             for name, parameters in outside.items()
             if parameters
         ]
@@ -91,6 +91,8 @@ class Stages:
         """
         if stage not in self.own:
             raise RunError(f"stage {stage} is not one of this process's stages {list(self.own)}.")
+        for gate in self._gates:
+            gate.renew()
         part = self.cut.parts[stage]
         run = _Run(part=part, received=received)
         if received is not None:
@@ -116,8 +118,8 @@ class Stages:
 
     def close(self) -> None:
         """Let calls through again."""
-        for undo in self._undo:
-            undo()
+        for gate in reversed(self._gates):
+            gate.undo()
 
     # -- blocks
 
