@@ -100,7 +100,7 @@ def test_every_flipped_bit_is_refused_by_every_rank(tmp_path: Path) -> None:
         bad = bytearray(good)
         bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
         file.write_bytes(bad)
-        with pytest.raises(CheckpointError, match="is not what was written|is there twice"):
+        with pytest.raises(CheckpointError, match="is not what was written"):
             verify(path)
         assert newest_good(tmp_path)[0] is None
         with pytest.raises(CheckpointError, match="is not what was written"):
@@ -184,7 +184,7 @@ def test_free_space_is_asked_for_what_all_ranks_write(tmp_path: Path, monkeypatc
     monkeypatch.setattr(writing, "free_bytes", lambda folder: needed)
     save(tmp_path / "b", held, 2)
     monkeypatch.setattr(writing, "free_bytes", lambda folder: needed - 1)
-    with pytest.raises(SaveError, match="a checkpoint needs .* are free"):
+    with pytest.raises(SaveError, match=r"a checkpoint needs .* are free"):
         save(tmp_path / "c", held, 2)
     assert newest_good(tmp_path / "c")[0] is None
 
@@ -289,7 +289,7 @@ def test_ckpt_diff_names_what_is_not_the_same(tmp_path: Path) -> None:
     second = save(run / "checkpoints", pair(2, 8), 2, step=6, found=other)
     found = ckpt.diff(str(first), str(second))
     assert found.tensors == {"model.safetensors": ["blocks.1.fused.bias"]} and not found.only
-    assert "1 tensor differ" in ckpt.told(found)
+    assert "differ in 1 tensor: blocks.1.fused.bias" in ckpt.told(found)
     gone = ckpt.prune(str(run), keep=1)
     assert gone == [first] and newest_good(run / "checkpoints")[0] == second
 

@@ -106,7 +106,7 @@ def told(found: Difference) -> str:
     """For the screen: how many differ of each kind, and the first of them."""
     lines = [f"step {found.steps[0]} and step {found.steps[1]}"]
     for kind, names in found.tensors.items():
-        lines.append(f"{kind}: {many(len(names), 'tensor')} differ: {_few(names)}")
+        lines.append(f"{kind}: differ in {many(len(names), 'tensor')}: {_few(names)}")
     for kind, alone in found.only.items():
         for number, names in zip(("first", "second"), alone, strict=True):
             lines += [f"{kind}: only in the {number}: {_few(names)}"] if names else []
