@@ -54,7 +54,9 @@ def list_model(model: nn.Module, *, weights: Holding, world: World) -> Listing:
     if weights.is_whole:
         return Listing(entries={name: _alone(name, tensor) for name, tensor in tensors.items()}, weights=weights)
     firsts = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    told = merged(world.gather_json({name: firsts.get(id(tensor), "") for name, tensor in tensors.items()}))
+    names = world.gather_json({name: firsts.get(id(tensor), "") for name, tensor in tensors.items()})
+    known = [{name: first for name, first in said.items() if first in weights.mine} for said in names]
+    told = merged([*known, *names])  # a stage may have put something else where a tie's other end was
     unknown = [name for name, first in told.items() if first not in weights.mine]
     if unknown:
         raise CheckpointError(

@@ -188,8 +188,10 @@ def write_final(built: Built, run: Path, *, step: int) -> str:
     """Write `consolidated/`, the model that was evaluated, and the digest of the weights; returns a line about both.
 
     The digest is that of the weights in training, with or without an average; beside it, what its bits depend on.
-    Where ranks hold parts every rank calls this, and the first writes; else the first may alone.
+    Every rank calls this; the first writes. Where it holds everything the others have nothing to do.
     """
+    if built.weights.is_whole and not built.world.is_main:
+        return ""
     listing = list_model(built.model, weights=built.weights, world=built.world)
     digest = weights_digest(listing.wholes(sorted(listing.entries)))
     found: dict[str, Any] = {"digest": digest, "of": "the weights in training", "step": step}
