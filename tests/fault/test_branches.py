@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.store.checkpoints import all_steps, save
+from paceline.store.checkpoints import all_steps
 from paceline.store.runs import RunFolder, newest_saved_run, run_of
+from paceline.store.writing import save
 from tests.conftest import Shop
 
 WORDS = ("--checkpoint.every", "4", "--checkpoint.keep", "9", "--eval.every", "4")

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import ResumeError
 from paceline.start import EXACT_KERNELS
-from paceline.train.saving import check_identity
+from paceline.train.identity import check_identity
 from tests.conftest import SMALL_JOB, Ended, Shop
 
 WORDS = ("--train.exact", "--train.micro_batch_size", "3", "--watch.to", "jsonl")

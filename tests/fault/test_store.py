@@ -14,19 +14,17 @@ import pytest
 
 from paceline.errors import CheckpointError
 from paceline.store.checkpoints import (
-    _ASIDE,
+    ASIDE,
     all_steps,
-    commit,
     load,
     mark_best,
     newest_good,
     prune,
     remove_leftovers,
-    save,
     verify,
-    write_part,
 )
 from paceline.store.tensors import TensorBytes
+from paceline.store.writing import commit, save, write_part
 
 STATE = {"cursor": {"step": 1}, "lr": 0.1, "text": "ü"}
 
@@ -222,7 +220,7 @@ def _rewrite(manifest: Path, change: object) -> None:
 
 def test_a_kill_between_the_two_renames_of_a_second_save_loses_nothing(tmp_path: Path) -> None:
     path = write(tmp_path, 3)
-    aside = tmp_path / f"{_ASIDE}old-{path.name}-999999999"
+    aside = tmp_path / f"{ASIDE}old-{path.name}-999999999"
     path.rename(aside)
     assert newest_good(tmp_path)[0] == path and load(path).state["step"] == 3
     path.rename(aside)

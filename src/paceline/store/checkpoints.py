@@ -4,45 +4,32 @@ A folder `step-00000100` exists only once it is whole. Its manifest names every 
 and carries its own, so that no flipped bit loads silently.
 """
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CheckpointError, SaveError
-from paceline.spec.words import size
-from paceline.store.disk import free_bytes, sync_folder, write_text
-from paceline.store.full import written
-from paceline.store.tensors import (
-    TensorBytes,
-    TensorEntry,
-    digest,
-    header_digest,
-    read_tensors,
-    write_tensors,
-)
+from paceline.errors import CheckpointError
+from paceline.store.disk import write_text
+from paceline.store.manifest import read_body, stored_files
+from paceline.store.pieces import Stored
 
-FORMAT = "paceline-checkpoint-1"
-MANIFEST = "manifest.json"
 LATEST, BEST = "latest", "best"
+ASIDE = ".saving-"
 _STEP = re.compile(r"step-(\d{8,})")
-_ASIDE = ".saving-"
-_SPARE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A checkpoint whose every byte was compared with its digest."""
+    """A checkpoint that was opened: what it says of the run, and its tensors by kind, to be read when needed."""
 
     path: Path
     step: int
     state: dict[str, Any]
-    files: dict[str, dict[str, TensorBytes]]
+    files: dict[str, Stored]
 
     def is_in(self, folder: Path) -> bool:
         """Whether it is one of a run's own checkpoints, and not what a branch begins from."""
@@ -62,102 +49,35 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def save(folder: Path, *, step: int, files: Mapping[str, Sequence[TensorBytes]], state: Mapping[str, Any]) -> Path:
-    """Write the checkpoint of `step` into `folder` and make it the latest.
+def load(path: Path) -> Loaded:
+    """Open a checkpoint. Its tensors are read, and compared with their digests, when they are asked for.
 
     Raises:
-        SaveError: no space or no permission; older checkpoints are untouched.
+        CheckpointError: the manifest or a file is missing, cut off, changed or foreign.
     """
-    aside = folder / f"{_ASIDE}{step_name(step)}-{os.getpid()}"
-    with written(f"step {step}", folder):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(folder)
-            _check_space(folder, files)
-            aside.mkdir()
-            write_part(aside, files=files, state=state, step=step)
-            return commit(folder, aside, step=step)
-        except OSError:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
+    body = read_manifest(path)
+    return Loaded(path=path, step=int(body["step"]), state=body["state"], files=stored_files(path, body["files"]))
 
 
-def write_part(aside: Path, *, files: Mapping[str, Sequence[TensorBytes]], state: Mapping[str, Any], step: int) -> None:
-    """Write tensors and manifest into a folder that nobody reads yet, and flush them."""
-    listed = {}
-    for name, tensors in files.items():
-        entries = write_tensors(aside / name, list(tensors))
-        listed[name] = {
-            "header": header_digest(aside / name),
-            "bytes": (aside / name).stat().st_size,
-            "tensors": [entry.as_json() for entry in entries],
-        }
-    body = {"format": FORMAT, "step": step, "state": state, "files": listed}
-    text = json.dumps(body, separators=(",", ":"))
-    write_text(aside / MANIFEST, json.dumps({"digest": digest(text.encode()), "body": text}))
-
-
-def commit(folder: Path, aside: Path, *, step: int) -> Path:
-    """Make a written folder the checkpoint of its step, then the latest."""
-    final = folder / step_name(step)
-    sync_folder(aside)
-    if final.exists():
-        old = folder / f"{_ASIDE}old-{final.name}-{os.getpid()}"
-        final.rename(old)
-        aside.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        aside.rename(final)
-    sync_folder(folder)
-    write_text(folder / LATEST, final.name + "\n")
-    return final
-
-
-def load(path: Path) -> Loaded:
-    """Read a checkpoint, comparing every byte with its digest.
+def verify(path: Path) -> None:
+    """Read every byte once and compare it with its digest, keeping nothing in memory.
 
     Raises:
         CheckpointError: anything is missing, cut off, changed or foreign.
     """
-    body = read_manifest(path)
-    files: dict[str, dict[str, TensorBytes]] = {}
-    for name, listed in body["files"].items():
-        entries = _checked_file(path, name, listed)
-        files[name] = {tensor.name: tensor for tensor in read_tensors(path / name, entries)}
-    return Loaded(path=path, step=int(body["step"]), state=body["state"], files=files)
-
-
-def verify(path: Path) -> None:
-    """Read it as `load` does, keeping nothing in memory.
-
-    Raises:
-        CheckpointError: as `load`.
-    """
-    body = read_manifest(path)
-    for name, listed in body["files"].items():
-        for _ in read_tensors(path / name, _checked_file(path, name, listed)):
-            pass
+    for stored in load(path).files.values():
+        for name in stored:
+            for piece in stored.pieces(name):
+                piece.read()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest's body, once its digest was found right, and its step the one that the folder's name says."""
-    try:
-        outer = json.loads((path / MANIFEST).read_bytes())
-        text, expected = outer["body"], outer["digest"]
-        if digest(text.encode()) != expected or set(outer) != {"digest", "body"}:
-            raise CheckpointError(f"the manifest of {path.name} is not what was written.", where=str(path))
-        body: dict[str, Any] = json.loads(text)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path.name} has no {MANIFEST}.", where=str(path), cause="it is no checkpoint of Paceline's"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the manifest of {path.name} is damaged.", where=str(path)) from error
-    if body.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path.name} has the format {body.get('format')!r}, this version reads {FORMAT!r}.",
-            where=str(path),
-        )
+    """The manifest's body, once its digest was found right, and its step the one that the folder's name says.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another format or step.
+    """
+    body = read_body(path)
     if step_of(path) not in (body["step"], -1):
         raise CheckpointError(
             f"{path.name} holds step {body['step']}: the folder's name is not its step.",
@@ -173,7 +93,7 @@ def newest_good(folder: Path) -> tuple[Path | None, list[Refused]]:
     _put_back(folder)
     refused = [
         Refused(path=path, reason="the save was interrupted")
-        for path in sorted(folder.glob(f"{_ASIDE}step-*"))
+        for path in sorted(folder.glob(f"{ASIDE}step-*"))
         if not _is_saving(path)
     ]
     for path in reversed(all_steps(folder)):
@@ -191,13 +111,13 @@ def newest_good(folder: Path) -> tuple[Path | None, list[Refused]]:
 
 def was_saved(folder: Path) -> bool:
     """Whether a run has saved here, or was about to."""
-    return (folder / LATEST).exists() or any(folder.glob("step-*")) or any(folder.glob(f"{_ASIDE}*"))
+    return (folder / LATEST).exists() or any(folder.glob("step-*")) or any(folder.glob(f"{ASIDE}*"))
 
 
 def _put_back(folder: Path) -> None:
     """A kill between the two renames of a step that is saved again leaves the older save aside: it is good still."""
-    for path in folder.glob(f"{_ASIDE}old-step-*"):
-        final = folder / path.name.removeprefix(f"{_ASIDE}old-").rpartition("-")[0]
+    for path in folder.glob(f"{ASIDE}old-step-*"):
+        final = folder / path.name.removeprefix(f"{ASIDE}old-").rpartition("-")[0]
         if not final.exists() and not _is_saving(path):
             with suppress(OSError):
                 path.rename(final)
@@ -243,7 +163,7 @@ def prune(folder: Path, *, keep: int) -> list[Path]:
     if not doomed or not any(_is_good(path) for path in sorted((p for p in kept if p), reverse=True)):
         return []
     for path in doomed:
-        gone = path.with_name(f"{_ASIDE}gone-{path.name}")
+        gone = path.with_name(f"{ASIDE}gone-{path.name}")
         path.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
     return doomed
@@ -252,7 +172,7 @@ def prune(folder: Path, *, keep: int) -> list[Path]:
 def remove_leftovers(folder: Path) -> None:
     """Remove what interrupted saves of processes that are gone have left."""
     _put_back(folder)
-    for path in folder.glob(f"{_ASIDE}*"):
+    for path in folder.glob(f"{ASIDE}*"):
         if not _is_saving(path):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -268,32 +188,3 @@ def _is_good(path: Path) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def _check_space(folder: Path, files: Mapping[str, Sequence[TensorBytes]]) -> None:
-    needed = sum(t.data.nbytes for tensors in files.values() for t in tensors) + _SPARE_BYTES
-    free = free_bytes(folder)
-    if free < needed:
-        raise SaveError(
-            f"a checkpoint needs {size(needed)}, {size(free)} are free.",
-            where=str(folder),
-            hint="free some space, or --run-dir on another disk; older checkpoints are untouched",
-        )
-
-
-def _checked_file(path: Path, name: str, listed: Mapping[str, Any]) -> list[TensorEntry]:
-    file = path / name
-    if Path(name).name != name:
-        raise CheckpointError(f"the manifest of {path.name} names a file outside it: {name}.", where=str(path))
-    if not file.is_file():
-        raise CheckpointError(f"{name} is missing from {path.name}.", where=str(path))
-    if file.stat().st_size != listed["bytes"]:
-        raise CheckpointError(
-            f"{name} has {file.stat().st_size} bytes, {listed['bytes']} were written.", where=str(file)
-        )
-    if header_digest(file) != listed["header"]:
-        raise CheckpointError(f"the header of {name} is not what was written.", where=str(file))
-    try:
-        return [TensorEntry.from_json(entry) for entry in listed["tensors"]]
-    except (KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"the manifest of {path.name} is damaged: {error}.", where=str(path)) from error

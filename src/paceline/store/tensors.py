@@ -7,11 +7,11 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from paceline.errors import CheckpointError
 
@@ -21,36 +21,73 @@ ITEM_BYTES = {
 }  # fmt: skip
 _MOST_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 64
+_SMALL = 1 << 16
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorBytes:
-    """A tensor as bytes, row-major."""
+class _Laid:
+    """Type and shape of a tensor, or of the piece of one of shape `whole` that begins at `at`."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
+    at: Shape | None = None
+    whole: Shape | None = None
+
+    @property
+    def key(self) -> str:
+        """What it is called in its file: a piece is never mistaken for the tensor."""
+        return self.name if self.at is None else f"{self.name}@{'.'.join(map(str, self.at))}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def laid(self) -> dict[str, Any]:
+        """The same, to make another of."""
+        return {each.name: getattr(self, each.name) for each in fields(_Laid)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBytes(_Laid):
+    """A tensor as bytes, row-major."""
+
     data: memoryview
 
     def __post_init__(self) -> None:
-        if self.data.nbytes != math.prod(self.shape) * ITEM_BYTES[self.dtype]:
+        if self.data.nbytes != self.num_bytes:
             raise ValueError(f"{self.name}: {self.data.nbytes} bytes for {self.dtype}{list(self.shape)}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorEntry:
-    """What a manifest says of one tensor."""
+class Later(_Laid):
+    """A tensor whose bytes are made when they are written, and let go of then."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    make: Callable[[], memoryview]
+
+    @property
+    def data(self) -> memoryview:
+        """Its bytes, made now."""
+        return self.make()
+
+
+Writable = TensorBytes | Later
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry(_Laid):
+    """What a manifest says of one tensor, or of one piece."""
+
     start: int
     stop: int
     digest: str
 
     def as_json(self) -> dict[str, Any]:
         """For the manifest."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> "TensorEntry":
@@ -58,14 +95,21 @@ class TensorEntry:
         entry = TensorEntry(
             name=str(value["name"]),
             dtype=str(value["dtype"]),
-            shape=tuple(int(n) for n in value["shape"]),
+            shape=_shape(value["shape"]),
+            at=_shape(value["at"]) if "at" in value else None,
+            whole=_shape(value["whole"]) if "whole" in value else None,
             start=int(value["start"]),
             stop=int(value["stop"]),
             digest=str(value["digest"]),
         )
-        expected = math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
-        if min(entry.shape, default=0) < 0 or entry.start < 0 or entry.stop - entry.start != expected:
+        if (
+            min((*entry.shape, *(entry.at or ())), default=0) < 0
+            or entry.start < 0
+            or entry.stop - entry.start != entry.num_bytes
+        ):
             raise ValueError(f"{entry.name}: sizes do not belong together")
+        if len({len(each) for each in (entry.shape, entry.at, entry.whole) if each is not None}) > 1:
+            raise ValueError(f"{entry.name}: a piece of another number of dimensions")
         return entry
 
 
@@ -74,20 +118,30 @@ def digest(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def write_tensors(path: Path, tensors: Sequence[TensorBytes]) -> list[TensorEntry]:
-    """Write one safetensors file and flush it to disk; digests are computed beside the writing."""
+def write_tensors(path: Path, tensors: Sequence[Writable]) -> list[TensorEntry]:
+    """Write one safetensors file and flush it to disk; a tensor's digest is computed while it is written.
+
+    Of tensors whose bytes are made later, one at a time is in memory.
+    """
     entries, header = _plan(tensors)
-    with ThreadPoolExecutor(max_workers=2) as pool, path.open("xb") as file:
-        digests = [pool.submit(digest, tensor.data) for tensor in tensors]
+    with ThreadPoolExecutor(max_workers=1) as pool, path.open("xb") as file:
         file.write(header)
-        for tensor in tensors:
-            file.write(tensor.data)
+        entries = [
+            replace(entry, digest=_written(file, tensor.data, pool))
+            for entry, tensor in zip(entries, tensors, strict=True)
+        ]
         file.flush()
         os.fsync(file.fileno())
-        return [
-            TensorEntry(**{**asdict(entry), "digest": found.result()})
-            for entry, found in zip(entries, digests, strict=True)
-        ]
+        return entries
+
+
+def _written(file: BinaryIO, data: memoryview, pool: ThreadPoolExecutor) -> str:
+    if data.nbytes < _SMALL:
+        file.write(data)
+        return digest(data)
+    found = pool.submit(digest, data)
+    file.write(data)
+    return found.result()
 
 
 def read_tensors(path: Path, entries: Sequence[TensorEntry]) -> Iterator[TensorBytes]:
@@ -101,16 +155,16 @@ def read_tensors(path: Path, entries: Sequence[TensorEntry]) -> Iterator[TensorB
         with path.open("rb") as file:
             for entry in entries:
                 if entry.stop > size:
-                    raise CheckpointError(f"{path.name} is cut off: {entry.name} ends beyond it.", where=str(path))
+                    raise CheckpointError(f"{path.name} is cut off: {entry.key} ends beyond it.", where=str(path))
                 data = bytearray(entry.stop - entry.start)
                 file.seek(entry.start)
                 if file.readinto(data) != len(data) or digest(memoryview(data)) != entry.digest:
                     raise CheckpointError(
-                        f"{entry.name} in {path.name} is not what was written.",
+                        f"{entry.key} in {path.name} is not what was written.",
                         where=str(path),
                         cause="a damaged disk, a flipped bit, or an edited file",
                     )
-                yield TensorBytes(name=entry.name, dtype=entry.dtype, shape=entry.shape, data=memoryview(data))
+                yield TensorBytes(**entry.laid(), data=memoryview(data))
     except OSError as error:
         raise CheckpointError(f"{path.name} can't be read: {error.strerror}.", where=str(path)) from error
 
@@ -124,24 +178,25 @@ def header_digest(path: Path) -> str:
         return digest(length.to_bytes(8, "little") + file.read(length))
 
 
-def _plan(tensors: Sequence[TensorBytes]) -> tuple[list[TensorEntry], bytes]:
+def _plan(tensors: Sequence[Writable]) -> tuple[list[TensorEntry], bytes]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    spans = []
     for tensor in tensors:
-        stop = offset + tensor.data.nbytes
-        header[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, stop],
-        }
-        spans.append((offset, stop))
+        if tensor.key in header:
+            raise CheckpointError(f"two tensors are called {tensor.key}.", hint="rename one of the parameters")
+        stop = offset + tensor.num_bytes
+        header[tensor.key] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
         offset = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     base = len(text) + 8
+    spans = [[base + place for place in header[tensor.key]["data_offsets"]] for tensor in tensors]
     entries = [
-        TensorEntry(name=t.name, dtype=t.dtype, shape=t.shape, start=base + span[0], stop=base + span[1], digest="")
-        for t, span in zip(tensors, spans, strict=True)
+        TensorEntry(**tensor.laid(), start=start, stop=stop, digest="")
+        for tensor, (start, stop) in zip(tensors, spans, strict=True)
     ]
     return entries, len(text).to_bytes(8, "little") + text
+
+
+def _shape(value: Any) -> Shape:
+    return tuple(int(n) for n in value)

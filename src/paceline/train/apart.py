@@ -10,11 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
+from paceline.place.holding import Holding
 from paceline.place.views import write
-from paceline.store.tensors import TensorBytes
+from paceline.store.pieces import Stored
+from paceline.store.tensors import Writable
 from paceline.torch_private import version
 from paceline.train.convert import from_bytes, to_bytes
 from paceline.train.plain import from_plain, made_anew, to_plain
+from paceline.train.slices import own_pieces, read_part
+from paceline.world import World
 
 _EXTRA = "_extra_state"
 _MOST_COMPARED = 1 << 16
@@ -33,16 +37,55 @@ class Unlisted:
         self._model = model
         self._built = {name: (tensor, version(tensor), _copy(tensor)) for name, tensor in self._all().items()}
 
-    def changed(self) -> list[TensorBytes]:
-        """Those that were written to, or put in another's place, since."""
-        return [to_bytes(name, tensor) for name, tensor in self._all().items() if not self._is_as_built(name, tensor)]
+    def changed(self, weights: Holding, world: World) -> list[Writable]:
+        """What this rank writes of those that were written to, or put in another's place, since on any rank.
 
-    def restore(self, stored: Mapping[str, TensorBytes]) -> None:
+        Every rank calls this.
+
+        Raises:
+            CheckpointError: one that is cut over ranks was put in its place in another shape.
+        """
+        now = {name: tensor for name, tensor in self._all().items() if self._is_changed(name, tensor)}
+        mine = {name: self._fits(weights, name, tensor) for name, tensor in now.items() if _holds(weights, name)}
+        if weights.is_whole:
+            return [to_bytes(name, now[name]) for name in mine]
+        told = world.gather_json(mine)
+        found: list[Writable] = []
+        for name in dict.fromkeys(name for said in told for name in said):
+            said = [fits[name] for fits in told if name in fits]
+            first = next(rank for rank, fits in enumerate(told) if name in fits)
+            if all(fit == "cut" for fit in said):
+                parts = weights.parts(name)
+                held = weights.mine[name]
+                found += own_pieces(name, dtype=held.dtype, find=held.find, parts=parts, rank=world.rank)
+            elif "other" in said:
+                raise CheckpointError(
+                    f"{name} is cut over ranks and has another shape than was built: it can't be saved.",
+                    cause="a forward put a tensor of another shape in the place of the buffer",
+                    hint="register_buffer(..., persistent=False) in a module that is not split",
+                )
+            elif first == world.rank:
+                found.append(to_bytes(name, now[name]))
+        return found
+
+    def restore(self, stored: Stored, weights: Holding) -> None:
         """Give them their values back; one of another shape than was built is put in its place, as the forward did."""
         now = dict(self._model.named_buffers())
         with torch.no_grad():
-            for name, value in stored.items():
-                self._give(name, now.get(name), from_bytes(value))
+            for name in stored:
+                held = weights.mine.get(name)
+                if held is None or held.part.is_all or held.part.shape != stored.shape(name):
+                    self._give(name, now.get(name), from_bytes(stored[name]))
+                elif held.part.local is not None:
+                    self._give(name, now.get(name), read_part(stored, name, part=held.part))
+
+    @staticmethod
+    def _fits(weights: Holding, name: str, tensor: Tensor) -> str:
+        """How a buffer is saved: `cut` as its holding says, `whole`, or `other` where neither is right."""
+        held = weights.mine.get(name)
+        if held is not None and held.part.local == tuple(tensor.shape):
+            return "cut"
+        return "whole" if held is None or held.part.is_all else "other"
 
     def _give(self, name: str, held: Tensor | None, value: Tensor) -> None:
         if held is not None and held.shape == value.shape and held.dtype == value.dtype:
@@ -57,9 +100,9 @@ class Unlisted:
         listed = tensors_of(self._model)
         return {name: tensor for name, tensor in self._model.named_buffers() if name not in listed}
 
-    def _is_as_built(self, name: str, tensor: Tensor) -> bool:
+    def _is_changed(self, name: str, tensor: Tensor) -> bool:
         built, number, copy = self._built.get(name, (None, 0, None))
-        return tensor is built and version(tensor) == number and (copy is None or torch.equal(copy, tensor))
+        return tensor is not built or version(tensor) != number or (copy is not None and not torch.equal(copy, tensor))
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
@@ -91,6 +134,12 @@ def load_extra_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
 
 def _is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == _EXTRA
+
+
+def _holds(weights: Holding, name: str) -> bool:
+    """Whether this rank is to speak of a buffer; one that a forward has made nobody else knows."""
+    held = weights.mine.get(name)
+    return held is None or held.part.local is not None
 
 
 def _copy(tensor: Tensor) -> Tensor | None:

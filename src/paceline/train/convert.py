@@ -1,14 +1,15 @@
 """Tensors to bytes and back, bit for bit."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.store.tensors import TensorBytes
+from paceline.store.tensors import Later, Shape, TensorBytes, Writable
 
 DTYPES = {
     "F64": torch.float64,
@@ -28,16 +29,32 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def to_bytes(name: str, tensor: Tensor) -> TensorBytes:
     """The tensor's bytes on the CPU, without a copy where it is there already."""
-    if tensor.dtype not in _NAMES:
-        raise CheckpointError(f"{name} has the type {tensor.dtype}, which can't be saved.")
+    return TensorBytes(name=name, dtype=_name(name, tensor.dtype), shape=tuple(tensor.shape), data=_data(tensor))
+
+
+def later(
+    name: str,
+    *,
+    dtype: torch.dtype,
+    shape: Shape,
+    find: Callable[[], Tensor],
+    at: Shape | None = None,
+    whole: Shape | None = None,
+) -> Later:
+    """A tensor, or the piece that begins at `at`, whose bytes are taken from `find` when they are written."""
+    return Later(name=name, dtype=_name(name, dtype), shape=shape, make=lambda: _data(find()), at=at, whole=whole)
+
+
+def _name(name: str, dtype: torch.dtype) -> str:
+    if dtype not in _NAMES:
+        raise CheckpointError(f"{name} has the type {dtype}, which can't be saved.")
+    return _NAMES[dtype]
+
+
+def _data(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    data = _view(flat) if flat.numel() else memoryview(b"")
-    return TensorBytes(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data)
-
-
-def _view(flat: Tensor) -> memoryview:
     array: Any = flat.view(torch.uint8).numpy()
-    return memoryview(array)
+    return memoryview(array) if flat.numel() else memoryview(b"")
 
 
 def from_bytes(value: TensorBytes) -> Tensor:
@@ -45,38 +62,56 @@ def from_bytes(value: TensorBytes) -> Tensor:
     if not value.data.nbytes:
         return torch.empty(value.shape, dtype=DTYPES[value.dtype])
     aligned = torch.empty(value.data.nbytes, dtype=torch.uint8)
-    aligned.copy_(torch.frombuffer(bytearray(value.data), dtype=torch.uint8))
+    aligned.copy_(torch.frombuffer(bytearray(value.data) if value.data.readonly else value.data, dtype=torch.uint8))
     return aligned.view(DTYPES[value.dtype]).reshape(value.shape)
 
 
-def once(tensors: Mapping[str, Tensor]) -> tuple[list[TensorBytes], dict[str, str]]:
+def once(tensors: Mapping[str, Tensor]) -> tuple[list[Writable], dict[str, str]]:
     """Each storage once, under its first name, and the other names of tied tensors."""
     first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
     aliases: dict[str, str] = {}
-    kept: list[TensorBytes] = []
+    kept: list[Writable] = []
     for name, tensor in tensors.items():
         place = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
         if tensor.numel() and place in first:
             aliases[name] = first[place]
             continue
         first[place] = name
-        kept.append(to_bytes(name, tensor))
+        kept.append(later(name, dtype=tensor.dtype, shape=tuple(tensor.shape), find=partial(Tensor.detach, tensor)))
     return kept, aliases
 
 
-def weights_digest(tensors: Mapping[str, Tensor]) -> str:
-    """One digest of all values, by name; equal exactly when every bit is."""
-    total = hashlib.sha256()
-    for name in sorted(tensors):
-        value = to_bytes(name, tensors[name])
-        total.update(f"{name} {value.dtype} {value.shape}".encode())
-        total.update(value.data)
-    return total.hexdigest()
+class WeightsDigest:
+    """One digest of all values, by name; equal exactly when every bit is. Names come in sorted order."""
+
+    def __init__(self) -> None:
+        self._total = hashlib.sha256()
+        self._last = ""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add one tensor, which may be let go of then."""
+        assert name >= self._last
+        value = to_bytes(name, tensor)
+        self._total.update(f"{name} {value.dtype} {value.shape}".encode())
+        self._total.update(value.data)
+        self._last = name
+
+    def text(self) -> str:
+        """In hexadecimal."""
+        return self._total.hexdigest()
 
 
-def structure(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name to type and shape, for comparing models in words."""
-    return {name: f"{str(t.dtype)[6:]}{list(t.shape)}" for name, t in tensors.items()}
+def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Of tensors that come in sorted order of their names."""
+    found = WeightsDigest()
+    for name, tensor in tensors:
+        found.add(name, tensor)
+    return found.text()
+
+
+def described(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """Type and shape, for comparing models in words."""
+    return f"{str(dtype)[6:]}{list(shape)}"
 
 
 def first_names(names: Sequence[str], *, most: int = 3) -> str:

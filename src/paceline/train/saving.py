@@ -1,50 +1,55 @@
 """Saving and resuming a run: what goes into a checkpoint, which one is used, what must not have changed."""
 
-import shutil
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CheckpointError, PacelineError, ResumeError, SaveError, raise_all
+from paceline.errors import CheckpointError, PacelineError, ResumeError, raise_all
 from paceline.events import CheckpointRefused, CheckpointSaved, Event
 from paceline.feed.feed import Feed
 from paceline.measure.environment import cpu_name, torch_build
 from paceline.order.cursor import Cursor
 from paceline.spec.task import Task
-from paceline.start import EXACT_KERNELS, kernels
-from paceline.store.checkpoints import (
-    Loaded,
-    load,
-    mark_best,
-    marked,
-    newest_good,
-    prune,
-    save,
-    was_saved,
-)
-from paceline.store.disk import folder_bytes, sync_folder, write_json
+from paceline.start import kernels
+from paceline.store.checkpoints import Loaded, load, mark_best, marked, newest_good, prune, was_saved
+from paceline.store.disk import folder_bytes, write_json
 from paceline.store.full import written
 from paceline.store.runs import RunFolder
-from paceline.store.tensors import write_tensors
-from paceline.train.apart import tensors_of
 from paceline.train.built import Built
-from paceline.train.convert import structure, to_bytes, weights_digest
-from paceline.train.options import optimizer_difference
-from paceline.train.state import files_of, grid_state, load_ema, load_grid, load_model, load_update
+from paceline.train.consolidated import consolidate
+from paceline.train.convert import weights_digest
+from paceline.train.identity import check_identity
+from paceline.train.listing import list_model
+from paceline.train.optimizer_state import Shares, group_names
+from paceline.train.phases import write_together
+from paceline.train.state import Trained, files_of, grid_state, load_ema, load_grid, load_model, load_update
+from paceline.train.together import merged, together
 from paceline.world import World
 
-_CAUSE = "another setting, another job file, or other data"
+
+def trained_of(built: Built) -> Trained:
+    """What its checkpoints hold."""
+    return Trained(
+        model=built.model,
+        update=built.update,
+        unlisted=built.unlisted,
+        weights=built.weights,
+        shares=Shares(named=built.named, kept=built.kept, world=built.world),
+    )
 
 
 def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, Any]:
-    """What must be the same for a run to be gone on with."""
+    """What must be the same for a run to be gone on with. Every rank calls this."""
+    trained = trained_of(built)
+    groups = group_names(built.update.optimizers, trained.shares)
     optimizers = [
-        {"kind": type(o).__name__, "groups": [len(g["params"]) for g in o.param_groups], "options": options}
-        for o, options in zip(built.update.optimizers, built.given, strict=True)
+        {"kind": type(o).__name__, "groups": [len(names) for names in held], "options": options}
+        for o, held, options in zip(built.update.optimizers, groups, built.given, strict=True)
     ]
     return {
-        "model": structure(tensors_of(built.model)),
+        "model": list_model(built.model, weights=built.weights, world=built.world).structure,
         "data": {"num_samples": num_samples, "fingerprint": data},
         "seed": built.settings.seed,
         "global_batch_size": built.plan.global_batch_size,
@@ -56,32 +61,8 @@ def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, A
     }
 
 
-def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow: Sequence[str]) -> None:
-    """Refuse a resume that would be another run.
-
-    Exact mode is computed by other kernels: where it or they may change, so may the last bits of data that a job
-    computes. Kernels are part of a run where it is exact before and after, and its checkpoint names them.
-
-    Raises:
-        ResumeError: with every difference.
-    """
-    if any(name in allow and saved.get(name) != now[name] for name in ("exact", "kernels")):
-        now = {**now, "data": {**now["data"], "fingerprint": saved["data"]["fingerprint"]}}
-    if not (saved.get("exact") and now["exact"] and "kernels" in saved):
-        now = {name: value for name, value in now.items() if name != "kernels"}
-    differing = {name: _difference(name, saved.get(name), now[name]) for name in now if name not in allow}
-    changed = [name for name, text in differing.items() if text]
-    if changed:
-        lines = [f"{name}: {differing[name]}" for name in changed]
-        cause, hint = _CAUSE, f"--allow {','.join(changed)} to go on all the same"
-        if changed == ["kernels"]:
-            cause = f"another {EXACT_KERNELS} in the environment, and with it other last bits"
-            hint = f"{EXACT_KERNELS}={saved['kernels']} before the same command, or {hint}"
-        raise ResumeError(f"this is not the run that was saved: {'; '.join(lines)}.", cause=cause, hint=hint)
-
-
 class Saver:
-    """Writes checkpoints of one run; rank 0 writes, all wait."""
+    """Writes checkpoints of one run: each rank what it alone holds, the first rank the manifest, once all have."""
 
     def __init__(
         self,
@@ -93,55 +74,46 @@ class Saver:
         begun_from: Loaded | None,
     ) -> None:
         self._built = built
+        self._world = built.world
         self._folder = folder
         self._identity = identity
         self._names = names
         self.last_saved = begun_from.step if begun_from is not None and begun_from.is_in(folder) else -1
 
     def save(self, *, cursor: Cursor, feed: Feed, extra: Mapping[str, Any], best: bool) -> list[Event]:
-        """Save the present state. Every rank calls this; a failure on rank 0 is every rank's.
+        """Save the present state. Every rank calls this; a failure on one is every rank's.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: it could not be written; older checkpoints are untouched.
         """
-        events: list[Event] = []
-        problem: dict[str, str] | None = None
-        place = dict(feed.state())
-        if self._built.world.is_main:
-            try:
-                events = [self._write(cursor, place, extra, best)]
-            except CheckpointError as error:
-                problem = error.as_json()
-        problem = self._built.world.share_json(problem)
-        if problem is not None:
-            kind = SaveError if problem["error"] == SaveError.__name__ else CheckpointError
-            raise kind(problem["what"], where=problem["where"], cause=problem["cause"], hint=problem["hint"])
-        self.last_saved = cursor.step
-        return events
-
-    def _write(self, cursor: Cursor, place: Mapping[str, Any], extra: Mapping[str, Any], best: bool) -> CheckpointSaved:
         began = time.perf_counter()
-        files, state = files_of(model=self._built.model, update=self._built.update, unlisted=self._built.unlisted)
+        place = dict(feed.state())
+        files, state = files_of(trained_of(self._built))
+        grids = self._world.gather_json(grid_state(self._built.grid, self._names))
         state |= {
             "cursor": cursor.as_json(),
-            "feed": dict(place),
+            "feed": place,
             "identity": self._identity,
-            "grid": grid_state(self._built.grid, self._names),
+            "grid": merged(grids),
             "extra": dict(extra),
         }
-        path = save(self._folder, step=cursor.step, files=files, state=state)
+        path = write_together(self._world, folder=self._folder, step=cursor.step, files=files, state=state)
+        together(self._world, partial(self._mark, path, cursor.step, best))
+        self.last_saved = cursor.step
+        if not self._world.is_main:
+            return []
+        seconds = time.perf_counter() - began
+        num_bytes = folder_bytes(path)
+        return [CheckpointSaved(step=cursor.step, path=str(path), seconds=seconds, num_bytes=num_bytes, best=best)]
+
+    def _mark(self, path: Path, step: int, best: bool) -> None:
+        if not self._world.is_main:
+            return
         if best:
-            with written(f"that step {cursor.step} is the best", self._folder):
+            with written(f"that step {step} is the best", self._folder):
                 mark_best(self._folder, path)
         with written("the list of checkpoints, without the oldest,", self._folder):
             prune(self._folder, keep=self._built.settings.checkpoint.keep)
-        return CheckpointSaved(
-            step=cursor.step,
-            path=str(path),
-            seconds=time.perf_counter() - began,
-            num_bytes=folder_bytes(path),
-            best=best,
-        )
 
 
 def goes_on(task: Task) -> str | None:
@@ -179,15 +151,16 @@ def find_checkpoint(folder: Path, *, asked: Path | None, world: World) -> tuple[
 
 
 def restore(loaded: Loaded, *, built: Built, identity: Mapping[str, Any], allow: Sequence[str]) -> Cursor:
-    """Give model, optimizers, schedules and grid their state; returns the cursor.
+    """Give model, optimizers, schedules and grid their state; returns the cursor. Every rank calls this.
 
     Raises:
-        CheckpointError: it is another model's.
+        CheckpointError: it is another model's, or not what was written.
         ResumeError: something else has changed that was not allowed to.
     """
+    trained = trained_of(built)
     problems: list[PacelineError] = []
     try:
-        load_model(loaded, built.model, unlisted=built.unlisted)
+        load_model(loaded, trained)
     except CheckpointError as error:
         problems.append(error)
     try:
@@ -195,7 +168,7 @@ def restore(loaded: Loaded, *, built: Built, identity: Mapping[str, Any], allow:
     except ResumeError as error:
         problems.append(error)
     raise_all(problems)
-    load_update(loaded, model=built.model, update=built.update, given=built.given)
+    load_update(loaded, trained, given=built.given)
     load_grid(built.grid, loaded.state.get("grid", {}), [member.name for member in built.named])
     cursor = Cursor.from_json(loaded.state["cursor"])
     built.step.step = cursor.step
@@ -204,70 +177,39 @@ def restore(loaded: Loaded, *, built: Built, identity: Mapping[str, Any], allow:
 
 
 def restore_weights(loaded: Loaded, *, built: Built) -> None:
-    """Give only the weights, and the average if there is one, for evaluation."""
-    load_model(loaded, built.model, unlisted=built.unlisted)
-    if built.update.ema is not None:
-        load_ema(loaded, built.update.ema)
+    """Give only the weights, and the average if there is one, for evaluation. Every rank calls this."""
+    load_model(loaded, trained_of(built))
+    ema = built.update.ema
+    if ema is not None:
+        together(built.world, lambda: load_ema(loaded, ema, weights=built.weights))
 
 
 def write_final(built: Built, run: Path, *, step: int) -> str:
     """Write `consolidated/`, the model that was evaluated, and the digest of the weights; returns a line about both.
 
     The digest is that of the weights in training, with or without an average; beside it, what its bits depend on.
+    Every rank calls this; the first writes. Where it holds everything the others have nothing to do.
     """
-    digest = weights_digest(tensors_of(built.model))
+    if built.weights.is_whole and not built.world.is_main:
+        return ""
+    listing = list_model(built.model, weights=built.weights, world=built.world)
+    digest = weights_digest(listing.wholes(sorted(listing.entries)))
     found: dict[str, Any] = {"digest": digest, "of": "the weights in training", "step": step}
     found |= {"torch_build": torch_build(), "cpu": cpu_name(), "kernels": kernels()}
     with built.as_evaluated():
-        folder = consolidate(built, run / "consolidated")
+        folder = consolidate(
+            listing, run / "consolidated", config=getattr(built.model, "config", None), world=built.world
+        )
         if built.update.ema is not None:
-            found["average"] = weights_digest(tensors_of(built.model))
-    with written("weights.json", run):
-        write_json(run / "weights.json", found)
+            found["average"] = weights_digest(listing.wholes(sorted(listing.entries)))
+    if built.world.is_main:
+        with written("weights.json", run):
+            write_json(run / "weights.json", found)
     if built.update.ema is None:
         return f"weights {digest[:16]} in {folder}"
     return f"average {found['average'][:16]} in {folder}, as evaluated (ema); the weights in training: {digest[:16]}"
 
 
-def consolidate(built: Built, folder: Path) -> Path:
-    """Write the weights as the folder that transformers and vLLM open: every name, plain safetensors.
-
-    Raises:
-        CheckpointError: it could not be written.
-    """
-    aside = folder.with_name(f".{folder.name}.tmp")
-    try:
-        with written("the consolidated weights", folder):
-            _consolidate(built, folder, aside=aside)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return folder
-
-
-def _consolidate(built: Built, folder: Path, *, aside: Path) -> None:
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    tensors = [to_bytes(name, value) for name, value in tensors_of(built.model).items()]  # a tied one under each name
-    write_tensors(aside / "model.safetensors", tensors)
-    config: Any = getattr(built.model, "config", None)
-    if hasattr(config, "to_dict"):
-        write_json(aside / "config.json", config.to_dict())
-    sync_folder(aside)
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
-
-
 def best_path(folder: Path) -> Path | None:
     """The best checkpoint, if one was marked."""
     return marked(folder, "best")
-
-
-def _difference(name: str, saved: Any, now: Any) -> str:
-    if name == "optimizer":
-        return optimizer_difference(saved, now)
-    return "" if saved == now else f"was {_short(saved)}, is {_short(now)}"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -69,7 +69,7 @@ class Session:
     def finish(self) -> int:
         """Save, consolidate, and answer with the exit code."""
         code = int(self.loop.finish())
-        if code == 0 and self.ready.settings.checkpoint.consolidated != "none" and self.world.is_main:
+        if code == 0 and self.ready.settings.checkpoint.consolidated != "none":
             line = write_final(self.built, self.run.path, step=self.loop.cursor.step)
             self.stream.emit(Note(text=line))
         status = "done" if code == 0 else "stopped"

@@ -1,26 +1,57 @@
 """What a run is between two steps: everything a checkpoint holds, and nothing that can be derived."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import CheckpointError, JobError
 from paceline.job import Job
 from paceline.place.exact import Grid
+from paceline.place.holding import Holding
 from paceline.place.views import write
 from paceline.step.update import Ema, Update
 from paceline.store.checkpoints import Loaded
-from paceline.store.tensors import TensorBytes
+from paceline.store.manifest import rank_file
+from paceline.store.pieces import Stored
+from paceline.store.tensors import Writable
 from paceline.train.apart import Unlisted, extra_state, load_extra_state, tensors_of
-from paceline.train.convert import first_names, from_bytes, once, structure, to_bytes
-from paceline.train.options import KERNELS, Options, kept_now, replay
+from paceline.train.convert import DTYPES, described, first_names, once
+from paceline.train.listing import Listing, list_model, local
+from paceline.train.optimizer_state import Shares, load_options, load_state, own_state, plains
+from paceline.train.options import Options, replay
 from paceline.train.plain import from_plain, to_plain, without_anew
+from paceline.train.slices import own_pieces, read_part, speaker
+from paceline.train.together import merged, together
+from paceline.world import World
 
 MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
 BUFFERS = "buffers.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a checkpoint holds tensors of: a model and its update, and what every rank holds of them."""
+
+    model: nn.Module
+    update: Update
+    unlisted: Unlisted
+    weights: Holding
+    shares: Shares
+
+    @property
+    def world(self) -> World:
+        """Everybody."""
+        return self.shares.world
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of it: then the first one writes."""
+        return self.weights.is_whole and self.shares.kept.is_whole
 
 
 def make_optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
@@ -53,43 +84,53 @@ def check_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> Non
     _check_groups(optimizers, names)
 
 
-def files_of(
-    *, model: nn.Module, update: Update, unlisted: Unlisted
-) -> tuple[dict[str, list[TensorBytes]], dict[str, Any]]:
-    """The tensors of a checkpoint by file, and the JSON that goes with them."""
-    weights, aliases = once(tensors_of(model))
-    tensors, optimizers = _optimizer_state(update.optimizers, _names(model))
-    files = {MODEL: weights, OPTIMIZER: tensors}
-    buffers = unlisted.changed()
-    if buffers:
-        files[BUFFERS] = buffers
-    if update.ema is not None:
-        pairs = zip(update.ema.names, update.ema.averages, strict=True)
-        files[EMA] = [to_bytes(name, tensor) for name, tensor in pairs]
-    scaler = None if update.scaler is None else to_plain(update.scaler.state_dict(), where="the loss scaler")
-    schedules = [to_plain(s.state_dict(), where=type(s).__name__) for s in update.schedules]
-    return files, {
-        "aliases": aliases,
-        "optimizers": optimizers,
-        "schedules": [without_anew(s) for s in schedules],
-        "scaler": scaler,
-        "extra_state": extra_state(model),
-    }
-
-
-def load_model(loaded: Loaded, model: nn.Module, *, unlisted: Unlisted) -> None:
-    """Copy a checkpoint's weights and buffers into the model, in place, so that ties and aliases stay.
+def files_of(trained: Trained) -> tuple[dict[str, list[Writable]], dict[str, Any]]:
+    """The tensors that this rank writes by file, and the JSON that goes with all of them. Every rank calls this.
 
     Raises:
-        CheckpointError: it is another model's.
+        CheckpointError: something of it can't be saved, on this rank or another.
     """
-    stored = loaded.files.get(MODEL, {})
-    aliases: Mapping[str, str] = loaded.state.get("aliases", {})
-    targets = tensors_of(model)
-    tensors = {
-        name: from_bytes(stored[aliases.get(name, name)]) for name in targets if aliases.get(name, name) in stored
+    weights, shares, world = trained.weights, trained.shares, trained.world
+    listing = list_model(trained.model, weights=weights, world=world)
+    tensors, aliases = _model_tensors(trained, listing)
+    changed = trained.unlisted.changed(weights, world)
+    states, scalars = together(world, lambda: own_state(trained.update.optimizers, shares))
+    files = _named_files(weights, world.rank, {MODEL: tensors, BUFFERS: changed, EMA: _averages(trained)})
+    files |= _named_files(shares.kept, world.rank, {OPTIMIZER: states})
+    scaler = trained.update.scaler
+    schedules = [to_plain(s.state_dict(), where=type(s).__name__) for s in trained.update.schedules]
+    return files, {
+        "aliases": aliases,
+        "optimizers": plains(trained.update.optimizers, shares, scalars),
+        "schedules": [without_anew(s) for s in schedules],
+        "scaler": None if scaler is None else to_plain(scaler.state_dict(), where="the loss scaler"),
+        "extra_state": _extra_state(trained),
     }
-    wanted, found = structure(targets), {**structure(tensors), **{n: "" for n in stored if n not in targets}}
+
+
+def load_model(loaded: Loaded, trained: Trained) -> None:
+    """Copy a checkpoint's weights and buffers into the model, in place, so that ties and aliases stay.
+
+    Every rank calls this, and reads no more than its own parts.
+
+    Raises:
+        CheckpointError: it is another model's, or not what was written.
+    """
+    stored = loaded.files.get(MODEL, Stored([]))
+    aliases: Mapping[str, str] = loaded.state.get("aliases", {})
+    listing = list_model(trained.model, weights=trained.weights, world=trained.world)
+    together(trained.world, lambda: _check_model(loaded, stored, aliases, listing))
+    together(trained.world, lambda: _load_tensors(loaded, stored, aliases, listing, trained))
+    load_extra_state(trained.model, loaded.state.get("extra_state", {}))
+
+
+def _check_model(loaded: Loaded, stored: Stored, aliases: Mapping[str, str], listing: Listing) -> None:
+    wanted, found = listing.structure, dict.fromkeys(stored, "")
+    for name in wanted:
+        found.pop(name, None)
+        source = aliases.get(name, name)
+        if source in stored:
+            found[name] = described(DTYPES[stored.dtype(source)], stored.shape(source))
     differing = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
     if differing:
         name = differing[0]
@@ -99,19 +140,32 @@ def load_model(loaded: Loaded, model: nn.Module, *, unlisted: Unlisted) -> None:
             cause=f"{name} is {found.get(name) or 'absent'} there and {wanted.get(name) or 'absent'} here",
             hint="the same --job.* settings as when it was saved",
         )
-    with torch.no_grad():
-        for name, target in targets.items():
-            write(target, tensors[name])
-    unlisted.restore(loaded.files.get(BUFFERS, {}))
-    load_extra_state(model, loaded.state.get("extra_state", {}))
 
 
-def load_update(loaded: Loaded, *, model: nn.Module, update: Update, given: Options) -> None:
-    """Give optimizers, schedules, scaler and average their state back.
+def _load_tensors(
+    loaded: Loaded, stored: Stored, aliases: Mapping[str, str], listing: Listing, trained: Trained
+) -> None:
+    done: set[tuple[str, str]] = set()
+    for name, held in listing.entries.items():
+        place = (aliases.get(name, name), held.name)
+        target = held.tensor
+        if target is not None and place not in done:
+            with torch.no_grad():
+                write(target, read_part(stored, place[0], part=held.part))
+            done.add(place)
+    trained.unlisted.restore(loaded.files.get(BUFFERS, Stored([])), trained.weights)
+
+
+def load_update(loaded: Loaded, trained: Trained, *, given: Options) -> None:
+    """Give optimizers, schedules, scaler and average their state back. Every rank calls this.
 
     `given` are the options that the job gives now; where the checkpoint's run began with others, these hold.
     """
-    state = loaded.state
+    together(trained.world, lambda: _load_update(loaded, trained, given))
+
+
+def _load_update(loaded: Loaded, trained: Trained, given: Options) -> None:
+    state, update = loaded.state, trained.update
     for kind, now in (("optimizers", update.optimizers), ("schedules", update.schedules)):
         if len(state[kind]) != len(now):
             raise CheckpointError(
@@ -127,20 +181,25 @@ def load_update(loaded: Loaded, *, model: nn.Module, update: Update, given: Opti
         for schedule in update.schedules[index : index + 1]:
             _load_schedule(schedule, state["schedules"][index], steps=loaded.step if changed else None)
         if plain["kind"] == type(optimizer).__name__:
-            _load_options(optimizer, plain["groups"], then=then if changed else None, now=given[index])
-            _load_optimizer(optimizer, plain, loaded.files.get(OPTIMIZER, {}), _names(model), prefix=f"{index}/")
+            load_options(optimizer, plain["groups"], then=then if changed else None, now=given[index])
+            stored = loaded.files.get(OPTIMIZER, Stored([]))
+            load_state(optimizer, plain, stored, shares=trained.shares, prefix=f"{index}/")
     if update.scaler is not None and state.get("scaler"):
         update.scaler.load_state_dict(from_plain(state["scaler"]))
     if update.ema is not None:
-        load_ema(loaded, update.ema)
+        load_ema(loaded, update.ema, weights=trained.weights)
 
 
-def load_ema(loaded: Loaded, ema: Ema) -> None:
+def load_ema(loaded: Loaded, ema: Ema, *, weights: Holding) -> None:
     """Give the average its values back; one that the checkpoint does not have begins at the weights, loaded before."""
-    stored = loaded.files.get(EMA, {})
+    stored = loaded.files.get(EMA, Stored([]))
     with torch.no_grad():
         for name, average, live in zip(ema.names, ema.averages, ema.live, strict=True):
-            average.copy_(from_bytes(stored[name]) if name in stored else live)
+            part = weights.mine[name].part
+            if name not in stored:
+                average.copy_(live)
+            elif part.local is not None:
+                local(average).copy_(read_part(stored, name, part=part))
 
 
 def grid_state(grid: Grid | None, names: Sequence[str]) -> dict[str, int | None]:
@@ -154,8 +213,54 @@ def load_grid(grid: Grid | None, state: Mapping[str, int | None], names: Sequenc
         grid.exponents = [state.get(name) for name in names]
 
 
-def _names(model: nn.Module) -> dict[int, str]:
-    return {id(p): name for name, p in model.named_parameters()}
+def _model_tensors(trained: Trained, listing: Listing) -> tuple[list[Writable], dict[str, str]]:
+    """Weights and listed buffers, a tied one under its first name, and its other names."""
+    weights, rank = trained.weights, trained.world.rank
+    if weights.is_whole:
+        return once(tensors_of(trained.model))
+    aliases = {name: held.name for name, held in listing.entries.items() if name != held.name}
+    found: list[Writable] = []
+    for name in dict.fromkeys(held.name for held in listing.entries.values()):
+        held = weights.mine[name]
+        found += own_pieces(name, dtype=held.dtype, find=held.find, parts=weights.parts(name), rank=rank)
+    return found, aliases
+
+
+def _averages(trained: Trained) -> list[Writable]:
+    ema, rank = trained.update.ema, trained.world.rank
+    found: list[Writable] = []
+    for name, tensor in zip(ema.names, ema.averages, strict=True) if ema is not None else ():
+        parts = trained.weights.parts(name)
+        found += own_pieces(name, dtype=tensor.dtype, find=partial(local, tensor), parts=parts, rank=rank)
+    return found
+
+
+def _named_files(holding: Holding, rank: int, found: Mapping[str, list[Writable]]) -> dict[str, list[Writable]]:
+    """By file: one of each kind where ranks hold everything, and the first writes, else each rank's own."""
+    if holding.is_whole:
+        always = (MODEL, OPTIMIZER)
+        return {kind: tensors for kind, tensors in found.items() if rank == 0 and (tensors or kind in always)}
+    return {rank_file(kind, rank): tensors for kind, tensors in found.items() if tensors}
+
+
+def _extra_state(trained: Trained) -> dict[str, Any]:
+    """Each module's from the first rank that holds something of it, or of the nearest module around it."""
+    world, weights = trained.world, trained.weights
+    mine = together(world, lambda: extra_state(trained.model))
+    if weights.is_whole:
+        return mine
+    own = {name: value for name, value in mine.items() if _speaks(name, weights) == world.rank}
+    return merged([*world.gather_json(own), mine])
+
+
+def _speaks(name: str, weights: Holding) -> int:
+    module = name.rpartition(".")[0]
+    while module:
+        inside = [first for first in weights.names if first.startswith(f"{module}.")]
+        if inside:
+            return speaker(weights.parts(inside[0]))
+        module = module.rpartition(".")[0]
+    return 0
 
 
 def _check_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
@@ -180,82 +285,9 @@ def _check_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> 
         )
 
 
-def _optimizer_state(
-    optimizers: Sequence[Optimizer], names: Mapping[int, str]
-) -> tuple[list[TensorBytes], list[dict[str, Any]]]:
-    tensors: list[TensorBytes] = []
-    plains = []
-    for index, optimizer in enumerate(optimizers):
-        scalars: dict[str, dict[str, Any]] = {}
-        for parameter, state in optimizer.state.items():
-            name = names[id(parameter)]
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    tensors.append(to_bytes(f"{index}/{name}/{key}", value))
-                else:
-                    scalars.setdefault(name, {})[key] = to_plain(value, where=type(optimizer).__name__)
-        groups = [
-            {
-                "names": [names[id(p)] for p in group["params"]],
-                "options": to_plain({k: v for k, v in group.items() if k != "params"}, where="a parameter group"),
-            }
-            for group in optimizer.param_groups
-        ]
-        plains.append({"kind": type(optimizer).__name__, "scalars": scalars, "groups": groups})
-    return tensors, plains
-
-
 def _load_schedule(schedule: Any, plain: Any, *, steps: int | None) -> None:
     """Its state, or, where it moves options that were changed, its way from the beginning."""
     if steps is not None:
         replay(schedule, steps=steps)
         return
     schedule.load_state_dict({**schedule.state_dict(), **from_plain(plain)})
-
-
-def _load_options(
-    optimizer: Optimizer,
-    groups: Sequence[Mapping[str, Any]],
-    *,
-    then: Sequence[Mapping[str, Any]] | None,
-    now: Sequence[Mapping[str, Any]],
-) -> None:
-    """The saved options of each group, without those that the job has changed since."""
-    if len(groups) != len(optimizer.param_groups):
-        return  # accepted by the user: other groups are the job's own
-    for index, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        kept = kept_now(group, then=then[index], now=now[index]) if then is not None else set()
-        found = without_none(from_plain(saved["options"]), group)
-        group.update({key: value for key, value in found.items() if key not in {*kept, *KERNELS}})
-
-
-def _load_optimizer(
-    optimizer: Optimizer,
-    plain: Mapping[str, Any],
-    stored: Mapping[str, TensorBytes],
-    names: Mapping[int, str],
-    *,
-    prefix: str,
-) -> None:
-    by_name: dict[str, dict[str, Any]] = {n: from_plain(s) for n, s in plain["scalars"].items()}
-    for key, value in stored.items():
-        if key.startswith(prefix):
-            name, _, part = key.removeprefix(prefix).rpartition("/")
-            by_name.setdefault(name, {})[part] = from_bytes(value)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = by_name.get(names[id(parameter)])
-            if state is not None:
-                optimizer.state[parameter] = {k: _placed(k, v, parameter) for k, v in state.items()}
-
-
-def without_none(options: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved options, where a value that was made anew keeps its present one."""
-    return {key: current.get(key) if value is None else value for key, value in options.items()}
-
-
-def _placed(key: str, value: Any, parameter: nn.Parameter) -> Any:
-    """State lives beside its parameter; a step count stays where the optimizer keeps it."""
-    if not isinstance(value, Tensor) or key == "step":
-        return value
-    return value.to(parameter.device)

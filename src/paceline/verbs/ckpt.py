@@ -1,26 +1,31 @@
-"""`ckpt ls`, `ckpt verify`, `ckpt consolidate`."""
+"""`ckpt ls`, `ckpt verify`, `ckpt diff`, `ckpt consolidate`, `ckpt prune`: a tensor at a time, without torch."""
 
 import json
-import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from paceline.errors import CheckpointError, UsageError
-from paceline.spec.words import did_you_mean
+from paceline.spec.words import did_you_mean, many
+from paceline.store import checkpoints
 from paceline.store.checkpoints import (
     BEST,
     LATEST,
+    Loaded,
     all_steps,
     load,
     marked,
     newest_good,
-    read_manifest,
     step_of,
     verify,
 )
-from paceline.store.disk import folder_bytes, sync_folder
+from paceline.store.disk import folder_bytes
+from paceline.store.export import write_folder
+from paceline.store.full import written
+from paceline.store.pieces import Stored
 from paceline.store.runs import find_run
-from paceline.store.tensors import TensorBytes, write_tensors
+from paceline.store.tensors import Later
 
 WEIGHTS, AVERAGE = "model.safetensors", "ema.safetensors"
 
@@ -62,6 +67,86 @@ def verify_checkpoint(run: str | None = None) -> Row:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What two checkpoints do not have in common: names by kind, and what the manifest says."""
+
+    steps: tuple[int, int]
+    tensors: Mapping[str, list[str]]
+    only: Mapping[str, tuple[list[str], list[str]]]
+    state: list[str]
+
+    @property
+    def is_none(self) -> bool:
+        """Whether all tensors and all that must be equal on a resume are the same."""
+        return not (self.tensors or self.only or self.state)
+
+
+def diff(one: str | None, other: str | None) -> Difference:
+    """Compare the bits of two checkpoints, or of the newest of two runs, however many ranks wrote each.
+
+    Raises:
+        CheckpointError: one is not what was written.
+    """
+    if one is None or other is None:
+        raise UsageError("ckpt diff compares two checkpoints.", hint="paceline ckpt diff RUN RUN")
+    first, second = (load(_newest(each)) for each in (one, other))
+    tensors, only = dict[str, list[str]](), dict[str, tuple[list[str], list[str]]]()
+    for kind in dict.fromkeys([*first.files, *second.files]):
+        a, b = (each.files.get(kind, Stored([])) for each in (first, second))
+        alone = ([name for name in a if name not in b], [name for name in b if name not in a])
+        differing = [name for name in a if name in b and not _equal(a, b, name)]
+        tensors |= {kind: differing} if differing else {}
+        only |= {kind: alone} if any(alone) else {}
+    said = [each.state.get("identity", {}) for each in (first, second)]
+    state = [name for name in dict.fromkeys([*said[0], *said[1]]) if said[0].get(name) != said[1].get(name)]
+    return Difference(steps=(first.step, second.step), tensors=tensors, only=only, state=state)
+
+
+def told(found: Difference) -> str:
+    """For the screen: how many differ of each kind, and the first of them."""
+    lines = [f"step {found.steps[0]} and step {found.steps[1]}"]
+    for kind, names in found.tensors.items():
+        lines.append(f"{kind}: differ in {many(len(names), 'tensor')}: {_few(names)}")
+    for kind, alone in found.only.items():
+        for number, names in zip(("first", "second"), alone, strict=True):
+            lines += [f"{kind}: only in the {number}: {_few(names)}"] if names else []
+    lines += [f"not the same: {', '.join(found.state)}"] if found.state else []
+    return "\n".join(lines if not found.is_none else [*lines, "every tensor is the same, bit for bit"])
+
+
+def _few(names: Sequence[str], *, most: int = 5) -> str:
+    """A few names, and how many more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _newest(run: str) -> Path:
+    folder, checkpoint = find_run(run)
+    path = checkpoint or newest_good(folder.checkpoints)[0]
+    if path is None:
+        raise CheckpointError("the run has no good checkpoint.", where=str(folder.checkpoints))
+    return path
+
+
+def _equal(a: Stored, b: Stored, name: str) -> bool:
+    if a.dtype(name) != b.dtype(name) or a.shape(name) != b.shape(name):
+        return False
+    return a[name].data == b[name].data
+
+
+def prune(run: str | None = None, *, keep: int) -> list[Path]:
+    """Remove all but the last `keep` and the best, and never the only good one; returns what went.
+
+    Raises:
+        UsageError: `keep` is less than 1.
+    """
+    if keep < 1:
+        raise UsageError(f"--keep {keep} would leave no checkpoint.", hint="--keep 1 or more")
+    folder, _ = find_run(run)
+    return checkpoints.prune(folder.checkpoints, keep=keep)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Consolidated:
     """What was written, from which step, and which of its weights."""
 
@@ -95,27 +180,33 @@ def consolidate(
         raise CheckpointError(
             f"{path.name} holds no average.", where=str(path), cause="the job has no ema=", hint="leave --average out"
         )
-    tensors = loaded.files[WEIGHTS] | ({} if raw else loaded.files.get(AVERAGE, {}))
-    for alias, name in loaded.state.get("aliases", {}).items():
-        source = tensors[name]
-        tensors[alias] = TensorBytes(name=alias, dtype=source.dtype, shape=source.shape, data=source.data)
-    aside = to.with_name(f".{to.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    write_tensors(aside / WEIGHTS, list(tensors.values()))
     given = folder.path / "consolidated" / "config.json"
-    if given.exists():
-        (aside / "config.json").write_text(json.dumps(json.loads(given.read_text()), indent=1))
-    sync_folder(aside)
-    aside.rename(to)
+    config = json.loads(given.read_text()) if given.exists() else None
+    with written("the consolidated weights", to):
+        write_folder(to, _weights(loaded, raw=raw), config=config)
     kind = "the average (ema)" if AVERAGE in loaded.files and not raw else "the weights in training"
     return Consolidated(path=str(to), step=loaded.step, weights=kind)
+
+
+def _weights(loaded: Loaded, *, raw: bool) -> list[Later]:
+    """Every name of the model, the average's values under its names. Each is read when it is written."""
+    weights, average = loaded.files[WEIGHTS], Stored([]) if raw else loaded.files.get(AVERAGE, Stored([]))
+    names = {name: name for name in weights} | loaded.state.get("aliases", {})
+    found = []
+    for name, first in names.items():
+        stored = average if first in average else weights
+        make = partial(_bytes, stored, first)
+        found.append(Later(name=name, dtype=stored.dtype(first), shape=stored.shape(first), make=make))
+    return found
+
+
+def _bytes(stored: Stored, name: str) -> memoryview:
+    return stored[name].data
 
 
 def _row(path: Path, marks: tuple[str, ...]) -> Row:
     size = folder_bytes(path)
     try:
-        read_manifest(path)
         verify(path)
     except CheckpointError as error:
         return Row(step=step_of(path), path=str(path), num_bytes=size, good=False, reason=error.what, marks=marks)
@@ -123,8 +214,8 @@ def _row(path: Path, marks: tuple[str, ...]) -> Row:
 
 
 def unknown(word: str) -> UsageError:
-    """For a word that is none of the three."""
-    known = ("ls", "verify", "consolidate")
+    """For a word that is none of them."""
+    known = ("ls", "verify", "diff", "consolidate", "prune")
     return UsageError(
         f"ckpt does not know {word!r}.", cause=did_you_mean(word, known), hint=f"ckpt {' | '.join(known)}"
     )

@@ -148,12 +148,16 @@ class CompareOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CkptOptions:
-    """List, verify or consolidate checkpoints."""
+    """List, verify, compare, consolidate or prune checkpoints."""
 
     what: _Job
-    """ls, verify or consolidate."""
+    """ls, verify, diff, consolidate or prune."""
     run: _Run = None
     """A run, or a checkpoint in it; default: the newest run."""
+    other: _Run = None
+    """diff: the run or checkpoint to compare with."""
+    keep: int = 3
+    """prune: how many of the last to keep; the best and the only good one always stay."""
     to: Path = Path("consolidated")
     """consolidate: the folder to write, which must not exist."""
     best: bool = False
@@ -271,6 +275,12 @@ def _ckpt(options: CkptOptions, _: list[str]) -> Printed:
             options.run, to=options.to, best=options.best, raw=options.raw, average=options.average
         )
         return 0, made, f"wrote {made.path}: {made.weights} of step {made.step}"
+    if options.what == "diff":
+        found = ckpt_verbs.diff(options.run, options.other)
+        return 0, found, ckpt_verbs.told(found)
+    if options.what == "prune":
+        gone = ckpt_verbs.prune(options.run, keep=options.keep)
+        return 0, [str(path) for path in gone], "\n".join(f"removed {path}" for path in gone) or "nothing to remove"
     raise ckpt_verbs.unknown(options.what)
 
 

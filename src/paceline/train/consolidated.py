@@ -1,0 +1,58 @@
+"""The weights as the folder that transformers and vLLM open, a tensor at a time from whoever holds it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.errors import CheckpointError
+from paceline.store.export import MOST_BYTES, write_folder
+from paceline.store.full import written
+from paceline.store.tensors import Later
+from paceline.train.convert import later
+from paceline.train.listing import Listing
+from paceline.train.together import raise_for_all
+from paceline.world import World
+
+
+def consolidate(listing: Listing, folder: Path, *, config: Any, world: World, most_bytes: int = MOST_BYTES) -> Path:
+    """Write every name, plain safetensors. Where ranks hold parts every rank calls this; the first writes.
+
+    No process has more than one whole tensor at a time.
+
+    Raises:
+        SaveError: it could not be written.
+    """
+    wholes = listing.wholes(list(listing.entries))
+    problem: CheckpointError | None = None
+    if world.is_main:
+        try:
+            with written("the consolidated weights", folder):
+                write_folder(folder, _tensors(listing, wholes), config=_as_json(config), most_bytes=most_bytes)
+        except CheckpointError as error:
+            problem = error
+    for _ in wholes if not listing.weights.is_whole else ():
+        pass  # the others take part in putting each together, and so does a first rank that can't write it
+    if not listing.weights.is_whole:
+        raise_for_all(world, problem)
+    elif problem is not None:
+        raise problem
+    return folder
+
+
+def _tensors(listing: Listing, wholes: Iterator[tuple[str, Tensor]]) -> list[Later]:
+    return [
+        later(name, dtype=held.dtype, shape=held.part.shape, find=lambda name=name: _next(wholes, name))  # type: ignore[misc]
+        for name, held in listing.entries.items()
+    ]
+
+
+def _next(wholes: Iterator[tuple[str, Tensor]], name: str) -> Tensor:
+    found, tensor = next(wholes)
+    assert found == name
+    return tensor
+
+
+def _as_json(config: Any) -> Any:
+    return config.to_dict() if hasattr(config, "to_dict") else None

@@ -1,0 +1,56 @@
+"""A checkpoint that all ranks write: begun by one, written by each, committed by one. What one can't, none does."""
+
+import socket
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import SaveError
+from paceline.store.full import written
+from paceline.store.manifest import Files, write_files, write_manifest
+from paceline.store.writing import begin, bytes_of, commit, leave
+from paceline.train.together import merged, together
+from paceline.world import World
+
+
+def write_together(world: World, *, folder: Path, step: int, files: Files, state: Mapping[str, Any]) -> Path:
+    """Write the checkpoint of `step` and make it the latest; `files` are this rank's, `state` is the first rank's.
+
+    Until the last phase nobody reads what was written, and the older checkpoint is the newest good one.
+
+    Raises:
+        SaveError: on some rank no space, no permission, or another disk.
+        CheckpointError: an element of a tensor would be in no file, or in two.
+    """
+    needed = sum(world.gather_json(bytes_of(files)))
+    begun = together(world, lambda: begin(folder, step=step, num_bytes=needed) if world.is_main else None)
+    aside = Path(world.share_json(str(begun)))
+    try:
+        listed = together(world, partial(_write_own, aside, files, world))
+        told = merged(world.gather_json(listed))
+        done = partial(_finish, folder, aside, listed=told, state=state, step=step)
+        path = together(world, lambda: done() if world.is_main else None)
+    except BaseException:
+        if world.is_main:
+            leave(aside)
+        raise
+    return Path(world.share_json(str(path)))
+
+
+def _write_own(aside: Path, files: Files, world: World) -> dict[str, Any]:
+    if files and not aside.is_dir():
+        raise SaveError(
+            f"rank {world.rank} on {socket.gethostname()} does not see the folder that the checkpoint is written into.",
+            where=str(aside),
+            cause="the ranks hold parts of the model and are on several machines, the run folder is on one's own disk",
+            hint="--run-dir on a disk that all machines share",
+        )
+    with written(f"what rank {world.rank} holds", aside.parent):
+        return write_files(aside, files)
+
+
+def _finish(folder: Path, aside: Path, *, listed: Mapping[str, Any], state: Mapping[str, Any], step: int) -> Path:
+    with written(f"step {step}", folder):
+        write_manifest(aside, listed=listed, state=state, step=step)
+        return commit(folder, aside, step=step)

@@ -1,0 +1,49 @@
+"""What one rank can't do, no rank does: its words are raised on every rank, and nobody waits for one that is gone."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from paceline.errors import CheckpointError, SaveError
+from paceline.world import World
+
+T = TypeVar("T")
+
+
+def together(world: World, work: Callable[[], T]) -> T:
+    """Do it on every rank, and go on once all have.
+
+    Raises:
+        CheckpointError: of this rank, or of the first that met one.
+    """
+    problem: CheckpointError | None = None
+    try:
+        found = work()
+    except CheckpointError as error:
+        problem = error
+    raise_for_all(world, problem)
+    return found
+
+
+def raise_for_all(world: World, problem: CheckpointError | None) -> None:
+    """Raise what any rank has met; every rank calls this.
+
+    Raises:
+        CheckpointError: of this rank, or of the first that met one.
+    """
+    told = world.gather_json(None if problem is None else problem.as_json())
+    if problem is not None:
+        raise problem
+    for rank, said in enumerate(told):
+        if said is not None:
+            kind = SaveError if said["error"] == SaveError.__name__ else CheckpointError
+            where = said["where"] if rank == 0 else f"{said['where']} (rank {rank})"
+            raise kind(said["what"], where=where, cause=said["cause"], hint=said["hint"])
+
+
+def merged(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the ranks say, by name; the first to name something is believed."""
+    found: dict[str, Any] = {}
+    for said in told:
+        for name, value in said.items():
+            found.setdefault(name, value)
+    return found

@@ -1,0 +1,89 @@
+"""Saved under one layout, gone on with under another: the same samples, the same loss, the same update to rounding."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paceline.verbs import ckpt
+from tests.conftest import Shop
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYOUTS = {  # by name: ranks, and the words
+    "single": (1, "single"),
+    "ddp": (2, "ddp"),
+    "zero1": (2, "zero1"),
+    "zero2": (2, "zero2"),
+    "fsdp": (2, "fsdp"),
+    "tp": (2, "tp=2"),
+    "pp": (2, "pp=2"),
+    "hsdp": (4, "dp_replicate=2,dp_shard=2"),
+    "fsdp-tp": (4, "dp_shard=2,tp=2"),
+    "fsdp-pp": (4, "dp_shard=2,pp=2"),
+    "tp-pp": (4, "tp=2,pp=2"),
+    "zero1-tp": (4, "dp_shard=2,tp=2,zero=1"),
+    "ddp-pp": (4, "dp=2,pp=2"),
+}
+NAMES = list(LAYOUTS)
+SOME = [("fsdp", "pp"), ("tp", "single")]
+MANY = [(a, NAMES[(i + k) % len(NAMES)]) for i, a in enumerate(NAMES) for k in (1, 3, 7)]
+
+
+def played(folder: Path, ranks: int, cases: Sequence[Sequence[str]]) -> None:
+    environ = {**Shop.environ({"OMP_NUM_THREADS": "1"}), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "tests.parity.layout_ranks", str(ranks), str(folder), json.dumps(list(cases))]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def resumed(folder: Path, pairs: Sequence[tuple[str, str]], *, job: str) -> None:
+    """Every run is one of three steps; the second of a pair begins at the second step of the first."""
+    for ranks in (1, 2, 4):
+        first = [[a, LAYOUTS[a][1], "", job] for a in dict.fromkeys(a for a, _ in pairs) if LAYOUTS[a][0] == ranks]
+        if first:
+            played(folder, ranks, first)
+    for ranks in (1, 2, 4):
+        second = [
+            [f"{a}--{b}", LAYOUTS[b][1], str(folder / a / "checkpoints" / "step-00000002"), job]
+            for a, b in pairs
+            if LAYOUTS[b][0] == ranks
+        ]
+        if second:
+            played(folder, ranks, second)
+
+
+def check(folder: Path, a: str, b: str) -> None:
+    run, other = folder / a, folder / f"{a}--{b}"
+    undisturbed, went_on = (json.loads((path / "answer.json").read_text()) for path in (run, other))
+    assert went_on["begun"] == 16 and went_on["samples"] == undisturbed["samples"] == 24
+    assert went_on["losses"] == pytest.approx(undisturbed["losses"][2:], rel=2e-6), (a, b)
+    if not (run / "before").exists():
+        ckpt.consolidate(str(run / "checkpoints" / "step-00000002"), to=run / "before")
+    before, right, found = (weights(path) for path in (run / "before", run / "consolidated", other / "consolidated"))
+    assert torch.linalg.vector_norm(right - found) < 2e-3 * torch.linalg.vector_norm(right - before), (a, b)
+    assert ckpt.verify_checkpoint(str(other)).good
+
+
+def weights(folder: Path) -> Tensor:
+    found = load_file(folder / "model.safetensors")
+    return torch.cat([found[name].double().flatten() for name in sorted(found)])
+
+
+def test_a_run_goes_on_under_another_layout_and_another_number_of_ranks(tmp_path: Path) -> None:
+    resumed(tmp_path, SOME, job="tests/zoo.py:nano")
+    for a, b in SOME:
+        check(tmp_path, a, b)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("job", ["nano", "llama"])
+def test_a_run_goes_on_under_any_other_layout(tmp_path: Path, job: str) -> None:
+    resumed(tmp_path, MANY, job=f"tests/zoo.py:{job}")
+    for a, b in MANY:
+        check(tmp_path, a, b)
