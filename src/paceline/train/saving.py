@@ -126,7 +126,7 @@ class Saver:
             "cursor": cursor.as_json(),
             "feed": dict(place),
             "identity": self._identity,
-            "grid": grid_state(self._built.grid, self._names),
+            "grid": grid_state(self._built.grid),
             "extra": dict(extra),
         }
         path = save(self._folder, step=cursor.step, files=files, state=state)
@@ -196,7 +196,7 @@ def restore(loaded: Loaded, *, built: Built, identity: Mapping[str, Any], allow:
         problems.append(error)
     raise_all(problems)
     load_update(loaded, model=built.model, update=built.update, given=built.given)
-    load_grid(built.grid, loaded.state.get("grid", {}), [member.name for member in built.named])
+    load_grid(built.grid, loaded.state.get("grid", {}))
     cursor = Cursor.from_json(loaded.state["cursor"])
     built.step.step = cursor.step
     built.step.parts.buffers.begin()

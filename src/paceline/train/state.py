@@ -143,15 +143,15 @@ def load_ema(loaded: Loaded, ema: Ema) -> None:
             average.copy_(from_bytes(stored[name]) if name in stored else live)
 
 
-def grid_state(grid: Grid | None, names: Sequence[str]) -> dict[str, int | None]:
+def grid_state(grid: Grid | None) -> dict[str, int | None]:
     """The exact sum's grid by FQN."""
-    return {} if grid is None else dict(zip(names, grid.exponents, strict=True))
+    return {} if grid is None else dict(zip(grid.names, grid.exponents, strict=True))
 
 
-def load_grid(grid: Grid | None, state: Mapping[str, int | None], names: Sequence[str]) -> None:
+def load_grid(grid: Grid | None, state: Mapping[str, int | None]) -> None:
     """Take the grid back."""
     if grid is not None:
-        grid.exponents = [state.get(name) for name in names]
+        grid.exponents = [state.get(name) for name in grid.names]
 
 
 def _names(model: nn.Module) -> dict[int, str]:
