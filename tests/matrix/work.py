@@ -16,6 +16,7 @@ from paceline.errors import ExitCode, PacelineError, Problems
 from paceline.order.cursor import Cursor
 from paceline.prove.finding import BITWISE, VERDICTS
 from paceline.prove.lockstep import Lockstep, feed_of
+from paceline.prove.reference import At
 from paceline.prove.worker import _built, cursors, reference
 from paceline.spec.task import Task
 from paceline.train.built import Built
@@ -27,6 +28,7 @@ from tests.zoo import JOBS, Rows
 
 SAMPLES = 17  # two batches of eight, and a last one of one sample
 _DTYPES = {"float64": torch.float64, "fp32": None}
+_CAN: dict[str, bool] = {}
 
 
 def join(rank: int, *, ranks: int, port: int, timeout_seconds: float) -> World:
@@ -80,11 +82,23 @@ def _run(case: Case, world: World) -> dict[str, Any]:
                 built.step.run(given)
             found["final"] = weights_digest(wholes(built))
         _leave(built)
-    for name in case.checks:
-        if name in _DTYPES:
-            _merge(found, name, _lockstep(case, ready, world, _DTYPES[name]))
+    for name in _precisions(case, ready, world):
+        _merge(found, name, _lockstep(case, ready, world, _DTYPES[name]))
     gc.collect()
     return found
+
+
+def _precisions(case: Case, ready: Ready, world: World) -> list[str]:
+    """Those that were asked for; fp32 in place of a float64 that the model can't do in one process either."""
+    asked = [name for name in case.checks if name in _DTYPES]
+    if "float64" in asked and world.is_main and case.model not in _CAN:
+        try:
+            reference(ready, torch.float64).gradient(At(step=0, epoch=0, position=0))
+            _CAN[case.model] = True
+        except RuntimeError:
+            _CAN[case.model] = False
+    can = "float64" not in asked or world.share_json(_CAN.get(case.model))
+    return asked if can else sorted({*asked, "fp32"} - {"float64"})
 
 
 def _lockstep(case: Case, ready: Ready, world: World, dtype: torch.dtype | None) -> dict[str, Any]:
