@@ -31,6 +31,8 @@ def _chosen(asked: argparse.Namespace) -> list[cases.Case]:
     more: dict[str, Any] = {"steps": asked.steps}
     if asked.checks:
         more["checks"] = tuple(asked.checks)
+    if asked.micro:
+        more["micro"] = asked.micro
     if asked.exact:
         more["settings"] = {"train.exact": True}
     if asked.try_layouts:
@@ -46,6 +48,7 @@ def _read(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--layouts", nargs="+", help="of the list")
     parser.add_argument("--try", dest="try_layouts", nargs="+", help="any, also what the list has not")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--micro", type=int)
     parser.add_argument("--checks", nargs="+")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--seconds", type=float, default=120.0)

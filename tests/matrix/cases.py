@@ -124,7 +124,7 @@ def micro_of(layout: str) -> int | None:
 
 def make(model: str, layout: str, ranks: int, **more: Any) -> Case:
     """One case as the matrix has it."""
-    return Case(model=model, layout=layout, ranks=ranks, micro=micro_of(layout), **more)
+    return Case(model=model, layout=layout, ranks=ranks, **{"micro": micro_of(layout), **more})
 
 
 def whole(sizes: Iterable[int] = (2, 4, 8), **more: Any) -> list[Case]:
