@@ -41,7 +41,7 @@ def play(case: list[str], *, folder: Path, world: World) -> None:
         run=str(folder / name),
         resume=start or None,
         settings={key: value for key, value in SETTINGS.items() if key not in ("eval.every", "watch.to")},
-        origins={key: "test" for key in SETTINGS},
+        origins=dict.fromkeys(SETTINGS, "test"),
     )
     run = Run.worker(task)
     assert run._ready is not None

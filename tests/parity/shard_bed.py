@@ -214,7 +214,7 @@ def alone(case: Case) -> dict[str, dict[str, Tensor]]:
     """The package's own one process: the reducer of `single`, for the bits."""
     model = build(case)
     named = trainable(model)
-    grid = Grid(num_parameters=len(named)) if case.exact else None
+    grid = Grid(names=[member.name for member in named]) if case.exact else None
     reducer: Any = ExactReducer(named=named, world=World.alone(), grid=grid) if grid else LocalReducer(named=named)
     made = OPTIMIZERS[case.optimizer]([(m.name, m.parameter) for m in named])
     optimizers = made if isinstance(made, list) else [made]
@@ -298,7 +298,7 @@ def train(case: Case, rank: int, size: int) -> dict[str, Any]:
     """One rank's part of it."""
     data = worlds_of(rank, size, case.replicate)
     model = build(case)
-    grid = Grid(num_parameters=len(trainable(model))) if case.exact else None
+    grid = Grid(names=[member.name for member in trainable(model)]) if case.exact else None
     sharded, optimizers = place(case, model, data, grid)
     _plant(case, sharded, rank)
     if case.offload_state:

@@ -47,7 +47,7 @@ def added(gradients: list[float], *, grid: Grid, model: nn.Module) -> float:
 def test_exact_mode_adds_float64_from_the_smallest_to_the_largest(exponent: int) -> None:
     model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     gradients = [math.ldexp(1.0, exponent), math.ldexp(5.0, exponent), -math.ldexp(2.0, exponent)]
-    grid = Grid(num_parameters=1)
+    grid = Grid(names=["weight"])
     assert added(gradients, grid=grid, model=model) == math.ldexp(4.0, exponent)
     assert added(gradients, grid=grid, model=model) == math.ldexp(4.0, exponent)  # the grid follows no further
 
@@ -55,7 +55,7 @@ def test_exact_mode_adds_float64_from_the_smallest_to_the_largest(exponent: int)
 def test_exact_mode_says_which_gradient_is_too_large_for_it() -> None:
     model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     with pytest.raises(RunError, match=r"the gradient of weight reaches 1e\+308: exact mode adds what") as found:
-        added([1e308], grid=Grid(num_parameters=1), model=model)
+        added([1e308], grid=Grid(names=["weight"]), model=model)
     assert found.value.cause and "--train.exact" in found.value.hint
 
 

@@ -70,7 +70,7 @@ def test_a_tensor_held_too_many_is_seen() -> None:
     model: Any = build(case)
     named = trainable(model)
     alone = Data(all=World.alone(), shard=World.alone())
-    grid = Grid(num_parameters=len(named))
+    grid = Grid(names=[member.name for member in named])
     rules = learn(OPTIMIZERS["adamw"], named)
     sharded = zero(stage=2, model=model, named=named, data=alone, grid=grid)
     optimizers = rules.on(sharded.shares)

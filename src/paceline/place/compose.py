@@ -106,7 +106,7 @@ def compose(
     undos = [remat(model, policy=parse_remat(asked.remat))]
     if compiles:
         undos.append(compile_blocks(model, say=say))
-    grid = Grid(num_parameters=len(named)) if exact else None
+    grid = Grid(names=[member.name for member in every], others=[worlds.pp]) if exact else None
     if mesh.zero:
         split = _sharded(model, named=named, asked=asked, worlds=worlds, grid=grid, whole=whole, base=base, piped=piped)
     else:

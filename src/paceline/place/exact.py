@@ -27,10 +27,34 @@ _CHUNK = 1 << 16
 
 
 class Grid:
-    """The exponent k of every parameter's grid; None before a first gradient was seen. Saved with the run."""
+    """The exponent k of every parameter's grid; None before a first gradient was seen. Saved with the run.
 
-    def __init__(self, *, num_parameters: int) -> None:
-        self.exponents: list[int | None] = [None] * num_parameters
+    `names` are the whole model's trainable parameters; `others` are the worlds whose ranks hold other ones of them:
+    all ranks follow all gradients, since they run a step again together.
+    """
+
+    def __init__(self, *, names: Sequence[str], others: Sequence[World] = ()) -> None:
+        self.names = list(names)
+        self.exponents: list[int | None] = [None] * len(self.names)
+        self._others = [world for world in others if world.world_size > 1]
+
+    def joint(self, sizes: "Sizes", worlds: Sequence[World]) -> list[list[float]]:
+        """Of each parameter, over `worlds` and over those that hold others: what `Sizes.joint` says."""
+        return sizes.joint([*worlds, *self._others])
+
+    def holds(self, largest: Sequence[Sequence[float]]) -> bool:
+        """Whether gradients of these sizes fit, all of them; equal on every rank."""
+        return all(self.fits(index, size) for index, (size, _) in enumerate(largest))
+
+    def move(self, largest: Sequence[Sequence[float]]) -> None:
+        """Set the grid for gradients of these sizes.
+
+        Raises:
+            RunError: no grid holds them; on every rank alike, since `largest` is joint.
+        """
+        for index, (name, (size, _)) in enumerate(zip(self.names, largest, strict=True)):
+            check_size(name, size)
+            self.follow(index, size)
 
     def fits(self, index: int, largest: float) -> bool:
         """Whether a gradient of this size is held whole and finely enough."""
@@ -75,8 +99,8 @@ class ExactReducer:
         self._grid = grid
         self._units = [_Unit(members, device=world.device) for members in cut_units(named)]
         self._scratch = scratch_on(world.device)
-        self._sizes = Sizes(num_parameters=len(named))
-        self._touched = [False] * len(named)
+        self._sizes = Sizes(num_parameters=len(grid.names))
+        self._touched = [False] * len(grid.names)
         self._armed = False
         self._next = 0
         self._handles = [
@@ -87,8 +111,8 @@ class ExactReducer:
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
-        self._sizes = Sizes(num_parameters=len(self._named))
-        self._touched = [False] * len(self._named)
+        self._sizes = Sizes(num_parameters=len(self._grid.names))
+        self._touched = [False] * len(self._grid.names)
         self._armed = False
         self._next = 0
         for unit in self._units:
@@ -111,17 +135,15 @@ class ExactReducer:
         """
         while self._next < len(self._units):
             self._launch_next()
-        largest = self._sizes.joint([self._world])
-        fits = all(self._grid.fits(member.index, largest[member.index][0]) for member in self._named)
+        largest = self._grid.joint(self._sizes, [self._world])
+        fits = self._grid.holds(largest)
         for unit in self._units:
             assert unit.wait is not None
             unit.wait()
             for member, part in zip(unit.members, unit.parts, strict=True):
                 if fits:
                     member.parameter.grad = self._gradient(member, part, largest[member.index], divisor)
-        for member in self._named:
-            check_size(member.name, largest[member.index][0])
-            self._grid.follow(member.index, largest[member.index][0])
+        self._grid.move(largest)
         return fits
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from paceline.place.exact import Grid, Sizes, add_rounded, check_size, from_sums, scratch_on
+from paceline.place.exact import Grid, Sizes, add_rounded, from_sums, scratch_on
 from paceline.place.packing import Packing, start_reduce_scatter
 from paceline.place.replicate import second_gradient
 from paceline.place.share import Cut, Share
@@ -148,7 +148,7 @@ class ScatterReducer:
         self._under_way: list[Callable[[], None]] = []
         self._taken = [False] * len(self._shares)
         self._touched = [False] * len(self._shares)
-        self._sizes = Sizes(num_parameters=len(self._shares))
+        self._sizes = Sizes(num_parameters=0 if self._grid is None else len(self._grid.names))
         for unit in self._units:
             unit.buffer = None
 
@@ -172,8 +172,9 @@ class ScatterReducer:
     def _put(self, unit: _Unit, position: int, member: Named, gradient: Tensor) -> None:
         exponent = None  # of floats
         if self._grid is not None:
-            self._sizes.see(member.index, gradient)
-            exponent = self._grid.exponents[member.index]
+            index = self._shares[member.index].index
+            self._sizes.see(index, gradient)
+            exponent = self._grid.exponents[index]
             if exponent is None:
                 return
         if exponent is None:
@@ -211,20 +212,20 @@ class ScatterReducer:
         return True
 
     def _finish_exact(self, grid: Grid, divisor: float | Tensor | None) -> bool:
-        largest = self._sizes.joint(self._worlds)
-        fits = all(grid.fits(index, size) for index, (size, _) in enumerate(largest))
+        largest = grid.joint(self._sizes, self._worlds)
+        fits = grid.holds(largest)
         for unit in self._units if fits else ():
             for member, part in zip(unit.packing.members, unit.parts, strict=True):
-                size, touched = largest[member.index]
+                share = self._shares[member.index]
+                size, touched = largest[share.index]
                 if touched:
-                    self._leave(member.index, part, size, grid.exponents[member.index] or 0, divisor)
-        for index, (size, _) in enumerate(largest):
-            check_size(self._shares[index].name, size)
-            grid.follow(index, size)
+                    self._leave(share.parameter, part, size, grid.exponents[share.index] or 0, divisor)
+        grid.move(largest)
         return fits
 
-    def _leave(self, index: int, part: Tensor, size: float, exponent: int, divisor: float | Tensor | None) -> None:
-        parameter = self._shares[index].parameter
+    def _leave(
+        self, parameter: nn.Parameter, part: Tensor, size: float, exponent: int, divisor: float | Tensor | None
+    ) -> None:
         gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device=part.device)
         from_sums(part, to=gradient, exponent=exponent, divisor=divisor, scratch=self._scratch)
         gradient = gradient if math.isfinite(size) else gradient.fill_(math.nan)

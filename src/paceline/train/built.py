@@ -20,6 +20,7 @@ from paceline.place.rules import Rules
 from paceline.place.sync_bn import synchronise
 from paceline.place.threads import Mirror, shared_gpu
 from paceline.place.units import Named, trainable
+from paceline.plan.mesh import DATA
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.step.loss import LossContract
@@ -167,7 +168,7 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
 def _beside(named: Sequence[Named], home: Sequence[Named], worlds: Worlds, settings: Settings) -> Placed:
     """One of several replicas in this process; `home` is where their gradients end."""
     assert isinstance(worlds.every, ThreadWorld)
-    grid = Grid(num_parameters=len(named)) if settings.train.exact else None
+    grid = Grid(names=[member.name for member in named]) if settings.train.exact else None
     return beside(named, home=home, world=worlds.every, grid=grid)
 
 
@@ -183,6 +184,8 @@ def _placed(
     exact = settings.train.exact
     whole = list(rules.whole(exact=exact)) if rules is not None and plan.mesh.zero in (1, 2) else []
     example = Example(job=job, settings=settings, plan=plan, model=model, contract=contract, device=worlds.every.device)
+    if set(plan.mesh.split) - set(DATA):
+        example.learn()
     compiles = settings.train.compile
     return compose(
         model, asked=plan.asked, worlds=worlds, example=example, say=say, exact=exact, compiles=compiles, whole=whole

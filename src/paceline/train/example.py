@@ -46,10 +46,13 @@ class Example:
 
     def run(self, model: nn.Module) -> Any:
         """Forward and loss of this model, be it the job's or a copy of it: the sums of the terms."""
-        self.contract.learn(self.batch)
         output = self.contract.forward(model, self.batch)
         terms = self.contract.terms(output, self.batch, num_samples=self.plan.micro_batch_size)
         return {name: total for name, (total, _) in terms.items()}
+
+    def learn(self) -> None:
+        """What the model's own loss is. First of all: its forwards are nothing for those who watch."""
+        self.contract.learn(self.batch)
 
     @cached_property
     def batch(self) -> Any:

@@ -25,7 +25,7 @@ from paceline.train.listing import list_model
 from paceline.train.optimizer_state import Shares, group_names
 from paceline.train.phases import write_together
 from paceline.train.state import Trained, files_of, grid_state, load_ema, load_grid, load_model, load_update
-from paceline.train.together import merged, together
+from paceline.train.together import together
 from paceline.world import World
 
 
@@ -89,12 +89,11 @@ class Saver:
         began = time.perf_counter()
         place = dict(feed.state())
         files, state = files_of(trained_of(self._built))
-        grids = self._world.gather_json(grid_state(self._built.grid, self._names))
         state |= {
             "cursor": cursor.as_json(),
             "feed": place,
             "identity": self._identity,
-            "grid": merged(grids),
+            "grid": grid_state(self._built.grid),
             "extra": dict(extra),
         }
         path = write_together(self._world, folder=self._folder, step=cursor.step, files=files, state=state)
@@ -169,7 +168,7 @@ def restore(loaded: Loaded, *, built: Built, identity: Mapping[str, Any], allow:
         problems.append(error)
     raise_all(problems)
     load_update(loaded, trained, given=built.given)
-    load_grid(built.grid, loaded.state.get("grid", {}), [member.name for member in built.named])
+    load_grid(built.grid, loaded.state.get("grid", {}))
     cursor = Cursor.from_json(loaded.state["cursor"])
     built.step.step = cursor.step
     built.step.parts.buffers.begin()

@@ -202,15 +202,15 @@ def load_ema(loaded: Loaded, ema: Ema, *, weights: Holding) -> None:
                 local(average).copy_(read_part(stored, name, part=part))
 
 
-def grid_state(grid: Grid | None, names: Sequence[str]) -> dict[str, int | None]:
+def grid_state(grid: Grid | None) -> dict[str, int | None]:
     """The exact sum's grid by FQN."""
-    return {} if grid is None else dict(zip(names, grid.exponents, strict=True))
+    return {} if grid is None else dict(zip(grid.names, grid.exponents, strict=True))
 
 
-def load_grid(grid: Grid | None, state: Mapping[str, int | None], names: Sequence[str]) -> None:
+def load_grid(grid: Grid | None, state: Mapping[str, int | None]) -> None:
     """Take the grid back."""
     if grid is not None:
-        grid.exponents = [state.get(name) for name in names]
+        grid.exponents = [state.get(name) for name in grid.names]
 
 
 def _model_tensors(trained: Trained, listing: Listing) -> tuple[list[Writable], dict[str, str]]:

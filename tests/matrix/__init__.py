@@ -1,0 +1,1 @@
+"""Every model of the zoo under every layout, each beside one process."""

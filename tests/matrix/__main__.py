@@ -1,0 +1,68 @@
+"""`python -m tests.matrix`: run it, print it, write it."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from paceline.start import choose_kernels
+
+choose_kernels()  # before torch, for exact mode
+
+from tests.matrix import cases, pool  # noqa: E402
+
+
+def main() -> int:
+    asked = _read(sys.argv[1:])
+    chosen = [case for case in _chosen(asked) if not asked.only or case.model in asked.only]
+    chosen = [case for case in chosen if not asked.layouts or case.layout in asked.layouts]
+    found = pool.run_all(chosen, log=Path(asked.log), seconds=asked.seconds, tell=_tell)
+    if asked.json:
+        Path(asked.json).write_text(json.dumps(found, indent=1))
+    counts: dict[str, int] = {}
+    for one in found:
+        counts[one["state"]] = counts.get(one["state"], 0) + 1
+    print("  ".join(f"{state}: {number}" for state, number in sorted(counts.items())))
+    return 0
+
+
+def _chosen(asked: argparse.Namespace) -> list[cases.Case]:
+    more: dict[str, Any] = {"steps": asked.steps}
+    if asked.checks:
+        more["checks"] = tuple(asked.checks)
+    if asked.micro:
+        more["micro"] = asked.micro
+    if asked.exact:
+        more["settings"] = {"train.exact": True}
+    if asked.try_layouts:
+        models = asked.only or cases.MODELS
+        return [cases.make(m, layout, n, **more) for n in asked.ranks for layout in asked.try_layouts for m in models]
+    return cases.whole(asked.ranks, **more)
+
+
+def _read(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.matrix")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--only", type=lambda text: text.split(","))
+    parser.add_argument("--layouts", nargs="+", help="of the list")
+    parser.add_argument("--try", dest="try_layouts", nargs="+", help="any, also what the list has not")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--micro", type=int)
+    parser.add_argument("--checks", nargs="+")
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--json")
+    parser.add_argument("--log", default="/tmp/matrix-log")
+    return parser.parse_args(words)
+
+
+def _tell(answer: dict[str, Any]) -> None:
+    where = answer.get("first_difference")
+    why = answer.get("why", "") if where is None else f"{where['parameter']}: {where['cause']}"
+    print(f"{answer['state']:<9} {answer['model']:<8} {answer['asked']:<42} ×{answer['ranks']}"
+          f" {answer['seconds']:>6.1f} s  {why}", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
