@@ -185,7 +185,15 @@ def _placed(
     example = Example(job=job, settings=settings, plan=plan, model=model, contract=contract, device=worlds.every.device)
     compiles = settings.train.compile
     return compose(
-        model, asked=plan.asked, worlds=worlds, example=example, say=say, exact=exact, compiles=compiles, whole=whole
+        model,
+        asked=plan.asked,
+        worlds=worlds,
+        example=example,
+        say=say,
+        how=settings.place,
+        exact=exact,
+        compiles=compiles,
+        whole=whole,
     )
 
 
