@@ -140,7 +140,7 @@ def _words(error: PacelineError) -> str:
 
 def _line(error: BaseException) -> str:
     here = traceback.extract_tb(error.__traceback__)
-    where = f" ({os.path.basename(here[-1].filename)}:{here[-1].lineno})" if here else ""
+    where = f" ({Path(here[-1].filename).name}:{here[-1].lineno})" if here else ""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}{where}"
 
 

@@ -4,6 +4,7 @@ They play one run after another in the same processes. A case is [name, layout, 
 leaves `NAME/answer.json` with the losses and the samples of its steps.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -96,10 +97,8 @@ def main() -> int:
         if codes[-1]:  # the others would wait for it
             for other in children:
                 if other != child:
-                    try:
+                    with contextlib.suppress(ProcessLookupError):
                         os.kill(other, 9)
-                    except ProcessLookupError:
-                        pass
     return int(any(codes))
 
 

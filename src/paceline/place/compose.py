@@ -3,15 +3,16 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
+from paceline.place.blocks import find_blocks
 from paceline.place.compile import compile_blocks
 from paceline.place.exact import ExactReducer, Grid
-from paceline.place.fsdp import FullySharded, shard_fully
+from paceline.place.fsdp import chosen, shard_fully
 from paceline.place.holding import Held, Holding, all_of, all_shares
 from paceline.place.meeting import ThreadWorld
 from paceline.place.parts import Part, Parts
@@ -22,11 +23,13 @@ from paceline.place.sharded import Data, zero
 from paceline.place.share import Share
 from paceline.place.tensor.derive import choose_plan
 from paceline.place.tensor.placed import split_model
+from paceline.place.tensor.plan import TensorPlan
 from paceline.place.threads import ThreadReducer
 from paceline.place.ties import TiedReducer
 from paceline.place.units import Named, trainable
 from paceline.spec.layout import Layout
 from paceline.spec.remat import parse_remat
+from paceline.spec.settings import Place
 from paceline.world import World
 from paceline.worlds import Worlds
 
@@ -79,36 +82,43 @@ def compose(
     *,
     asked: Layout,
     worlds: Worlds,
-    example: Runs,
+    example: Runs | None,
     say: Callable[[str], None],
+    how: Place | None = None,
     exact: bool = False,
     compiles: bool = False,
     whole: Sequence[str] = (),
 ) -> Placed:
-    """Place a model that is whole on every rank. `example` runs forward and loss on one microbatch.
+    """Place a model that is whole on every rank. `example` runs forward and loss on one microbatch; pp needs it.
 
     `whole` names parameters whose update rule looks at all of them; `say` hears what is to be told.
 
     Raises:
         LayoutError: something in the model can't be placed so.
     """
-    mesh = worlds.mesh
+    mesh, how = worlds.mesh, how or Place()
     before = all_of(model)
     every = trainable(model)
-    plan = choose_plan(model, ranks=mesh.tp, run=example.run) if mesh.tp > 1 else None
-    piped = cut_model(model, asked=asked, mesh=mesh, world=worlds.pp, call=example) if mesh.pp > 1 else None
+    plan = _tensor_plan(model, how, mesh.tp, example) if mesh.tp > 1 else None
+    piped = None
+    if mesh.pp > 1:
+        assert example is not None
+        piped = cut_model(model, asked=asked, mesh=mesh, world=worlds.pp, call=example, how=how)
+    blocks = find_blocks(model, listed=how.blocks) if how.blocks else None
     hollow = frozenset[str]() if piped is None else piped.hollow
     tensors = None if plan is None else split_model(model, plan=plan, world=worlds.tp, sequence=asked.sequence)
     base = {} if tensors is None else tensors.parts
     if piped is not None and tensors is not None:
         piped.stages.on_leave.append(tensors.rest)
     named = [_live(member, model) for member in every if member.name not in hollow]
-    undos = [remat(model, policy=parse_remat(asked.remat))]
+    undos = [remat(model, policy=parse_remat(asked.remat), blocks=blocks)]
     if compiles:
-        undos.append(compile_blocks(model, say=say))
+        undos.append(compile_blocks(model, say=say, blocks=blocks))
     grid = Grid(names=[member.name for member in every], others=[worlds.pp]) if exact else None
     if mesh.zero:
-        split = _sharded(model, named=named, asked=asked, worlds=worlds, grid=grid, whole=whole, base=base, piped=piped)
+        data = Data(all=worlds.summed, shard=worlds.shard, replicas=worlds.mirrors)
+        sharding = _Sharding(asked=asked, how=how, stage=mesh.zero, data=data, grid=grid, base=base, piped=piped)
+        split = _sharded(model, named=named, by=sharding, whole=whole)
     else:
         split = _Split(named=named, parts=base, tensors={}, reducer=_reducer(named, worlds, grid), spread=_nothing)
     shares = {share.name: share for share in split.named}
@@ -127,6 +137,12 @@ def compose(
         grid=grid,
         undos=undos,
     )
+
+
+def _tensor_plan(model: nn.Module, how: Place, ranks: int, example: Runs | None) -> TensorPlan:
+    file = None if how.tensor_plan is None else Path(how.tensor_plan)
+    run = None if example is None else example.run
+    return choose_plan(model, ranks=ranks, run=run, file=file, replicate=how.replicate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,29 +169,27 @@ def _reducer(named: Sequence[Named], worlds: Worlds, grid: Grid | None) -> Reduc
     return LocalReducer(named=named) if world.world_size == 1 else BucketReducer(named=named, world=world)
 
 
-def _sharded(
-    model: nn.Module,
-    *,
-    named: Sequence[Named],
-    asked: Layout,
-    worlds: Worlds,
-    grid: Grid | None,
-    whole: Sequence[str],
-    base: Parts,
-    piped: Piped | None,
-) -> _Split:
-    data = Data(all=worlds.summed, shard=worlds.shard, replicas=worlds.mirrors)
-    if worlds.mesh.zero == 3:
-        chosen = FullySharded(
-            params=torch.bfloat16 if asked.params == "bf16" else None, offload="parameters" in asked.offload
-        )
-        hollow = None if piped is None else piped.hollow
-        parts = base or None
-        sharded = shard_fully(model, named=named, data=data, grid=grid, parts=parts, asked=chosen, hollow=hollow)
+@dataclass(frozen=True, kw_only=True)
+class _Sharding:
+    """How parameters are sharded, and what was done to them before."""
+
+    asked: Layout
+    how: Place
+    stage: int
+    data: Data
+    grid: Grid | None
+    base: Parts
+    piped: Piped | None
+
+
+def _sharded(model: nn.Module, *, named: Sequence[Named], by: _Sharding, whole: Sequence[str]) -> _Split:
+    parts = by.base or None
+    if by.stage == 3:
+        wanted = chosen(model, asked=by.asked, how=by.how)
+        hollow = None if by.piped is None else by.piped.hollow
+        sharded = shard_fully(model, named=named, data=by.data, grid=by.grid, parts=parts, asked=wanted, hollow=hollow)
     else:
-        sharded = zero(
-            stage=worlds.mesh.zero, model=model, named=named, data=data, grid=grid, parts=base or None, whole=whole
-        )
+        sharded = zero(stage=by.stage, model=model, named=named, data=by.data, grid=by.grid, parts=parts, whole=whole)
     return _Split(
         named=sharded.shares,
         parts=sharded.parts,
@@ -201,9 +215,7 @@ def _kept(member: Named, share: Named | None, base: Parts) -> Held:
     """The part of it that this rank's optimizer has."""
     shape, dtype = member.parameter.shape, member.parameter.dtype
     if share is None:
-        return Held(
-            name=member.name, part=Part.none_of(shape), dtype=dtype, find=partial(Tensor.detach, member.parameter)
-        )
+        return Held(name=member.name, part=Part.none_of(shape), dtype=dtype, find=_absent)
     part = share.part if isinstance(share, Share) else base.get(member.name, Part.all_of(shape))
     return Held(name=member.name, part=part, dtype=dtype, find=partial(Tensor.detach, share.parameter))
 

@@ -23,8 +23,10 @@ from paceline.place.scatter import ScatterReducer
 from paceline.place.sharded import Data, Sharded, zero
 from paceline.place.share import Cut, Share, cuts, shares_of, view_of
 from paceline.place.units import Named
-from paceline.place.wrap import Units, find_units
+from paceline.place.wrap import Units, find_units, units_of
 from paceline.place.zero import Spread
+from paceline.spec.layout import Layout
+from paceline.spec.settings import Place
 from paceline.torch_private import is_view
 
 
@@ -43,6 +45,17 @@ class FullySharded:
     prefetch: int = 0
     params: torch.dtype | None = None
     offload: bool = False
+
+
+def chosen(model: nn.Module, *, asked: Layout, how: Place) -> FullySharded:
+    """What layout and settings say of it."""
+    return FullySharded(
+        units=units_of(how.units, model=model),
+        reshard=how.reshard,
+        prefetch=how.prefetch,
+        params=torch.bfloat16 if asked.params == "bf16" else None,
+        offload="parameters" in asked.offload,
+    )
 
 
 def shard_fully(

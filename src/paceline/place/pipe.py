@@ -15,6 +15,7 @@ from paceline.schedule.forward import forward_only
 from paceline.schedule.program import Program
 from paceline.schedule.text import read
 from paceline.spec.layout import Layout
+from paceline.spec.settings import Place
 from paceline.world import World
 
 Programs = Callable[[int], Program]
@@ -44,15 +45,18 @@ class Piped:
         return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
 
 
-def cut_model(model: nn.Module, *, asked: Layout, mesh: Mesh, world: World, call: Callable[[], object]) -> Piped:
-    """Cut a whole model in place; `call` runs forward and loss of one microbatch.
+def cut_model(
+    model: nn.Module, *, asked: Layout, mesh: Mesh, world: World, call: Callable[[], object], how: Place
+) -> Piped:
+    """Cut a whole model in place; `call` runs forward and loss of one microbatch. `how` may list blocks and stages.
 
     Raises:
         LayoutError: what can't be cut, by name.
     """
     program = cache(lambda num_micro: program_of(asked, mesh, num_micro=num_micro))
     some = read(asked.schedule) if is_file(asked.schedule) else program(1)
-    cut = plan_cut(model, num_stages=some.num_stages, call=call)
+    blocks, bounds = how.blocks or None, how.stages or None
+    cut = plan_cut(model, num_stages=some.num_stages, call=call, blocks=blocks, bounds=bounds)
     own = some.stages_of(world.rank)
     stages = Stages(model, cut=cut, own=own)
     return Piped(

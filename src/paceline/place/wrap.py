@@ -30,6 +30,23 @@ class Units:
     min_numel: int | None = None
 
 
+def units_of(words: Sequence[str], *, model: nn.Module) -> Units:
+    """From `place.units`: one number is a size, a word that is a module's class is one, what remains are patterns.
+
+    Raises:
+        LayoutError: a number and something else.
+    """
+    sizes = [word for word in words if word.isdigit()]
+    if sizes and len(words) > 1:
+        raise LayoutError(
+            f"place.units={','.join(words)} mixes a size and names.", hint=f"--place.units {sizes[0]}, or the names"
+        )
+    known = {type(module).__name__ for module in model.modules()}
+    classes = [word for word in words if word in known or not (set(word) & set(".*?[") or word[:1].islower())]
+    names = [word for word in words if word not in classes and word not in sizes]
+    return Units(classes=[] if sizes else classes, names=names, min_numel=int(sizes[0]) if sizes else None)
+
+
 def find_units(model: nn.Module, *, by: Units) -> dict[str, nn.Module]:
     """The units by FQN, inner ones before those around them; the model itself is not among them.
 

@@ -16,6 +16,7 @@ Norm = Annotated[float, Meta(gt=0)]
 Epochs = Annotated[float, Meta(gt=0, le=1_000_000)]
 Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
 Threads = Annotated[int, Meta(ge=1, le=1024)]
+Blocks = Annotated[int, Meta(ge=1, le=1_000_000)]
 Workers = Annotated[int, Meta(ge=0, le=1024)]
 
 
@@ -86,12 +87,39 @@ class Watch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Init:
+    """How start values are made. `limit`: bytes of parameters and buffers from which nobody builds the whole model."""
+
+    limit: Count = 1 << 35
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """How the model is placed, beside what the layout says.
+
+    `units` are class names, FQN patterns, or one number of elements; `blocks` FQNs in the order of the forward;
+    `stages` blocks in each stage; `replicate` FQN patterns of what tp keeps whole.
+    """
+
+    units: tuple[str, ...] = ()
+    reshard: bool | None = None
+    prefetch: CountOrZero = 0
+    blocks: tuple[str, ...] = ()
+    stages: tuple[Blocks, ...] = ()
+    balance: Literal["even", "measured"] = "even"
+    tensor_plan: str | None = None
+    replicate: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """All settings. `job` holds the parameters of `make_job`."""
 
     seed: int = 0
     run_dir: str | None = None
     train: Train = field(default_factory=Train)
+    place: Place = field(default_factory=Place)
+    init: Init = field(default_factory=Init)
     data: Data = field(default_factory=Data)
     eval: Eval = field(default_factory=Eval)
     log: Log = field(default_factory=Log)

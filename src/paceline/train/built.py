@@ -188,7 +188,15 @@ def _placed(
         example.learn()
     compiles = settings.train.compile
     return compose(
-        model, asked=plan.asked, worlds=worlds, example=example, say=say, exact=exact, compiles=compiles, whole=whole
+        model,
+        asked=plan.asked,
+        worlds=worlds,
+        example=example,
+        say=say,
+        how=settings.place,
+        exact=exact,
+        compiles=compiles,
+        whole=whole,
     )
 
 
