@@ -1,5 +1,6 @@
 """Forward-only: continue token ids, the same on every rank."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,12 +19,15 @@ def generate(
     top_k: int | None = None,
     context: int | None = None,
     seed: int = 0,
+    forward: Callable[[Tensor], Any] | None = None,
 ) -> Tensor:
     """Append `num_tokens` ids to `prompt` `[batch, length]`.
 
     The model maps ids to logits `[batch, length, vocabulary]`, or to an output with `.logits`. `context` is the
-    most ids it can look back on. Temperature 0 takes the likeliest.
+    most ids it can look back on. Temperature 0 takes the likeliest. `forward` stands for a call of the model, where
+    its stages lie on several ranks.
     """
+    forward = forward or model
     was_training = model.training
     model.eval()
     ids = prompt
@@ -31,13 +35,14 @@ def generate(
         seed_torch(key(seed, "generate"))
         for _ in range(num_tokens):
             window = ids if context is None else ids[:, -context:]
-            logits = _logits(model(window))[:, -1].float()
-            ids = torch.cat([ids, _pick(logits, temperature, top_k)], dim=1)
+            found = logits(forward(window))[:, -1].float()
+            ids = torch.cat([ids, _pick(found, temperature, top_k)], dim=1)
     model.train(was_training)
     return ids
 
 
-def _logits(output: Any) -> Tensor:
+def logits(output: Any) -> Tensor:
+    """An output's `.logits`, or the output itself."""
     found: Tensor = getattr(output, "logits", output)
     return found
 

@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.errors import JobError
+from paceline.step.generate import logits
 from paceline.step.given import Given
 from paceline.step.joint import Joint
 from paceline.step.loss import Terms
@@ -33,6 +34,9 @@ class Passes(Protocol):
 
     def look(self, batch: Any, *, num_samples: int, see: See) -> None:
         """One microbatch forward, without gradients; where this rank has the output, `see(output, terms)`."""
+
+    def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
+        """The model's output (its logits) for one tensor, without gradients, on every rank."""
 
 
 class MicroPasses:
@@ -62,6 +66,10 @@ class MicroPasses:
         joint = self._stand_in(given, data, missing, joint, step=step, stop=stop)
         joint.expect(counts or {})
         return joint, counts is None
+
+    def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
+        """Call it."""
+        return logits(model(tensor))
 
     def look(self, batch: Any, *, num_samples: int, see: See) -> None:
         """Forward and terms."""
@@ -149,6 +157,10 @@ class WholePasses:
         if terms is not None:
             backward(parts, quotients(terms), last=True)
         return joint, False
+
+    def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
+        """Call it."""
+        return logits(model(tensor))
 
     def look(self, batch: Any, *, num_samples: int, see: See) -> None:
         """Forward and terms, of this microbatch alone."""

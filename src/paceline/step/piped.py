@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.place.pipe import Piped
 from paceline.place.stages import Sent
 from paceline.schedule.program import Op, Program
+from paceline.step.generate import logits
 from paceline.step.given import Given
 from paceline.step.joint import Joint
 from paceline.step.loss import Terms
@@ -65,6 +66,17 @@ class PipelinePasses:
                 see(output, parts.contract.terms(output, batch, num_samples=num_samples))
 
         self._pipeline(self._piped.forward(1)).run(_Look(self._piped, call))
+
+    def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
+        """One forward through the stages; the last one gives its output to all."""
+        found: list[Tensor] = []
+        self._pipeline(self._piped.forward(1)).run(_Look(self._piped, lambda: found.append(logits(model(tensor)))))
+        world, source = self._piped.world, self._piped.forward(1).loss_rank
+        told = world.share_json([list(found[0].shape), str(found[0].dtype)] if found else None, source=source)
+        if not found:
+            kind = getattr(torch, told[1].removeprefix("torch."))
+            found.append(torch.empty(told[0], dtype=kind, device=world.device))
+        return world.broadcast(found[0].contiguous(), source=source)
 
     def _pipeline(self, program: Program) -> Pipeline:
         if program not in self._pipelines:

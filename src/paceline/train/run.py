@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -177,7 +178,10 @@ class Run:
 
     def generate(self, prompt: Tensor, *, num_tokens: int, **options: Any) -> Tensor:
         """Continue token ids `[batch, length]`; every rank calls this and gets the same."""
-        return generate(self.model, prompt.to(self._live.world.device), num_tokens=num_tokens, **options)
+        passes = self._live.built.step.passes
+        forward = partial(passes.call, self.model)
+        prompt = prompt.to(self._live.world.device)
+        return generate(self.model, prompt, num_tokens=num_tokens, forward=forward, **options)
 
     @property
     def model(self) -> nn.Module:
