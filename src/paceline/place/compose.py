@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from paceline.errors import LayoutError
 from paceline.place.blocks import find_blocks
 from paceline.place.compile import compile_blocks
+from paceline.place.context import ContextParallel
 from paceline.place.exact import ExactReducer, Grid
 from paceline.place.fsdp import chosen, shard_fully
 from paceline.place.holding import Held, Holding, all_of, all_shares
@@ -60,6 +61,7 @@ class Placed:
     piped: Piped | None = None
     grid: Grid | None = None
     undos: Sequence[Callable[[], None]] = ()
+    context: ContextParallel | None = None
 
     def close(self) -> None:
         """Take back what was wrapped around the model's modules."""
@@ -88,6 +90,7 @@ def compose(
     exact: bool = False,
     compiles: bool = False,
     whole: Sequence[str] = (),
+    context: ContextParallel | None = None,
 ) -> Placed:
     """Place a model that is whole on every rank. `example` runs forward and loss on one microbatch; pp needs it.
 
@@ -136,6 +139,7 @@ def compose(
         piped=piped,
         grid=grid,
         undos=undos,
+        context=context,
     )
 
 

@@ -5,7 +5,7 @@ from paceline.plan.mesh import Mesh
 from paceline.plan.pipeline import refuse_schedule
 from paceline.spec.layout import Layout
 
-_PROVED = ("pp", "dp_replicate", "dp_shard", "tp")
+_PROVED = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def refuse_unproved(layout: Layout, mesh: Mesh) -> list[PacelineError]:

@@ -55,8 +55,9 @@ class Forward:
         labels = data.get("labels") if isinstance(data, Mapping) else None
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
             return None
-        if getattr(self._model, "loss_type", None) == "ForCausalLM":
-            labels = labels[..., 1:]
+        loss = getattr(self._model, "loss_function", None)
+        if callable(loss) and "shift_labels" in inspect.signature(loss).parameters:
+            labels = labels[..., 1:]  # the model holds each position against the next one's label
         return int((labels != _IGNORED).sum())
 
     def _find_out(self, given: dict[str, Any]) -> bool | None:

@@ -38,6 +38,15 @@ class LossContract:
         """Whether the loss wants the outputs of the whole global batch at once."""
         return self._job.loss_over == "batch"
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the loss is the model's own."""
+        return self._job.loss is None
+
+    def moved(self) -> None:
+        """From here on labels come moved over the whole sequence."""
+        self._own.settle(moved=True)
+
     def learn(self, batch: Any) -> None:
         """Find out on one microbatch, while the model is whole, what its own loss is."""
         if self._job.loss is None and isinstance(batch, Mapping):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError
+from paceline.place.context import moves_labels
 from paceline.streams import preserved
 
 IGNORED_LABEL = -100
@@ -26,7 +27,7 @@ class OwnLoss:
 
     def __init__(self, model: nn.Module, *, takes_divisor: bool) -> None:
         self._model = model
-        self._shifted = getattr(model, "loss_type", None) == "ForCausalLM"
+        self._shifted = moves_labels(model)
         self._tries = _TRIES if takes_divisor else 0
         self._is_sum = False
 
@@ -36,9 +37,10 @@ class OwnLoss:
             self._ask(given)
         return {**given, DIVISOR: 1} if self._is_sum else dict(given)
 
-    def settle(self) -> None:
-        """Ask no more: what is known holds."""
+    def settle(self, *, moved: bool = False) -> None:
+        """Ask no more: what is known holds. `moved`: labels come moved by one already, as slices of a sequence do."""
         self._tries = 0
+        self._shifted = self._shifted and not moved
 
     def term(self, output: Any, batch: Any, *, num_samples: int) -> tuple[Tensor, Tensor | float]:
         """The sum and its count.

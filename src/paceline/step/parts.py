@@ -1,14 +1,17 @@
 """What a step is made of."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.place.batchnorm import StatisticsTape
 from paceline.place.buffers import BufferPolicy
+from paceline.place.context import ContextParallel
 from paceline.place.replicate import Reducer
 from paceline.place.sync_bn import Rounds
 from paceline.place.views import write
@@ -20,6 +23,14 @@ from paceline.world import World
 from paceline.worlds import Worlds
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Portion:
+    """A rank's part of a microbatch; the model runs on it `inside`."""
+
+    data: Any
+    inside: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +49,14 @@ class Parts:
     exact: bool = False
     rounds: Rounds | None = None
     turns: Turns = ALONE
+    context: ContextParallel | None = None
+
+    def portion(self, batch: Any) -> Portion:
+        """What this rank has of a microbatch that is on its device: all, or its slice of the sequence."""
+        if self.context is None:
+            return Portion(data=batch)
+        part = self.context.cut(batch)
+        return Portion(data=part.data, inside=partial(self.context.forward, part))
 
     @property
     def world(self) -> World:

@@ -12,11 +12,11 @@ from paceline.step.given import Given
 from paceline.step.joint import Joint
 from paceline.step.loss import Terms
 from paceline.step.nested import to_device
-from paceline.step.parts import Parts
+from paceline.step.parts import Parts, Portion
 from paceline.step.telling import Telling
 from paceline.step.whole import gather, quotients
 
-See = Callable[[Any, Terms], None]
+See = Callable[[Any, Terms, Any], None]
 
 
 class Passes(Protocol):
@@ -33,7 +33,7 @@ class Passes(Protocol):
         """
 
     def look(self, batch: Any, *, num_samples: int, see: See) -> None:
-        """One microbatch forward, without gradients; where this rank has the output, `see(output, terms)`."""
+        """One microbatch forward, without gradients; where this rank has the output, `see(output, terms, data)`."""
 
     def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
         """The model's output (its logits) for one tensor, without gradients, on every rank."""
@@ -51,8 +51,8 @@ class MicroPasses:
     def run(self, given: Given, *, step: int, stop: bool) -> tuple[Joint, bool]:
         """Each microbatch forward and backward."""
         device = self._parts.world.device
-        data = [to_device(micro.data, device) for micro in given.micro]
-        counts = self._telling.counts(data)
+        data = [self._parts.portion(to_device(micro.data, device)) for micro in given.micro]
+        counts = self._telling.counts([portion.data for portion in data])
         missing = self._stand.missing(given)
         joint: Joint | None = None
         for position, (micro, batch) in enumerate(zip(given.micro, data, strict=True)):
@@ -76,7 +76,7 @@ class MicroPasses:
         look(self._parts, batch, num_samples=num_samples, see=see)
 
     def _stand_in(
-        self, given: Given, data: Sequence[Any], missing: int, joint: Joint | None, *, step: int, stop: bool
+        self, given: Given, data: Sequence[Portion], missing: int, joint: Joint | None, *, step: int, stop: bool
     ) -> Joint:
         """Take part in those rounds with weight zero; as on every rank, the joint vector is sent in the last one."""
         if not missing:
@@ -103,7 +103,7 @@ class Stand:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._spare: Any = None
+        self._spare: Portion | None = None
 
     def missing(self, given: Given) -> int:
         """Rounds in which this replica has no sample and the others do."""
@@ -111,7 +111,7 @@ class Stand:
             return 0
         return -(-given.num_micro // self._parts.worlds.data.world_size) - len(given.micro)
 
-    def spare(self, given: Given, data: Sequence[Any]) -> Any:
+    def spare(self, given: Given, data: Sequence[Portion]) -> Portion:
         """One of its own microbatches, or one of another replica's.
 
         Raises:
@@ -120,7 +120,7 @@ class Stand:
         if data:
             self._spare = data[0]
         elif self._spare is None and given.spare is not None:
-            self._spare = to_device(given.spare(), self._parts.world.device)
+            self._spare = self._parts.portion(to_device(given.spare(), self._parts.world.device))
         if self._spare is None:
             raise JobError(
                 f"the first batch has {given.num_micro} microbatches, fewer than there are replicas.",
@@ -169,18 +169,21 @@ class WholePasses:
 
 def look(parts: Parts, batch: Any, *, num_samples: int, see: See) -> None:
     """One microbatch forward, as an evaluation does it."""
+    portion = parts.portion(batch)
     with parts.autocast():
-        output = parts.contract.forward(parts.model, batch)
-        terms = parts.contract.terms(output, batch, num_samples=num_samples)
-    see(output, terms)
+        with portion.inside():
+            output = parts.contract.forward(parts.model, portion.data)
+        terms = parts.contract.terms(output, portion.data, num_samples=num_samples)
+    see(output, terms, portion.data)
 
 
-def forward(parts: Parts, batch: Any, *, step: int, index: int, num_samples: int) -> Terms:
+def forward(parts: Parts, portion: Portion, *, step: int, index: int, num_samples: int) -> Terms:
     """One microbatch's terms; it draws from its own stream. Without samples it leaves no trace."""
     parts.tape.at(index, counts=num_samples > 0)
     with parts.turns.forward(lambda: parts.streams.enter(step=step, microbatch=index)), parts.autocast():
-        output = parts.contract.forward(parts.model, batch)
-        return parts.contract.terms(output, batch, num_samples=num_samples)
+        with portion.inside():
+            output = parts.contract.forward(parts.model, portion.data)
+        return parts.contract.terms(output, portion.data, num_samples=num_samples)
 
 
 def _output(parts: Parts, batch: Any, *, step: int, index: int) -> Any:

@@ -14,7 +14,7 @@ from paceline.step.given import Given
 from paceline.step.joint import Joint
 from paceline.step.loss import Terms
 from paceline.step.nested import to_device
-from paceline.step.parts import Parts
+from paceline.step.parts import Parts, Portion
 from paceline.step.passes import See, Stand, divided
 from paceline.step.pipeline import Pipeline
 from paceline.step.telling import Telling
@@ -36,14 +36,14 @@ class PipelinePasses:
     def run(self, given: Given, *, step: int, stop: bool) -> tuple[Joint, bool]:
         """All of this replica's microbatches; a replica that has fewer than another stands in where layers meet."""
         device = self._parts.world.device
-        data = [to_device(micro.data, device) for micro in given.micro]
-        counts = self._telling.counts(data)
+        data = [self._parts.portion(to_device(micro.data, device)) for micro in given.micro]
+        counts = self._telling.counts([portion.data for portion in data])
         missing = self._stand.missing(given)
-        spare = self._stand.spare(given, data) if missing else None
+        spares = [self._stand.spare(given, data)] * missing if missing else []
         work = _Work(self._parts, piped=self._piped, step=step, counts=counts)
         work.micro = [(micro.index, micro.num_samples) for micro in given.micro]
         work.micro += [(given.num_micro, 0)] * missing
-        work.data = [*data, *[spare] * missing]
+        work.data = [*data, *spares]
         if work.data:
             program = self._piped.program(len(work.data))
             work.last = _num_backwards(program, rank=self._piped.world.rank)
@@ -60,10 +60,13 @@ class PipelinePasses:
         """One microbatch forward; `see` hears on the last stage's rank."""
         parts = self._parts
 
+        portion = parts.portion(batch)
+
         def call() -> None:
             with parts.autocast():
-                output = parts.contract.forward(parts.model, batch)
-                see(output, parts.contract.terms(output, batch, num_samples=num_samples))
+                with portion.inside():
+                    output = parts.contract.forward(parts.model, portion.data)
+                see(output, parts.contract.terms(output, portion.data, num_samples=num_samples), portion.data)
 
         self._pipeline(self._piped.forward(1)).run(_Look(self._piped, call))
 
@@ -93,7 +96,7 @@ class _Work:
         self._step = step
         self._counts = counts
         self.micro: list[tuple[int, int]] = []
-        self.data: list[Any] = []
+        self.data: list[Portion] = []
         self.terms: dict[int, Terms] = {}
         self.last = 0
 
@@ -118,9 +121,10 @@ class _Work:
         self._parts.reducer.after_backward()
 
     def _loss(self, microbatch: int, num_samples: int) -> Tensor:
-        parts, batch = self._parts, self.data[microbatch]
-        output = parts.contract.forward(parts.model, batch)
-        terms = parts.contract.terms(output, batch, num_samples=num_samples)
+        parts, portion = self._parts, self.data[microbatch]
+        with portion.inside():
+            output = parts.contract.forward(parts.model, portion.data)
+        terms = parts.contract.terms(output, portion.data, num_samples=num_samples)
         self.terms[microbatch] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
         if not num_samples:
             return torch.stack([total for total, _ in terms.values()]).sum() * 0.0

@@ -15,7 +15,7 @@ from paceline.place.compose import Placed, beside, compose
 from paceline.place.exact import Grid
 from paceline.place.holding import Holding, all_of, all_shares
 from paceline.place.meeting import ThreadWorld, thread_worlds
-from paceline.place.replicate import Reducer, equal_start
+from paceline.place.replicate import equal_start
 from paceline.place.rules import Rules
 from paceline.place.sync_bn import synchronise
 from paceline.place.threads import Mirror, shared_gpu
@@ -34,6 +34,7 @@ from paceline.streams import Streams, key, seed_all
 from paceline.talk import say
 from paceline.torch_private import guard_hooks
 from paceline.train.apart import Unlisted
+from paceline.train.context import context_of
 from paceline.train.example import Example
 from paceline.train.fit import refuse_unfit
 from paceline.train.options import Options
@@ -143,7 +144,7 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     update, given = make_update(job, settings, plan, models[0], placed[0], rules, world=world)
     turns = None if mirror is None else SharedTurns(gpu=shared_gpu([each.every.device for each in own]))
     parts = [
-        _parts(settings, model, each, one.reducer, contract, update, turns)
+        _parts(settings, model, each, one, contract, update, turns)
         for model, each, one, contract in zip(models, own, placed, contracts, strict=True)
     ]
     return Built(
@@ -186,6 +187,7 @@ def _placed(
     example = Example(job=job, settings=settings, plan=plan, model=model, contract=contract, device=worlds.every.device)
     if set(plan.mesh.split) - set(DATA):
         example.learn()
+    context = context_of(job, model=model, contract=contract, worlds=worlds, example=example)
     compiles = settings.train.compile
     return compose(
         model,
@@ -197,6 +199,7 @@ def _placed(
         exact=exact,
         compiles=compiles,
         whole=whole,
+        context=context,
     )
 
 
@@ -204,7 +207,7 @@ def _parts(
     settings: Settings,
     model: nn.Module,
     worlds: Worlds,
-    reducer: Reducer,
+    placed: Placed,
     contract: LossContract,
     update: Update,
     turns: SharedTurns | None,
@@ -218,7 +221,8 @@ def _parts(
         model=model,
         worlds=worlds,
         contract=contract,
-        reducer=reducer,
+        reducer=placed.reducer,
+        context=placed.context,
         tape=StatisticsTape(model=model, world=worlds.data, enabled=train.buffers == "fold"),
         buffers=BufferPolicy(model=model, world=worlds.data, policy=train.buffers, exact=train.exact),
         update=update,

@@ -158,9 +158,9 @@ class Evaluator:
     ) -> None:
         batch = to_device(data, self._world.device)
 
-        def see(output: Any, terms: Terms) -> None:
+        def see(output: Any, terms: Terms, part: Any) -> None:
             if num_samples:
-                self._see(output, terms, batch, sums, foreign)
+                self._see(output, terms, part, sums, foreign)
 
         self._passes.look(batch, num_samples=num_samples, see=see)
 
@@ -197,7 +197,8 @@ class Evaluator:
         names = sorted({name for mine in self._world.gather_json(list(sums)) for name in mine})
         own = sums if self._tells else {}
         rows = [limb for name in names for part in own.get(name, (ExactSum(), ExactSum())) for limb in part.limbs()]
-        vector = torch.tensor([*rows, samples * self._tells], dtype=torch.int64, device=self._world.device)
+        seen = samples if self._tells and self._worlds.cp.rank == 0 else 0
+        vector = torch.tensor([*rows, seen], dtype=torch.int64, device=self._world.device)
         self._world.all_reduce(vector)
         values = vector.tolist()
         width = _LIMBS + 1

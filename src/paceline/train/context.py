@@ -1,0 +1,56 @@
+"""What a sequence's slices need of a job: which dimension is the sequence, and that the model can be cut there."""
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from paceline.errors import JobError
+from paceline.job import Job
+from paceline.place.context import ContextParallel
+from paceline.place.context_check import check_context
+from paceline.step.loss import LossContract
+from paceline.train.example import Example
+from paceline.worlds import Worlds
+
+_USUAL = "input_ids"
+_MOST_CHECKED = 50_000_000
+
+
+def context_of(
+    job: Job, *, model: nn.Module, contract: LossContract, worlds: Worlds, example: Example
+) -> ContextParallel | None:
+    """What cuts batches and runs the model on slices; None where sequences stay whole.
+
+    Raises:
+        JobError: the job does not say where the sequence is.
+        LayoutError: a layer that can't be cut, or a model whose slices do not make the whole.
+    """
+    if worlds.cp.world_size == 1:
+        return None
+    sequence = _sequence(job, example)
+    if sum(parameter.numel() for parameter in model.parameters()) <= _MOST_CHECKED:
+        check_context(
+            model=model,
+            batch=example.batch,
+            sequence=sequence,
+            ranks=worlds.cp.world_size,
+            forward=contract.forward,
+            loss=job.loss,
+            own_loss=contract.is_own,
+        )
+    context = ContextParallel(model=model, sequence=sequence, world=worlds.cp, own_loss=contract.is_own)
+    if context.shifts_labels:
+        contract.moved()
+    return context
+
+
+def _sequence(job: Job, example: Example) -> Mapping[str, int]:
+    if job.sequence is not None:
+        return {str(name): dim for name, dim in job.sequence.items()}
+    batch = example.batch
+    if isinstance(batch, Mapping) and isinstance(batch.get(_USUAL), Tensor) and batch[_USUAL].dim() > 1:
+        return {_USUAL: 1}
+    raise JobError(
+        "cp cuts sequences, and the job does not say which dimension of its batch is one.",
+        hint='sequence={"input_ids": 1}, or sequence={"0": 1} for the first entry of a tuple',
+    )
