@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from paceline.errors import LayoutError
 from paceline.place.blocks import find_blocks
+from paceline.place.both import BothReducers
 from paceline.place.compile import compile_blocks
 from paceline.place.context import ContextParallel
 from paceline.place.exact import ExactReducer, Grid
+from paceline.place.experts import split_experts
 from paceline.place.fsdp import chosen, shard_fully
 from paceline.place.holding import Held, Holding, all_of, all_shares
 from paceline.place.meeting import ThreadWorld
@@ -109,21 +111,33 @@ def compose(
         piped = cut_model(model, asked=asked, mesh=mesh, world=worlds.pp, call=example, how=how)
     blocks = find_blocks(model, listed=how.blocks) if how.blocks else None
     hollow = frozenset[str]() if piped is None else piped.hollow
+    experts = split_experts(model=model, world=worlds.ep) if mesh.ep > 1 else None
     tensors = None if plan is None else split_model(model, plan=plan, world=worlds.tp, sequence=asked.sequence)
-    base = {} if tensors is None else tensors.parts
+    base: Parts = {} if tensors is None else tensors.parts
+    routed: Parts = {} if experts is None else experts.parts
+    if experts is not None:
+        base = {**{one.name: one.part for one in before if not one.is_buffer}, **base, **routed}
+        hollow |= {name for name, part in routed.items() if part.local is None}
     if piped is not None and tensors is not None:
         piped.stages.on_leave.append(tensors.rest)
-    named = [_live(member, model) for member in every if member.name not in hollow]
+    live = [_live(member, model) for member in every if member.name not in hollow]
+    named = [member for member in live if member.name not in routed]
+    theirs = [member for member in live if member.name in routed]
     undos = [remat(model, policy=parse_remat(asked.remat), blocks=blocks)]
     if compiles:
         undos.append(compile_blocks(model, say=say, blocks=blocks))
     grid = Grid(names=[member.name for member in every], others=[worlds.pp]) if exact else None
     if mesh.zero:
         data = Data(all=worlds.summed, shard=worlds.shard, replicas=worlds.mirrors)
-        sharding = _Sharding(asked=asked, how=how, stage=mesh.zero, data=data, grid=grid, base=base, piped=piped)
+        sharding = _Sharding(
+            asked=asked, how=how, stage=mesh.zero, data=data, grid=grid, base=base, piped=piped, without=routed
+        )
         split = _sharded(model, named=named, by=sharding, whole=whole)
     else:
-        split = _Split(named=named, parts=base, tensors={}, reducer=_reducer(named, worlds, grid), spread=_nothing)
+        split = _Split(
+            named=named, parts=base, tensors={}, reducer=_reducer(named, worlds.summed, grid), spread=_nothing
+        )
+    split = split if experts is None else _with_experts(split, theirs, worlds, routed)
     shares = {share.name: share for share in split.named}
     reducer = split.reducer
     if piped is not None and piped.ties:
@@ -166,8 +180,7 @@ def _live(member: Named, model: nn.Module) -> Named:
     return Named(index=member.index, name=member.name, parameter=parameter)
 
 
-def _reducer(named: Sequence[Named], worlds: Worlds, grid: Grid | None) -> Reducer:
-    world = worlds.summed
+def _reducer(named: Sequence[Named], world: World, grid: Grid | None) -> Reducer:
     if grid is not None:
         return ExactReducer(named=named, world=world, grid=grid)
     return LocalReducer(named=named) if world.world_size == 1 else BucketReducer(named=named, world=world)
@@ -184,6 +197,7 @@ class _Sharding:
     grid: Grid | None
     base: Parts
     piped: Piped | None
+    without: Collection[str]
 
 
 def _sharded(model: nn.Module, *, named: Sequence[Named], by: _Sharding, whole: Sequence[str]) -> _Split:
@@ -191,7 +205,16 @@ def _sharded(model: nn.Module, *, named: Sequence[Named], by: _Sharding, whole: 
     if by.stage == 3:
         wanted = chosen(model, asked=by.asked, how=by.how)
         hollow = None if by.piped is None else by.piped.hollow
-        sharded = shard_fully(model, named=named, data=by.data, grid=by.grid, parts=parts, asked=wanted, hollow=hollow)
+        sharded = shard_fully(
+            model,
+            named=named,
+            data=by.data,
+            grid=by.grid,
+            parts=parts,
+            asked=wanted,
+            hollow=hollow,
+            without=by.without,
+        )
     else:
         sharded = zero(stage=by.stage, model=model, named=named, data=by.data, grid=by.grid, parts=parts, whole=whole)
     return _Split(
@@ -200,6 +223,18 @@ def _sharded(model: nn.Module, *, named: Sequence[Named], by: _Sharding, whole: 
         tensors=sharded.locals,
         reducer=sharded.reducer,
         spread=sharded.spread,
+    )
+
+
+def _with_experts(split: _Split, theirs: Sequence[Named], worlds: Worlds, routed: Parts) -> _Split:
+    """Experts stay as they are held: a token's gradient has come to them, so only their other holders add theirs."""
+    own = _reducer(theirs, worlds.peers, None)
+    return replace(
+        split,
+        named=sorted([*split.named, *theirs], key=lambda member: member.index),
+        parts={**split.parts, **routed},
+        tensors={name: tensor for name, tensor in split.tensors.items() if name not in routed},
+        reducer=BothReducers([split.reducer, own], meets=True),
     )
 
 

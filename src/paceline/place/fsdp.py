@@ -67,11 +67,13 @@ def shard_fully(
     parts: Parts | None = None,
     asked: FullySharded | None = None,
     hollow: Collection[str] | None = None,
+    without: Collection[str] = (),
 ) -> Sharded:
     """Shard the model in place; every rank holds the same whole weights before. On one rank nothing is sharded.
 
     `hollow` names what other pipeline stages hold. Given, even empty, the model's forward is left in its midst, so
-    that its own parameters are gathered by the modules that have them, and stay until the step's end.
+    that its own parameters are gathered by the modules that have them, and stay until the step's end. Parameters named
+    in `without` (experts) stay as they are.
 
     Raises:
         LayoutError: a parameter that can't be sharded, or a unit that the model does not have.
@@ -80,21 +82,22 @@ def shard_fully(
     if data.shard.world_size == 1:
         _refuse_alone(asked)
         return zero(stage=2, model=model, named=named, data=data, grid=grid, parts=parts)
-    held = [(n, p) for n, p in model.named_parameters() if n not in (hollow or ())]
+    apart = {*(hollow or ()), *without}
+    held = [(n, p) for n, p in model.named_parameters() if n not in apart]
     every = [Named(index=i, name=n, parameter=p) for i, (n, p) in enumerate(held)]
     _refuse(every)
     cut = cuts(every, places=data.shard.world_size)
     base = parts or {m.name: Part.all_of(m.parameter.shape) for m in every}
     kept = {m.name: m.parameter for m in every if not m.parameter.dim()}
-    gone = {p for n, p in model.named_parameters() if n in (hollow or ())}
+    gone = {p for n, p in model.named_parameters() if n in apart}
     units = list(find_units(model, by=asked.units).values())
     if hollow is None:
-        _wrap([*units, model], model, data, asked, set(kept.values()))
+        _wrap([*units, model], model, data, asked, gone | set(kept.values()))
     else:
         staged = _staged_units(model, units, gone | set(kept.values()))
         _wrap(staged, model, data, replace(asked, reshard=bool(asked.reshard)), gone | set(kept.values()))
     sources = {**kept, **_gathered(model)}
-    now = {n: p for n, p in model.named_parameters() if n not in (hollow or ())}
+    now = {n: p for n, p in model.named_parameters() if n not in apart}
     shares = [_share(member, now[member.name], cut, data.shard.rank, base) for member in named]
     whole = [share for share in shares if share.name in kept]
     return Sharded(

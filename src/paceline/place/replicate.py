@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import DesyncError, RunError
-from paceline.place.units import Named, cut_units
+from paceline.place.units import Named, cut_units, renumbered
 from paceline.place.views import write
 from paceline.torch_private import copy_all, divide_all
 from paceline.world import World
@@ -124,7 +124,7 @@ class BucketReducer:
 
     def __init__(self, *, named: Sequence[Named], world: World) -> None:
         self._world = world
-        self._named = list(named)
+        self._named = named = renumbered(named)
         *most, last = cut_units(named)
         self._units = [*(_Unit(members) for members in most), _Unit(last, num_flags=len(named))]
         self._touched = [False] * len(named)

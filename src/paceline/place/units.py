@@ -27,6 +27,11 @@ def trainable(model: nn.Module) -> list[Named]:
     return [Named(index=index, name=name, parameter=p) for index, (name, p) in enumerate(found)]
 
 
+def renumbered(named: Sequence[Named]) -> list[Named]:
+    """Some of a model's parameters, counted anew."""
+    return [Named(index=index, name=m.name, parameter=m.parameter) for index, m in enumerate(named)]
+
+
 def cut_units(named: Sequence[Named]) -> list[list[Named]]:
     """Cut into units, last layers first, since backward finishes them first.
 

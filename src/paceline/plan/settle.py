@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.errors import PacelineError, UsageError, raise_all
-from paceline.plan.legal import refuse_unproved
+from paceline.plan.legal import refuse_products
 from paceline.plan.mesh import Mesh, label, mesh_of
 from paceline.plan.pipeline import pipeline_notes
 from paceline.spec.layout import Kind, Layout
@@ -70,7 +70,7 @@ def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts) ->
     problems: list[PacelineError] = []
     processes = layout.processes(ranks=cluster.ranks)
     mesh = mesh_of(layout, ranks=cluster.ranks, problems=problems)
-    problems += refuse_unproved(layout, mesh)
+    problems += refuse_products(layout, mesh)
     replicas = mesh.replicas
     micro = _micro_batch_size(facts, replicas, problems)
     backend, why = settle_backend(replace(cluster, ranks=processes), facts, problems)

@@ -10,7 +10,7 @@ from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
 from paceline.faults import Fault, parse_faults
 from paceline.launch.environments import Joined, detect
 from paceline.launch.meet import adopt
-from paceline.plan.legal import refuse_unproved
+from paceline.plan.legal import refuse_products
 from paceline.plan.machine import usable_cores, visible_gpus
 from paceline.plan.mesh import mesh_of
 from paceline.plan.settle import Cluster, settle_threads
@@ -90,7 +90,7 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
     if layout is not None and layout.ranks and common.ranks is None and (joined is None or threads):
         ranks = layout.ranks
     if layout is not None:
-        problems += refuse_unproved(layout, mesh_of(layout, ranks=ranks, problems=problems))
+        problems += refuse_products(layout, mesh_of(layout, ranks=ranks, problems=problems))
     raise_all(problems)
     assert layout is not None and settings is not None
     return Task(
