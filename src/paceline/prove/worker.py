@@ -28,7 +28,7 @@ from paceline.store.disk import write_json
 from paceline.torch_private import guard_hooks
 from paceline.train.built import Built, build
 from paceline.train.ready import Ready, join_world, prepare
-from paceline.train.updates import lr_factor
+from paceline.train.updates import lr_factor, make_scaler
 from paceline.world import World
 
 _LOSS_SCALE = 1024.0
@@ -236,8 +236,8 @@ def _built(ready: Ready, world: World, dtype: torch.dtype | None) -> Built:
         settings = replace(settings, train=replace(settings.train, precision="fp32"))
     built = build(job=job, settings=settings, plan=ready.plan, world=world)
     if built.update.scaler is not None:  # one scale for all steps, and low: an overflow would leave nothing to compare
-        scaler = torch.amp.GradScaler(ready.plan.device, init_scale=_LOSS_SCALE, growth_interval=1 << 30)
-        built.update.scaler = scaler
+        options = {"init_scale": _LOSS_SCALE, "growth_interval": 1 << 30}
+        built.update.scaler = make_scaler(built.kept, world, **options)
     return built
 
 

@@ -255,7 +255,7 @@ class Loop:
                 samples_per_second=clock.samples / stepping,
                 tokens_per_second=clock.tokens / stepping if clock.tokens != clock.samples else None,
                 memory_peak_gib=peak_gib(self.built.world.device),
-                statistics=statistics(self.built.named) if self.built.settings.log.statistics else {},
+                statistics=statistics(self.built) if self.built.settings.log.statistics else {},
             )
         )
         self._clock = Clock()

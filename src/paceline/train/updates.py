@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from paceline.errors import raise_all
 from paceline.job import Job
 from paceline.place.compose import Placed
+from paceline.place.holding import Holding
 from paceline.place.norm import joint_norm
 from paceline.place.offload import offload_state
 from paceline.place.rules import Rules, learn
@@ -57,7 +59,7 @@ def make_update(
         named=placed.named,
         optimizers=optimizers,
         schedules=schedules,
-        scaler=_scaler(placed, world) if fp16 else None,
+        scaler=make_scaler(placed.kept, world) if fp16 else None,
         max_grad_norm=settings.train.max_grad_norm,
         check_finite=not fp16,
         skip_nonfinite=settings.train.on_nonfinite == "skip",
@@ -76,12 +78,12 @@ def lr_factor(rule: str, ratio: float) -> float:
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
 
 
-def _scaler(placed: Placed, world: World) -> torch.amp.GradScaler:
+def make_scaler(kept: Holding, world: World, **options: Any) -> torch.amp.GradScaler:
     """Where ranks hold parts, an overflow in one rank's is everybody's."""
     device = world.device.type
-    if placed.kept.is_whole:
-        return torch.amp.GradScaler(device)
-    return JointScaler(device, join=lambda found: world.all_reduce(found, op="max"))
+    if kept.is_whole:
+        return torch.amp.GradScaler(device, **options)
+    return JointScaler(device, join=lambda found: world.all_reduce(found, op="max"), **options)
 
 
 def _averaged(placed: Placed) -> dict[str, Tensor]:
