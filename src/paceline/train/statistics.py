@@ -39,4 +39,5 @@ def _joint(built: Built) -> dict[str, float]:
 
 
 def _square(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm.square()
