@@ -77,11 +77,11 @@ def _run(case: Case, world: World) -> dict[str, Any]:
     found: dict[str, Any] = {"verdict": BITWISE, "layout": ready.plan.layout, "parts": {}}
     if "start" in case.checks or "final" in case.checks:
         built = _built(ready, world, None)
-        found["start"] = weights_digest(wholes(built))
+        found["start"] = weights_digest(sorted(wholes(built).items()))
         if "final" in case.checks:
             for given in islice(_feed(built), case.steps):
                 built.step.run(given)
-            found["final"] = weights_digest(wholes(built))
+            found["final"] = weights_digest(sorted(wholes(built).items()))
         _leave(built)
     for name in _precisions(case, ready, world):
         _merge(found, name, _lockstep(case, ready, world, _DTYPES[name]))

@@ -7,7 +7,7 @@ and replicas of the shards work alike, and a unit may be of any make. With repli
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -71,9 +71,9 @@ def shard_fully(
 ) -> Sharded:
     """Shard the model in place; every rank holds the same whole weights before. On one rank nothing is sharded.
 
-    `hollow` names what other pipeline stages hold. Given, even empty, the model's forward is left in its midst, so
-    that its own parameters are gathered by the modules that have them, and stay until the step's end. Parameters named
-    in `without` (experts) stay as they are.
+    `hollow` names what other pipeline stages hold. Given, even empty, the model's forward is left in its midst, and
+    others run before its backward does: then what is in no unit stays gathered until the step's end.
+    Parameters named in `without` (experts) stay as they are.
 
     Raises:
         LayoutError: a parameter that can't be sharded, or a unit that the model does not have.
@@ -90,12 +90,7 @@ def shard_fully(
     base = parts or {m.name: Part.all_of(m.parameter.shape) for m in every}
     kept = {m.name: m.parameter for m in every if not m.parameter.dim()}
     gone = {p for n, p in model.named_parameters() if n in apart}
-    units = list(find_units(model, by=asked.units).values())
-    if hollow is None:
-        _wrap([*units, model], model, data, asked, gone | set(kept.values()))
-    else:
-        staged = _staged_units(model, units, gone | set(kept.values()))
-        _wrap(staged, model, data, replace(asked, reshard=bool(asked.reshard)), gone | set(kept.values()))
+    _wrap(model, data, asked, ignored=gone | set(kept.values()), is_left=hollow is not None)
     sources = {**kept, **_gathered(model)}
     now = {n: p for n, p in model.named_parameters() if n not in apart}
     shares = [_share(member, now[member.name], cut, data.shard.rank, base) for member in named]
@@ -110,7 +105,7 @@ def shard_fully(
             replicas=data.replicas,
             grid=grid,
         ),
-        spread=_Settle(model, Spread(whole, cut=cut, world=data.shard)),
+        spread=_Settle(model, Spread(whole, cut=cut, world=data.shard), is_left=hollow is not None),
         parts={n: base[n] if n in kept else cut[n].part(base[n], data.shard.rank) for n in now},
         locals={name: _local(p) for name, p in now.items()},
         data=data,
@@ -120,63 +115,44 @@ def shard_fully(
 class _Settle:
     """After an update: scalars reach every rank, and what is still gathered is freed, since it is old now.
 
-    Backward frees it; an evaluation, or a model whose output hides its tensors, leaves the model's own gathered.
+    Backward frees it; an evaluation, or a model whose output hides its tensors, leaves the model's own gathered. A
+    forward that `is_left` in its midst says that it is running: then only what is freed after forwards is freed.
     """
 
-    def __init__(self, model: nn.Module, spread: Spread) -> None:
+    def __init__(self, model: nn.Module, spread: Spread, *, is_left: bool) -> None:
+        self._left = model if is_left and isinstance(model, FSDPModule) else None
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._spread = spread
 
     def __call__(self) -> None:
         self._spread()
+        if self._left is not None:
+            self._left.set_reshard_after_forward(True, recurse=False)
         for module in self._sharded:
             module.reshard()
+        if self._left is not None:
+            self._left.set_reshard_after_forward(False, recurse=False)
 
 
-def _staged_units(model: nn.Module, units: Sequence[nn.Module], without: set[nn.Parameter]) -> list[nn.Module]:
-    """Of a stage: the blocks that it has, and every module outside them that has parameters of its own.
-
-    Raises:
-        LayoutError: a parameter that the model itself uses, or modules that share one.
-    """
-    own = [unit for unit in units if all(p not in without for p in unit.parameters())]
-    inside = {p for unit in own for p in unit.parameters()}
-    rest = {p for p in model.parameters() if p not in inside and p not in without}
-    found, owners = list[nn.Module](), dict[nn.Parameter, list[str]]()
-    for name, module in model.named_modules():
-        mine = [p for p in module.parameters(recurse=False) if p in rest]
-        for parameter in mine:
-            owners.setdefault(parameter, []).append(name or "the model itself")
-        if mine:
-            found.append(module)
-    for names in owners.values():
-        if len(names) > 1 or names[0] == "the model itself":
-            raise LayoutError(
-                f"fsdp inside pp can't gather a parameter that {' and '.join(names)} use.",
-                cause="outside the blocks a stage gathers module by module",
-                hint="zero=2 beside pp, or a module of its own for it",
-            )
-    return [*own, *found]
-
-
-def _wrap(
-    units: Sequence[nn.Module], model: nn.Module, data: Data, asked: FullySharded, ignored: set[nn.Parameter]
-) -> None:
+def _wrap(model: nn.Module, data: Data, asked: FullySharded, *, ignored: set[nn.Parameter], is_left: bool) -> None:
     device = data.shard.device.type
     assert data.shard.group is not None
     mesh = DeviceMesh.from_group(data.shard.group, device, mesh_dim_names=("dp_shard",))
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if asked.offload else OffloadPolicy()
-    for unit in units:
+    units = [unit for unit in find_units(model, by=asked.units).values() if not ignored.issuperset(unit.parameters())]
+    for unit in [*units, model]:
         unit.register_forward_hook(lambda _, __, output: _own_memory(output))
         output = torch.float32 if asked.params is not None and unit is model else None
         fully_shard(
             unit,
             mesh=mesh,
-            reshard_after_forward=asked.reshard,
+            reshard_after_forward=False if is_left and unit is model else asked.reshard,
             mp_policy=MixedPrecisionPolicy(param_dtype=asked.params, output_dtype=output),
             offload_policy=offload,
             ignored_params=ignored,
         )
+    if is_left and isinstance(model, FSDPModule):
+        model.set_reshard_after_backward(False, recurse=False)
     _prefetch(model, asked.prefetch)
 
 

@@ -19,11 +19,15 @@ from paceline.spec.settings import Place
 from paceline.world import World
 
 Programs = Callable[[int], Program]
+_GATHERED = 3  # what is gathered for a backward, or computed again in it, is there for all of it at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piped:
-    """One rank's stages. `program` gives what all ranks do for so many microbatches, `forward` without gradients."""
+    """One rank's stages. `program` gives what all ranks do for so many microbatches, `forward` without gradients.
+
+    `splits`: whether a stage's backward can be had in halves, as zero-bubble schedules ask for it.
+    """
 
     stages: Stages
     cut: Cut
@@ -31,6 +35,7 @@ class Piped:
     program: Programs
     forward: Programs
     hollow: frozenset[str]
+    splits: bool = True
 
     @property
     def has_loss(self) -> bool:
@@ -66,6 +71,7 @@ def cut_model(
         program=program,
         forward=cache(lambda num_micro: forward_only(rank_of_stage=some.rank_of_stage, micro=num_micro)),
         hollow=_hollow(model, cut=cut, own=own),
+        splits=mesh.zero != _GATHERED and asked.remat == "none",
     )
 
 

@@ -169,6 +169,7 @@ class Lockstep:
                 value = give(name, source.get(name), holding=self._built.weights, world=self._world)
                 if held.tensor is not None and value is not None:
                     write(held.tensor, value)
+        self._built.step.parts.buffers.begin()  # it was not a forward that has written to them
 
     def _given(self, cursor: Cursor) -> StepInput:
         feed = feed_of(self._built, cursor)
