@@ -1,6 +1,6 @@
 """From a whole model to this rank's share of it, in the one order in which placements go together."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,7 @@ class Placed:
     """What this rank holds and does. `named` is what its optimizer works on, `spread` what follows an update.
 
     `weights` are the parameters and buffers as the ranks' models hold them, `kept` the optimizers' parts of them.
+    `leaves` are what autograd writes to, one for each of `named`.
     """
 
     named: Sequence[Named]
@@ -60,6 +61,7 @@ class Placed:
     kept: Holding
     reducer: Reducer
     spread: Callable[[], None]
+    leaves: Sequence[nn.Parameter] = ()
     piped: Piped | None = None
     grid: Grid | None = None
     undos: Sequence[Callable[[], None]] = ()
@@ -93,10 +95,12 @@ def compose(
     compiles: bool = False,
     whole: Sequence[str] = (),
     context: ContextParallel | None = None,
+    rows: MutableMapping[str, Tensor] | None = None,
 ) -> Placed:
     """Place a model that is whole on every rank. `example` runs forward and loss on one microbatch; pp needs it.
 
-    `whole` names parameters whose update rule looks at all of them; `say` hears what is to be told.
+    `whole` names parameters whose update rule looks at all of them; `say` hears what is to be told. `rows` are this
+    rank's rows of parameters that have no memory yet, for a model that is sharded and nothing else.
 
     Raises:
         LayoutError: something in the model can't be placed so.
@@ -130,13 +134,13 @@ def compose(
     if mesh.zero:
         data = Data(all=worlds.summed, shard=worlds.shard, replicas=worlds.mirrors)
         sharding = _Sharding(
-            asked=asked, how=how, stage=mesh.zero, data=data, grid=grid, base=base, piped=piped, without=routed
+            asked=asked, how=how, stage=mesh.zero, data=data, grid=grid, base=base, piped=piped, without=routed, rows=rows
         )
         split = _sharded(model, named=named, by=sharding, whole=whole)
     else:
-        split = _Split(
-            named=named, parts=base, tensors={}, reducer=_reducer(named, worlds.summed, grid), spread=_nothing
-        )
+        leaves = [member.parameter for member in named]
+        reduces = _reducer(named, worlds.summed, grid)
+        split = _Split(named=named, parts=base, tensors={}, reducer=reduces, spread=_nothing, leaves=leaves)
     split = split if experts is None else _with_experts(split, theirs, worlds, routed)
     shares = {share.name: share for share in split.named}
     reducer = split.reducer
@@ -150,6 +154,7 @@ def compose(
         kept=Holding(world=worlds.every, held=[_kept(one, shares.get(one.name), base) for one in every]),
         reducer=reducer,
         spread=split.spread,
+        leaves=split.leaves,
         piped=piped,
         grid=grid,
         undos=undos,
@@ -172,6 +177,7 @@ class _Split:
     tensors: Mapping[str, Tensor]
     reducer: Reducer
     spread: Callable[[], None]
+    leaves: Sequence[nn.Parameter]
 
 
 def _live(member: Named, model: nn.Module) -> Named:
@@ -198,6 +204,7 @@ class _Sharding:
     base: Parts
     piped: Piped | None
     without: Collection[str]
+    rows: MutableMapping[str, Tensor] | None
 
 
 def _sharded(model: nn.Module, *, named: Sequence[Named], by: _Sharding, whole: Sequence[str]) -> _Split:
@@ -214,6 +221,7 @@ def _sharded(model: nn.Module, *, named: Sequence[Named], by: _Sharding, whole: 
             asked=wanted,
             hollow=hollow,
             without=by.without,
+            rows=by.rows,
         )
     else:
         sharded = zero(stage=by.stage, model=model, named=named, data=by.data, grid=by.grid, parts=parts, whole=whole)
@@ -223,6 +231,7 @@ def _sharded(model: nn.Module, *, named: Sequence[Named], by: _Sharding, whole: 
         tensors=sharded.locals,
         reducer=sharded.reducer,
         spread=sharded.spread,
+        leaves=sharded.sources,
     )
 
 

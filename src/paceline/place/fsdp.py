@@ -6,7 +6,7 @@ and replicas of the shards work alike, and a unit may be of any make. With repli
 "PyTorch FSDP", VLDB 2023) only the rows' sums cross them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,8 @@ from paceline.place.wrap import Units, find_units, units_of
 from paceline.place.zero import Spread
 from paceline.spec.layout import Layout
 from paceline.spec.settings import Place
-from paceline.torch_private import is_view
+from paceline.torch_private import give_memory, is_view
+from paceline.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +69,14 @@ def shard_fully(
     asked: FullySharded | None = None,
     hollow: Collection[str] | None = None,
     without: Collection[str] = (),
+    rows: MutableMapping[str, Tensor] | None = None,
 ) -> Sharded:
     """Shard the model in place; every rank holds the same whole weights before. On one rank nothing is sharded.
 
     `hollow` names what other pipeline stages hold. Given, even empty, the model's forward is left in its midst, so
     that its own parameters are gathered by the modules that have them, and stay until the step's end. Parameters named
-    in `without` (experts) stay as they are.
+    in `without` (experts) stay as they are. `rows` are this rank's, by name, where the model's parameters have no
+    memory yet; they are taken out as they are used.
 
     Raises:
         LayoutError: a parameter that can't be sharded, or a unit that the model does not have.
@@ -96,6 +99,8 @@ def shard_fully(
     else:
         staged = _staged_units(model, units, gone | set(kept.values()))
         _wrap(staged, model, data, replace(asked, reshard=bool(asked.reshard)), gone | set(kept.values()))
+    if rows is not None:
+        _fill(model, rows, device=torch.device("cpu") if asked.offload else data.shard.device)
     sources = {**kept, **_gathered(model)}
     now = {n: p for n, p in model.named_parameters() if n not in apart}
     shares = [_share(member, now[member.name], cut, data.shard.rank, base) for member in named]
@@ -113,6 +118,7 @@ def shard_fully(
         spread=_Settle(model, Spread(whole, cut=cut, world=data.shard)),
         parts={n: base[n] if n in kept else cut[n].part(base[n], data.shard.rank) for n in now},
         locals={name: _local(p) for name, p in now.items()},
+        sources=[sources[share.name] for share in shares],
         data=data,
     )
 
@@ -178,6 +184,20 @@ def _wrap(
             ignored_params=ignored,
         )
     _prefetch(model, asked.prefetch)
+
+
+def row_parts(model: nn.Module, *, world: World) -> Parts:
+    """What each rank of `world` will hold of the parameters that are cut; a scalar is whole on all."""
+    every = [Named(index=i, name=n, parameter=p) for i, (n, p) in enumerate(model.named_parameters()) if p.dim()]
+    cut = cuts(every, places=world.world_size)
+    return {m.name: cut[m.name].part(Part.all_of(m.parameter.shape), world.rank) for m in every}
+
+
+def _fill(model: nn.Module, rows: MutableMapping[str, Tensor], *, device: torch.device) -> None:
+    give_memory(model, device=device)
+    for name, parameter in model.named_parameters():
+        if name in rows:
+            _local(parameter).copy_(rows.pop(name))
 
 
 def _own_memory(output: Any) -> Any:
