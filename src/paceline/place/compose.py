@@ -67,6 +67,11 @@ class Placed:
     undos: Sequence[Callable[[], None]] = ()
     context: ContextParallel | None = None
 
+    def owned(self) -> list[nn.Parameter]:
+        """Those of `named` that this rank answers for, where several hold the same."""
+        whole = self.kept.is_whole
+        return [m.parameter for m in self.named if whole or self.kept.owns(m.name)]
+
     def close(self) -> None:
         """Take back what was wrapped around the model's modules."""
         for undo in reversed(self.undos):
