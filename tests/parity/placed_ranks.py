@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline as pl
+from paceline.train import begin
 
 STEPS = 4
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
@@ -173,6 +174,15 @@ def files(layout: str) -> dict[str, Any]:
     return {"apart": apart(two.whole(), right)}
 
 
+def handed(layout: str) -> dict[str, Any]:
+    """A model that is large though below the limit: rank 0 builds it, and ranks get rows of it."""
+    before, begin.SMALL_BYTES = begin.SMALL_BYTES, 100
+    try:
+        return plain_loop(layout)
+    finally:
+        begin.SMALL_BYTES = before
+
+
 def large(layout: str) -> dict[str, Any]:
     """A model beyond the limit has the values of its names under every layout; one beyond `small` those of a build."""
     limited, _ = made(layout, settings={"init.limit": 100})
@@ -180,7 +190,7 @@ def large(layout: str) -> dict[str, Any]:
     return {"values": found}
 
 
-CASES = {"plain": plain_loop, "counted": counted_loop, "gan": gan, "files": files, "large": large}
+CASES = {"plain": plain_loop, "counted": counted_loop, "gan": gan, "files": files, "large": large, "handed": handed}
 
 
 def main() -> None:

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -22,11 +20,10 @@ from paceline.place.parts import Part, Parts
 from paceline.place.pipe import Piped, cut_model
 from paceline.place.remat import remat
 from paceline.place.replicate import BucketReducer, LocalReducer, Reducer
+from paceline.place.runs import Runs, tensor_plan
 from paceline.place.sharded import Data, zero
 from paceline.place.share import Share
-from paceline.place.tensor.derive import choose_plan
 from paceline.place.tensor.placed import split_model
-from paceline.place.tensor.plan import TensorPlan
 from paceline.place.threads import ThreadReducer
 from paceline.place.ties import TiedReducer
 from paceline.place.units import Named, trainable
@@ -53,7 +50,7 @@ class Placed:
     """What this rank holds and does. `named` is what its optimizer works on, `spread` what follows an update.
 
     `weights` are the parameters and buffers as the ranks' models hold them, `kept` the optimizers' parts of them.
-    `leaves` are what autograd writes to, one for each of `named`.
+    `leaves` are what autograd writes to.
     """
 
     named: Sequence[Named]
@@ -76,16 +73,6 @@ class Placed:
         """Take back what was wrapped around the model's modules."""
         for undo in reversed(self.undos):
             undo()
-
-
-class Runs(Protocol):
-    """Forward and loss on one microbatch."""
-
-    def __call__(self) -> object:
-        """Of the job's model, in training mode."""
-
-    def run(self, model: nn.Module) -> Any:
-        """Of this model, as it is; its sums."""
 
 
 def compose(
@@ -113,7 +100,7 @@ def compose(
     mesh, how = worlds.mesh, how or Place()
     before = all_of(model)
     every = trainable(model)
-    plan = _tensor_plan(model, how, mesh.tp, example) if mesh.tp > 1 else None
+    plan = tensor_plan(model, how, mesh.tp, example) if mesh.tp > 1 else None
     piped = None
     if mesh.pp > 1:
         assert example is not None
@@ -139,7 +126,15 @@ def compose(
     if mesh.zero:
         data = Data(all=worlds.summed, shard=worlds.shard, replicas=worlds.mirrors)
         sharding = _Sharding(
-            asked=asked, how=how, stage=mesh.zero, data=data, grid=grid, base=base, piped=piped, without=routed, rows=rows
+            asked=asked,
+            how=how,
+            stage=mesh.zero,
+            data=data,
+            grid=grid,
+            base=base,
+            piped=piped,
+            without=routed,
+            rows=rows,
         )
         split = _sharded(model, named=named, by=sharding, whole=whole)
     else:
@@ -165,12 +160,6 @@ def compose(
         undos=undos,
         context=context,
     )
-
-
-def _tensor_plan(model: nn.Module, how: Place, ranks: int, example: Runs | None) -> TensorPlan:
-    file = None if how.tensor_plan is None else Path(how.tensor_plan)
-    run = None if example is None else example.run
-    return choose_plan(model, ranks=ranks, run=run, file=file, replicate=how.replicate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +235,7 @@ def _with_experts(split: _Split, theirs: Sequence[Named], worlds: Worlds, routed
     return replace(
         split,
         named=sorted([*split.named, *theirs], key=lambda member: member.index),
+        leaves=[*split.leaves, *(member.parameter for member in theirs)],
         parts={**split.parts, **routed},
         tensors={name: tensor for name, tensor in split.tensors.items() if name not in routed},
         reducer=BothReducers([split.reducer, own], meets=True),

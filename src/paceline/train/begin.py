@@ -47,19 +47,17 @@ def begin_whole(build: Build, *, seed: int, limit_bytes: int, stored: Stored | N
     return build() if stored is not None else whole_start(build, seed=seed, limit_bytes=limit_bytes)
 
 
-def begin(
-    build: Build, *, seed: int, limit_bytes: int, worlds: Worlds, stored: Stored | None = None, small: int = SMALL_BYTES
-) -> Begun:
+def begin(build: Build, *, seed: int, limit_bytes: int, worlds: Worlds, stored: Stored | None = None) -> Begun:
     """The model of this rank; every rank calls this. `build` is the plain build, seeded.
 
-    Up to `small` bytes each rank builds it whole, as it does where it holds all of it.
+    Up to `SMALL_BYTES` each rank builds it whole, as it does where it holds all of it.
 
     Raises:
         JobError, UsageError, DesyncError: no model, one that can't be had so, or another one on other ranks.
     """
     if not holds_rows(worlds.mesh):
         return Begun(model=begin_whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored))
-    model = _built(build, most=min(small, limit_bytes))
+    model = _built(build, most=min(SMALL_BYTES, limit_bytes))
     if model is not None and tensor_bytes(model) > limit_bytes:
         model = None
     if not any(worlds.every.gather_json(model is None)):

@@ -1,7 +1,7 @@
 """What `pl.place` saves: whole tensors in plain safetensors, written one after another, read back in parts."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,21 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.errors import CheckpointError, SaveError
+from paceline.errors import CheckpointError
 from paceline.place.compose import Placed
 from paceline.place.holding import Held, Holding
 from paceline.place.parts import Part
-from paceline.place.start.files import SINGLE, Shelf
+from paceline.place.start.files import Shelf
 from paceline.place.views import write
 from paceline.store.disk import read_json, sync_folder, write_json
 from paceline.store.full import written
-from paceline.store.one_by_one import Heading, TensorFile
 from paceline.train.apart import tensors_of
-from paceline.train.convert import NAMES, first_names, to_bytes
+from paceline.train.consolidated import consolidate
+from paceline.train.convert import first_names
+from paceline.train.listing import Listing, list_model
 from paceline.train.plain import from_plain, to_plain
+from paceline.train.together import together
 from paceline.world import World
 
-OPTIMIZER, OPTIONS = "optimizer.safetensors", "optimizer.json"
+OPTIMIZER, OPTIONS = "optimizer", "options.json"
 
 
 def save_folder(
@@ -33,82 +35,27 @@ def save_folder(
     """Every rank calls this; the first writes aside and renames.
 
     Raises:
-        SaveError: it can't be written; on every rank alike.
+        SaveError, CheckpointError: it can't be written; on every rank alike.
     """
     names = {id(m.parameter): m.name for m in placed.named}
-    states = Holding(world=world, held=list(_states(optimizers, names, placed)))
-    weights = [(name, first) for name, first in _listed(model).items() if first in placed.weights.mine]
-    aside = folder.with_name(f".{folder.name}.tmp")
-    pen = _Pen() if world.is_main else None
-    if pen is not None:
-        pen.do(lambda: _begin(aside))
-    for file, holding, listed in (
-        (SINGLE, placed.weights, weights),
-        (OPTIMIZER, states, [(name, name) for name in states.names]),
-    ):
-        _stream(aside / file, holding, listed, pen)
-    if pen is not None:
-        plain = [_plain(optimizer, names) for optimizer in optimizers]
-        config: Any = getattr(model, "config", None)
-        pen.do(lambda: _end(aside, folder, plain, config.to_dict() if hasattr(config, "to_dict") else None))
-    problem = world.share_json(None if pen is None or pen.problem is None else pen.problem.as_json())
-    if problem is not None:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise SaveError(problem["what"], where=problem["where"], cause=problem["cause"], hint=problem["hint"])
+    aside = folder.with_name(f".{folder.name}.saving")
+    weights = list_model(model, weights=placed.weights, world=world)
+    held = together(world, lambda: list(_states(optimizers, names, placed)))
+    states = Holding(world=world, held=held)
+    listed = Listing(entries=states.mine, weights=states)
+    config = getattr(model, "config", None)
+    together(world, lambda: consolidate(weights, aside, config=config, world=world))
+    together(world, lambda: consolidate(listed, aside / OPTIMIZER, config=None, world=world))
+    plain = together(world, lambda: [_plain(optimizer, names) for optimizer in optimizers])
+    together(world, lambda: _end(aside, folder, plain) if world.is_main else None)
 
 
-class _Pen:
-    """What the first rank writes; after a failure it writes no more, and still takes part in what all ranks do."""
-
-    def __init__(self) -> None:
-        self.problem: SaveError | None = None
-
-    def do(self, work: Callable[[], None]) -> None:
-        if self.problem is None:
-            try:
-                with written("the placed model", Path.cwd()):
-                    work()
-            except SaveError as error:
-                self.problem = error
-
-
-def _begin(aside: Path) -> None:
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-
-
-def _end(aside: Path, folder: Path, plain: Sequence[Any], config: Any) -> None:
-    write_json(aside / OPTIONS, list(plain))
-    if config is not None:
-        write_json(aside / "config.json", config)
-    sync_folder(aside)
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
-
-
-def _stream(path: Path, holding: Holding, listed: Sequence[tuple[str, str]], pen: _Pen | None) -> None:
-    """Each tensor is put together on all ranks and let go of, whether the first can write or not."""
-    headings = [
-        Heading(name=name, dtype=NAMES[holding.mine[first].dtype], shape=holding.mine[first].part.shape)
-        for name, first in listed
-    ]
-    files: list[TensorFile] = []
-    if pen is not None:
-        pen.do(lambda: files.append(TensorFile(path, headings)))
-    for name, first in listed:
-        whole = holding.whole(first, holding.mine[first].tensor)
-        if pen is not None and files:
-            pen.do(partial(files[0].add, to_bytes(name, whole).data))
-    for file in files:
-        file.close()
-
-
-def _listed(model: nn.Module) -> dict[str, str]:
-    """Each name of the `state_dict`, and the first name of the same tensor."""
-    firsts = {id(t): n for n, t in [*model.named_buffers(), *model.named_parameters()]}
-    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    known = {name: firsts[id(tensor)] for name, tensor in every}
-    return {name: known[name] for name in tensors_of(model) if name in known}
+def _end(aside: Path, folder: Path, plain: Sequence[Any]) -> None:
+    with written("the placed model", folder):
+        write_json(aside / OPTIMIZER / OPTIONS, list(plain))
+        sync_folder(aside)
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
 
 
 def _states(optimizers: Sequence[Optimizer], names: dict[int, str], placed: Placed) -> Iterator[Held]:
@@ -157,6 +104,14 @@ def _plain(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
     return {"kind": kind, "groups": groups, "scalars": scalars}
 
 
+def _listed(model: nn.Module) -> dict[str, str]:
+    """Each name of the `state_dict`, and the first name of the same tensor."""
+    firsts = {id(t): n for n, t in [*model.named_buffers(), *model.named_parameters()]}
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    known = {name: firsts[id(tensor)] for name, tensor in every}
+    return {name: known[name] for name in tensors_of(model) if name in known}
+
+
 def load_folder(folder: Path, *, placed: Placed, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
     """This rank's parts of the weights, and of the optimizers' state.
 
@@ -165,15 +120,17 @@ def load_folder(folder: Path, *, placed: Placed, optimizers: Sequence[Optimizer]
     """
     _load_weights(Shelf(folder), placed, listed=_listed(model), folder=folder)
     try:
-        plains = read_json(folder / OPTIONS)
+        plains = read_json(folder / OPTIMIZER / OPTIONS)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / OPTIONS} can't be read: {error}.", hint="what placed.save wrote") from error
+        raise CheckpointError(
+            f"{folder / OPTIMIZER / OPTIONS} can't be read: {error}.", hint="what placed.save wrote"
+        ) from error
     saved, now = [plain["kind"] for plain in plains], [type(optimizer).__name__ for optimizer in optimizers]
     if saved != now:
         raise CheckpointError(
             f"{folder} has the optimizers {saved}, here are {now}.", hint="make the same optimizers before load"
         )
-    shelf = Shelf(folder, single=OPTIMIZER)
+    shelf = Shelf(folder / OPTIMIZER)
     names = {id(m.parameter): m.name for m in placed.named}
     for index, (optimizer, plain) in enumerate(zip(optimizers, plains, strict=True)):
         _load_optimizer(optimizer, plain, shelf, names, placed.kept, prefix=f"{index}/")

@@ -1,5 +1,6 @@
 """`pl.place`: a model placed by any layout without pp, for loops that are no `Job`: GAN, RL, a trainer of one's own."""
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,12 +11,14 @@ from torch import nn
 from paceline.errors import LayoutError, PacelineError, UsageError, raise_all
 from paceline.place.compose import compose
 from paceline.place.replicate import equal_start
+from paceline.place.start.hollow import tensor_bytes
 from paceline.place.units import trainable
-from paceline.plan.legal import refuse_unproved
+from paceline.plan.legal import refuse_products
 from paceline.plan.mesh import Mesh, mesh_of
 from paceline.spec.layout import Kind, Layout, parse_layout
 from paceline.spec.read import Asked, merge
 from paceline.spec.settings import Settings
+from paceline.streams import key
 from paceline.talk import say
 from paceline.torch_private import guard_hooks
 from paceline.train.begin import begin
@@ -25,6 +28,12 @@ from paceline.world import World
 from paceline.worlds import Worlds
 
 _HEARD = ("place", "init", "train.compile", "train.backend", "train.timeout_seconds")
+
+_NEVER = {
+    "pp": "there forward and backward of microbatches are the engine's to call, not the script's",
+    "cp": "there the engine deals slices of each sequence, with labels and positions",
+    "ep": "there the engine adds the experts' gradients over other ranks than the rest",
+}
 
 
 def place(
@@ -56,9 +65,14 @@ def place(
     mesh = _mesh(asked, here.world_size)
     worlds = Worlds.of(here, mesh=mesh)
     guard_hooks()
-    seed = int(here.share_json(torch.initial_seed()))
+    state = torch.get_rng_state()
+    drawn = hashlib.blake2b(bytes(state.numpy()), digest_size=8).hexdigest()
+    seed = key(here.share_json(drawn), "place")
     begun = begin(build, seed=seed, limit_bytes=chosen.init.limit, worlds=worlds)
     model = begun.on(here.device)
+    if tensor_bytes(model) > chosen.init.limit:  # drawn by name: the next model is another all the same
+        torch.set_rng_state(state)
+        torch.rand(1)
     if begun.rows is None:
         equal_start(model, world=here)
     every = [replace(member, parameter=_without_memory(member.parameter)) for member in trainable(model)]
@@ -111,17 +125,13 @@ def _settings(given: Mapping[str, Any]) -> Settings:
 
 def _mesh(asked: Layout, ranks: int) -> Mesh:
     problems: list[PacelineError] = []
-    if asked.sizes.get("pp", 1) != 1 or asked.kind is Kind.THREADS:
-        what = "threads" if asked.kind is Kind.THREADS else "pp"
-        problems.append(
-            LayoutError(
-                f"pl.place has no {what}.",
-                cause="there forward and backward of microbatches are the engine's to call, not the script's",
-                hint=f"with pl.Run(job, layout={str(asked)!r}) as run: ...",
-            )
-        )
-        raise_all(problems)
+    never = {axis: why for axis, why in _NEVER.items() if asked.sizes.get(axis, 1) != 1}
+    never |= {"threads": _NEVER["pp"]} if asked.kind is Kind.THREADS else {}
+    for what, why in never.items():
+        hint = f"with pl.Run(job, layout={str(asked)!r}) as run: ..."
+        problems.append(LayoutError(f"pl.place has no {what}.", cause=why, hint=hint))
+    raise_all(problems)
     mesh = mesh_of(asked, ranks=ranks, problems=problems)
-    problems += refuse_unproved(asked, mesh)
+    problems += refuse_products(asked, mesh)
     raise_all(problems)
     return mesh

@@ -20,9 +20,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 class Shelf:
     """The tensors of a folder, one file or several with an index; nothing is read before it is asked for."""
 
-    def __init__(self, folder: Path, *, single: str = SINGLE) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._single = single
         self._files: dict[str, Any] = {}
         self._where = self._found()
 
@@ -75,7 +74,7 @@ class Shelf:
 
     def _found(self) -> dict[str, str]:
         index = self.folder / INDEX
-        if self._single == SINGLE and index.is_file():
+        if index.is_file():
             found = json.loads(index.read_text())["weight_map"]
             absent = sorted({file for file in found.values() if not (self.folder / file).is_file()})
             if absent:
@@ -83,14 +82,14 @@ class Shelf:
                     f"{self.folder} lacks {', '.join(absent[:3])}, which its index names.", hint="copy the whole folder"
                 )
             return {str(name): str(file) for name, file in found.items()}
-        if not (self.folder / self._single).is_file():
+        if not (self.folder / SINGLE).is_file():
             has = sorted(path.name for path in self.folder.glob("*"))[:6] if self.folder.is_dir() else []
             raise CheckpointError(
-                f"{self.folder} holds neither {self._single} nor {INDEX}.",
+                f"{self.folder} holds neither {SINGLE} nor {INDEX}.",
                 cause=f"it has {', '.join(has)}" if has else "there is no such folder, or it is empty",
                 hint="a folder that save_pretrained or `paceline ckpt consolidate` has written",
             )
-        return dict.fromkeys(self._open(self._single).keys(), self._single)
+        return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
 
 
 class Recipe(Protocol):
