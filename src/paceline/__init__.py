@@ -10,6 +10,7 @@ _PUBLIC = {
     "Run": "paceline.train.run",
     "World": "paceline.world",
     "hf": "paceline.hf",
+    "place": "paceline.train.placing",
     "record": "paceline.prove.record",
     "train": "paceline.verbs.train",
     "verify": "paceline.verbs.verify",

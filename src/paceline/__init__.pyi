@@ -13,6 +13,7 @@ from paceline.errors import UsageError as UsageError
 from paceline.job import EarlyStopping as EarlyStopping
 from paceline.job import Job as Job
 from paceline.prove.record import record as record
+from paceline.train.placing import place as place
 from paceline.train.run import Run as Run
 from paceline.verbs.compare import compare as compare
 from paceline.verbs.evaluate import evaluate as evaluate

@@ -35,6 +35,7 @@ __all__ = [
     "compile_errors",
     "copy_all",
     "divide_all",
+    "give_memory",
     "guard_hooks",
     "hide_worker",
     "hollow_tensor",
@@ -121,6 +122,11 @@ def of_type(data: Tensor, *, like: Tensor) -> Tensor:
     """`data`, sharing its memory, as a tensor or parameter of the class of `like`, trainable if that is."""
     made: Tensor = Tensor._make_subclass(type(like), data, like.requires_grad)
     return made
+
+
+def give_memory(model: nn.Module, *, device: torch.device) -> None:
+    """Uninitialised memory for what has none; `to_empty` would also forget what has."""
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
 def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

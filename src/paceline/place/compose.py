@@ -1,10 +1,8 @@
 """From a whole model to this rank's share of it, in the one order in which placements go together."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -22,11 +20,10 @@ from paceline.place.parts import Part, Parts
 from paceline.place.pipe import Piped, cut_model
 from paceline.place.remat import remat
 from paceline.place.replicate import BucketReducer, LocalReducer, Reducer
+from paceline.place.runs import Runs, tensor_plan
 from paceline.place.sharded import Data, zero
 from paceline.place.share import Share
-from paceline.place.tensor.derive import choose_plan
 from paceline.place.tensor.placed import split_model
-from paceline.place.tensor.plan import TensorPlan
 from paceline.place.threads import ThreadReducer
 from paceline.place.ties import TiedReducer
 from paceline.place.units import Named, trainable
@@ -53,6 +50,7 @@ class Placed:
     """What this rank holds and does. `named` is what its optimizer works on, `spread` what follows an update.
 
     `weights` are the parameters and buffers as the ranks' models hold them, `kept` the optimizers' parts of them.
+    `leaves` are what autograd writes to.
     """
 
     named: Sequence[Named]
@@ -60,25 +58,21 @@ class Placed:
     kept: Holding
     reducer: Reducer
     spread: Callable[[], None]
+    leaves: Sequence[nn.Parameter] = ()
     piped: Piped | None = None
     grid: Grid | None = None
     undos: Sequence[Callable[[], None]] = ()
     context: ContextParallel | None = None
 
+    def owned(self) -> list[nn.Parameter]:
+        """Those of `named` that this rank answers for, where several hold the same."""
+        whole = self.kept.is_whole
+        return [m.parameter for m in self.named if whole or self.kept.owns(m.name)]
+
     def close(self) -> None:
         """Take back what was wrapped around the model's modules."""
         for undo in reversed(self.undos):
             undo()
-
-
-class Runs(Protocol):
-    """Forward and loss on one microbatch."""
-
-    def __call__(self) -> object:
-        """Of the job's model, in training mode."""
-
-    def run(self, model: nn.Module) -> Any:
-        """Of this model, as it is; its sums."""
 
 
 def compose(
@@ -93,10 +87,12 @@ def compose(
     compiles: bool = False,
     whole: Sequence[str] = (),
     context: ContextParallel | None = None,
+    rows: MutableMapping[str, Tensor] | None = None,
 ) -> Placed:
     """Place a model that is whole on every rank. `example` runs forward and loss on one microbatch; pp needs it.
 
-    `whole` names parameters whose update rule looks at all of them; `say` hears what is to be told.
+    `whole` names parameters whose update rule looks at all of them; `say` hears what is to be told. `rows` are this
+    rank's rows of parameters that have no memory yet, for a model that is sharded and nothing else.
 
     Raises:
         LayoutError: something in the model can't be placed so.
@@ -104,7 +100,7 @@ def compose(
     mesh, how = worlds.mesh, how or Place()
     before = all_of(model)
     every = trainable(model)
-    plan = _tensor_plan(model, how, mesh.tp, example) if mesh.tp > 1 else None
+    plan = tensor_plan(model, how, mesh.tp, example) if mesh.tp > 1 else None
     piped = None
     if mesh.pp > 1:
         assert example is not None
@@ -130,13 +126,21 @@ def compose(
     if mesh.zero:
         data = Data(all=worlds.summed, shard=worlds.shard, replicas=worlds.mirrors)
         sharding = _Sharding(
-            asked=asked, how=how, stage=mesh.zero, data=data, grid=grid, base=base, piped=piped, without=routed
+            asked=asked,
+            how=how,
+            stage=mesh.zero,
+            data=data,
+            grid=grid,
+            base=base,
+            piped=piped,
+            without=routed,
+            rows=rows,
         )
         split = _sharded(model, named=named, by=sharding, whole=whole)
     else:
-        split = _Split(
-            named=named, parts=base, tensors={}, reducer=_reducer(named, worlds.summed, grid), spread=_nothing
-        )
+        leaves = [member.parameter for member in named]
+        reduces = _reducer(named, worlds.summed, grid)
+        split = _Split(named=named, parts=base, tensors={}, reducer=reduces, spread=_nothing, leaves=leaves)
     split = split if experts is None else _with_experts(split, theirs, worlds, routed)
     shares = {share.name: share for share in split.named}
     reducer = split.reducer
@@ -150,17 +154,12 @@ def compose(
         kept=Holding(world=worlds.every, held=[_kept(one, shares.get(one.name), base) for one in every]),
         reducer=reducer,
         spread=split.spread,
+        leaves=split.leaves,
         piped=piped,
         grid=grid,
         undos=undos,
         context=context,
     )
-
-
-def _tensor_plan(model: nn.Module, how: Place, ranks: int, example: Runs | None) -> TensorPlan:
-    file = None if how.tensor_plan is None else Path(how.tensor_plan)
-    run = None if example is None else example.run
-    return choose_plan(model, ranks=ranks, run=run, file=file, replicate=how.replicate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +171,7 @@ class _Split:
     tensors: Mapping[str, Tensor]
     reducer: Reducer
     spread: Callable[[], None]
+    leaves: Sequence[nn.Parameter]
 
 
 def _live(member: Named, model: nn.Module) -> Named:
@@ -198,6 +198,7 @@ class _Sharding:
     base: Parts
     piped: Piped | None
     without: Collection[str]
+    rows: MutableMapping[str, Tensor] | None
 
 
 def _sharded(model: nn.Module, *, named: Sequence[Named], by: _Sharding, whole: Sequence[str]) -> _Split:
@@ -214,6 +215,7 @@ def _sharded(model: nn.Module, *, named: Sequence[Named], by: _Sharding, whole: 
             asked=wanted,
             hollow=hollow,
             without=by.without,
+            rows=by.rows,
         )
     else:
         sharded = zero(stage=by.stage, model=model, named=named, data=by.data, grid=by.grid, parts=parts, whole=whole)
@@ -223,6 +225,7 @@ def _sharded(model: nn.Module, *, named: Sequence[Named], by: _Sharding, whole: 
         tensors=sharded.locals,
         reducer=sharded.reducer,
         spread=sharded.spread,
+        leaves=sharded.sources,
     )
 
 
@@ -232,6 +235,7 @@ def _with_experts(split: _Split, theirs: Sequence[Named], worlds: Worlds, routed
     return replace(
         split,
         named=sorted([*split.named, *theirs], key=lambda member: member.index),
+        leaves=[*split.leaves, *(member.parameter for member in theirs)],
         parts={**split.parts, **routed},
         tensors={name: tensor for name, tensor in split.tensors.items() if name not in routed},
         reducer=BothReducers([split.reducer, own], meets=True),

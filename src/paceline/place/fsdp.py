@@ -6,7 +6,7 @@ and replicas of the shards work alike, and a unit may be of any make. With repli
 "PyTorch FSDP", VLDB 2023) only the rows' sums cross them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,8 @@ from paceline.place.wrap import Units, find_units, units_of
 from paceline.place.zero import Spread
 from paceline.spec.layout import Layout
 from paceline.spec.settings import Place
-from paceline.torch_private import is_view
+from paceline.torch_private import give_memory, is_view
+from paceline.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +69,14 @@ def shard_fully(
     asked: FullySharded | None = None,
     hollow: Collection[str] | None = None,
     without: Collection[str] = (),
+    rows: MutableMapping[str, Tensor] | None = None,
 ) -> Sharded:
     """Shard the model in place; every rank holds the same whole weights before. On one rank nothing is sharded.
 
     `hollow` names what other pipeline stages hold. Given, even empty, the model's forward is left in its midst, and
     others run before its backward does: then what is in no unit stays gathered until the step's end.
-    Parameters named in `without` (experts) stay as they are.
+    Parameters named in `without` (experts) stay as they are. `rows` are this rank's, by name, where the model's
+    parameters have no memory yet; they are taken out as they are used.
 
     Raises:
         LayoutError: a parameter that can't be sharded, or a unit that the model does not have.
@@ -91,6 +94,8 @@ def shard_fully(
     kept = {m.name: m.parameter for m in every if not m.parameter.dim()}
     gone = {p for n, p in model.named_parameters() if n in apart}
     _wrap(model, data, asked, ignored=gone | set(kept.values()), is_left=hollow is not None)
+    if rows is not None:
+        _fill(model, rows, device=torch.device("cpu") if asked.offload else data.shard.device)
     sources = {**kept, **_gathered(model)}
     now = {n: p for n, p in model.named_parameters() if n not in apart}
     shares = [_share(member, now[member.name], cut, data.shard.rank, base) for member in named]
@@ -108,6 +113,7 @@ def shard_fully(
         spread=_Settle(model, Spread(whole, cut=cut, world=data.shard), is_left=hollow is not None),
         parts={n: base[n] if n in kept else cut[n].part(base[n], data.shard.rank) for n in now},
         locals={name: _local(p) for name, p in now.items()},
+        sources=[sources[share.name] for share in shares],
         data=data,
     )
 
@@ -154,6 +160,20 @@ def _wrap(model: nn.Module, data: Data, asked: FullySharded, *, ignored: set[nn.
     if is_left and isinstance(model, FSDPModule):
         model.set_reshard_after_backward(False, recurse=False)
     _prefetch(model, asked.prefetch)
+
+
+def row_parts(model: nn.Module, *, world: World) -> Parts:
+    """What each rank of `world` will hold of the parameters that are cut; a scalar is whole on all."""
+    every = [Named(index=i, name=n, parameter=p) for i, (n, p) in enumerate(model.named_parameters()) if p.dim()]
+    cut = cuts(every, places=world.world_size)
+    return {m.name: cut[m.name].part(Part.all_of(m.parameter.shape), world.rank) for m in every}
+
+
+def _fill(model: nn.Module, rows: MutableMapping[str, Tensor], *, device: torch.device) -> None:
+    give_memory(model, device=device)
+    for name, parameter in model.named_parameters():
+        if name in rows:
+            _local(parameter).copy_(rows.pop(name))
 
 
 def _own_memory(output: Any) -> Any:

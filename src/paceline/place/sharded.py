@@ -29,7 +29,8 @@ class Sharded:
     """One rank's side of a sharded model.
 
     `parts` says which part of each of the model's parameters, frozen ones too, this rank's model holds between two
-    steps; `locals` are those tensors. `spread` is called after each update of the shares.
+    steps; `locals` are those tensors, `sources` what autograd writes to, one a share. `spread` is called after each
+    update of the shares.
     """
 
     shares: Sequence[Share]
@@ -37,6 +38,7 @@ class Sharded:
     spread: Callable[[], None]
     parts: Parts
     locals: Mapping[str, Tensor]
+    sources: Sequence[nn.Parameter]
     data: Data
 
     @property
@@ -65,6 +67,7 @@ def zero(
         spread=Spread(shares, cut=cut, world=data.shard),
         parts=parts or whole_parts(every),
         locals=every,
+        sources=[share.holder for share in shares],
         data=data,
     )
 

@@ -88,7 +88,7 @@ class Watch:
 
 @dataclass(frozen=True, kw_only=True)
 class Init:
-    """How start values are made. `limit`: bytes of parameters and buffers from which nobody builds the whole model."""
+    """How start values are made. `limit`: bytes of weights and buffers, above which nobody builds the whole model."""
 
     limit: Count = 1 << 35
 

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.errors import JobError
 from paceline.job import Job
@@ -17,6 +18,7 @@ from paceline.place.holding import Holding, all_of, all_shares
 from paceline.place.meeting import ThreadWorld, thread_worlds
 from paceline.place.replicate import equal_start
 from paceline.place.rules import Rules
+from paceline.place.start.stored import Stored
 from paceline.place.sync_bn import synchronise
 from paceline.place.threads import Mirror, shared_gpu
 from paceline.place.units import Named, trainable
@@ -34,6 +36,7 @@ from paceline.streams import Streams, key, seed_all
 from paceline.talk import say
 from paceline.torch_private import guard_hooks
 from paceline.train.apart import Unlisted
+from paceline.train.begin import Begun, begin
 from paceline.train.context import context_of
 from paceline.train.example import Example
 from paceline.train.fit import refuse_unfit
@@ -129,17 +132,19 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     refuse_asked(job, settings, plan)
     worlds = Worlds.of(world, mesh=plan.mesh) if plan.processes > 1 else Worlds.of_replicas(world)
     own = _own(plan, settings, worlds)
-    models = [build_model(job, seed=settings.seed).to(each.every.device) for each in own]
+    begun = [_begun(job, settings, each) for each in own]
+    rows = begun[0].rows
+    models = [one.on(each.every.device) for one, each in zip(begun, own, strict=True)]
     refuse_unfit(job, models[0])
     named = [trainable(model) for model in models]
-    notes = _equal_start(models[0], world)
+    notes = [*begun[0].notes, *(_equal_start(models[0], world) if rows is None else [])]
     rules = learn_rules(job, named[0], plan=plan, exact=settings.train.exact)
     unlisted = Unlisted(models[0])
     contracts = [LossContract(job=job, model=model) for model in models]
     if len(own) > 1:
         placed = [_beside(members, named[0], each, settings) for members, each in zip(named, own, strict=True)]
     else:
-        placed = [_placed(job, settings, plan, models[0], contracts[0], worlds, rules)]
+        placed = [_placed(job, settings, plan, models[0], contracts[0], worlds, rules, rows)]
     mirror = Mirror(models=models, grids=[one.grid for one in placed]) if len(own) > 1 else None
     update, given = make_update(job, settings, plan, models[0], placed[0], rules, world=world)
     turns = None if mirror is None else SharedTurns(gpu=shared_gpu([each.every.device for each in own]))
@@ -166,6 +171,17 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     )
 
 
+def _begun(job: Job, settings: Settings, worlds: Worlds) -> Begun:
+    stored = job.model if isinstance(job.model, Stored) else None
+    return begin(
+        partial(build_model, job, seed=settings.seed),
+        seed=settings.seed,
+        limit_bytes=settings.init.limit,
+        worlds=worlds,
+        stored=stored,
+    )
+
+
 def _beside(named: Sequence[Named], home: Sequence[Named], worlds: Worlds, settings: Settings) -> Placed:
     """One of several replicas in this process; `home` is where their gradients end."""
     assert isinstance(worlds.every, ThreadWorld)
@@ -181,6 +197,7 @@ def _placed(
     contract: LossContract,
     worlds: Worlds,
     rules: Rules | None,
+    rows: dict[str, Tensor] | None,
 ) -> Placed:
     exact = settings.train.exact
     whole = list(rules.whole(exact=exact)) if rules is not None and plan.mesh.zero in (1, 2) else []
@@ -200,6 +217,7 @@ def _placed(
         compiles=compiles,
         whole=whole,
         context=context,
+        rows=rows,
     )
 
 

@@ -97,8 +97,7 @@ def _norm(placed: Placed, settings: Settings, *, world: World) -> Norm | None:
     exact = settings.train.exact and settings.train.max_grad_norm is not None
     if placed.kept.is_whole and not exact:
         return None
-    owned = {name for name in placed.kept.names if placed.kept.owns(name)}
-    mine = [m.parameter for m in placed.named if placed.kept.is_whole or m.name in owned]
+    mine = placed.owned()
     worlds = [] if placed.kept.is_whole else [world]
 
     def norm() -> Tensor:

@@ -1,0 +1,114 @@
+"""The model of a run before it is placed: whole on every rank, or where ranks hold rows of a large one, rows alone."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from paceline.errors import JobError
+from paceline.place.fsdp import row_parts
+from paceline.place.start.draft import draft, whole_start
+from paceline.place.start.hollow import named_tensors, put_tensors, tensor_bytes, with_data
+from paceline.place.start.stored import Stored
+from paceline.plan.mesh import Mesh
+from paceline.worlds import Worlds
+
+SMALL_BYTES = 256 << 20
+
+Build = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """A model and, where its cut parameters have no memory yet, this rank's rows of them. `notes` say how it began."""
+
+    model: nn.Module
+    rows: dict[str, Tensor] | None = None
+    notes: tuple[str, ...] = ()
+
+    def on(self, device: torch.device) -> nn.Module:
+        """The model where it is to be; rows and what is whole beside them are there already."""
+        return self.model if self.rows is not None else self.model.to(device)
+
+
+class _Large(BaseException):
+    """The build has passed the limit. No `Exception`, so that a constructor's own `except` does not keep it."""
+
+
+def begin_whole(build: Build, *, seed: int, limit_bytes: int, stored: Stored | None = None) -> nn.Module:
+    """The whole model: a plain build, or above the limit each tensor's values by name.
+
+    Raises:
+        JobError: `build` gives no model. UsageError: above the limit, and the constructor can't be recorded.
+    """
+    return build() if stored is not None else whole_start(build, seed=seed, limit_bytes=limit_bytes)
+
+
+def begin(build: Build, *, seed: int, limit_bytes: int, worlds: Worlds, stored: Stored | None = None) -> Begun:
+    """The model of this rank; every rank calls this. `build` is the plain build, seeded.
+
+    Up to `SMALL_BYTES` each rank builds it whole, as it does where it holds all of it.
+
+    Raises:
+        JobError, UsageError, DesyncError: no model, one that can't be had so, or another one on other ranks.
+    """
+    if not holds_rows(worlds.mesh):
+        return Begun(model=begin_whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored))
+    model = _built(build, most=min(SMALL_BYTES, limit_bytes))
+    if model is not None and tensor_bytes(model) > limit_bytes:
+        model = None
+    if not any(worlds.every.gather_json(model is None)):
+        assert model is not None
+        return Begun(model=model)
+    del model
+    made = draft(build, seed=seed, world=worlds.every, limit_bytes=limit_bytes, stored=stored)
+    parts = row_parts(made.model, world=worlds.shard)
+    values, notes = made.values(parts)
+    old = named_tensors(made.model)
+    put_tensors(made.model, {n: with_data(old[n], value) for n, value in values.items() if n not in parts})
+    rows = {name: value for name, value in values.items() if name in parts}
+    return Begun(model=made.model, rows=rows, notes=(*made.notes, *notes))
+
+
+def holds_rows(mesh: Mesh) -> bool:
+    """Whether a rank's model is rows of the parameters and nothing else: then it need never be whole."""
+    return mesh.zero == 3 and mesh.pp == mesh.tp == mesh.cp == mesh.ep == 1
+
+
+def _built(build: Build, *, most: int) -> nn.Module | None:
+    """A plain build; None where it has come to more bytes than `most`."""
+    with _gauge(most):
+        try:
+            model = build()
+        except _Large:
+            return None
+    if not isinstance(model, nn.Module):
+        raise JobError(
+            f"model= gave a {type(model).__name__}, expected a torch.nn.Module.", hint="model=lambda: MyModel()"
+        )
+    return model
+
+
+@contextmanager
+def _gauge(most: int) -> Iterator[None]:
+    """Stop a build once the parameters that it has registered are larger."""
+    seen: dict[int, Tensor] = {}
+    total = 0
+
+    def weigh(_: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        nonlocal total
+        del name
+        if parameter is not None and id(parameter) not in seen:
+            seen[id(parameter)] = parameter
+            total += parameter.nbytes
+            if total > most:
+                raise _Large
+
+    handle = register_module_parameter_registration_hook(weigh)
+    try:
+        yield
+    finally:
+        handle.remove()

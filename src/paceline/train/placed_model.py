@@ -1,0 +1,207 @@
+"""A model that `pl.place` has placed: gradients, optimizers and files over its parts, for any loop."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.errors import JobError, LayoutError, NonFiniteError, UsageError, raise_all
+from paceline.place.batchnorm import running
+from paceline.place.compose import Placed
+from paceline.place.norm import joint_norm
+from paceline.place.offload import offload_state
+from paceline.place.rules import learn
+from paceline.place.units import Named
+from paceline.plan.mesh import label
+from paceline.spec.layout import Layout
+from paceline.train.fit import unfit_optimizers
+from paceline.train.placed_files import load_folder, save_folder
+from paceline.worlds import Worlds
+
+Factory = Callable[[list[tuple[str, nn.Parameter]]], Any]
+
+
+class PlacedModel:
+    """A placed model. `replica` of `replicas` says which samples are this rank's: ranks of one replica take the same.
+
+    One optimizer step is: `backward` once or several times, `clip` if wanted, `step()` of the optimizers. The first
+    `backward` after a step begins with no gradient.
+    """
+
+    def __init__(
+        self, *, model: nn.Module, placed: Placed, worlds: Worlds, asked: Layout, every: Sequence[Named]
+    ) -> None:
+        self.model = model
+        self.world = worlds.every
+        self.replica, self.replicas = worlds.data.rank, worlds.data.world_size
+        self._placed, self._worlds, self._asked, self._every = placed, worlds, asked, every
+        self._optimizers: list[Optimizer] = []
+        self._taken: set[str] = set()
+        self._leaves = list(placed.leaves)
+        self._is_open = self._has_begun = False
+        self._count: Tensor | None = None
+
+    def optimizer(self, factory: Factory) -> Any:
+        """What `factory` makes of (name, parameter) pairs, over this rank's parts: torch's own optimizer, or several.
+
+        Its `step()` puts the ranks' gradients together first. May be called again for other parameters.
+
+        Raises:
+            JobError, LayoutError: no optimizer, a parameter twice, or a rule that is not right on parts.
+        """
+        made, several = self._made(factory)
+        raise_all(unfit_optimizers(made))
+        self._take(made)
+        for optimizer in made:
+            if "optimizer" in self._asked.offload:
+                offload_state(optimizer)
+            optimizer.register_step_pre_hook(lambda *_: self._finish())
+            optimizer.register_step_post_hook(lambda *_: self._placed.spread())
+        self._optimizers += made
+        return made if several else made[0]
+
+    def backward(
+        self, loss: Tensor, *, count: Tensor | float | None = None, last: bool = False, retain_graph: bool = False
+    ) -> None:
+        """Run backward for this model's parameters alone; what else the loss went through gets no gradient.
+
+        Args:
+            loss: without `count`, gradients are averaged over the replicas, as DistributedDataParallel does; what
+                several calls of one step give adds up.
+            count: how many the loss is a sum over, here: the sums are divided by the count of all ranks and calls.
+            last: no other call follows in this step: under ddp and zero1 sums are sent while backward runs.
+            retain_graph: as in torch.
+
+        Raises:
+            UsageError: with a count in one call of a step, and without in another.
+        """
+        if not self._is_open:
+            self._placed.reducer.begin()
+            self._is_open, self._has_begun, self._count = True, True, None
+        elif (self._count is None) != (count is None):
+            raise UsageError(
+                "one step has a backward with count= and one without.", hint="count= in all of them, or in none"
+            )
+        if count is not None:
+            own = torch.as_tensor(count, dtype=torch.float64, device=self.world.device).detach()
+            self._count = own if self._count is None else self._count + own
+        self._placed.reducer.before_backward(last=last)
+        torch.autograd.backward(loss, retain_graph=retain_graph, inputs=self._leaves)
+        self._placed.reducer.after_backward()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients of all parameters down to this norm; returns the norm that they had."""
+        self._finish()
+        norm = self.norm()
+        nn.utils.clip_grads_with_norm_([m.parameter for m in self._placed.named], max_norm, norm)
+        return norm
+
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient, the same on every rank; every rank calls this."""
+        self._finish()
+        gradients = [p.grad for p in self._placed.owned() if p.grad is not None]
+        if self._placed.kept.is_whole:
+            return nn.utils.get_total_norm(gradients)
+        return joint_norm(gradients, worlds=[self.world])
+
+    def whole(self) -> Mapping[str, Tensor]:
+        """All weights and buffers, whole, on every rank: for small models and tests; every rank calls this."""
+        weights = self._placed.weights
+        return {name: weights.whole(name, weights.mine[name].tensor) for name in weights.names}
+
+    def save(self, path: str | Path) -> None:
+        """Write weights and optimizers as plain safetensors, whole tensors one at a time; every rank calls this.
+
+        `path/model.safetensors` is what `from_pretrained` and `load_file` read; no process holds the whole model.
+
+        Raises:
+            SaveError: it can't be written.
+        """
+        save_folder(Path(path), model=self.model, placed=self._placed, optimizers=self._optimizers, world=self.world)
+
+    def load(self, path: str | Path) -> None:
+        """Read what `save` wrote, under this or another layout: each rank reads its own parts; every rank calls this.
+
+        Raises:
+            CheckpointError: it is another model's, or can't be read.
+        """
+        load_folder(Path(path), placed=self._placed, optimizers=self._optimizers, model=self.model)
+        self._placed.spread()
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        self._placed.reducer.close()
+        self._placed.close()
+
+    def _finish(self) -> None:
+        """Put the gradients together, once a step."""
+        if not self._has_begun:
+            raise UsageError(
+                "there was no backward since the last step.",
+                cause="loss.backward(), which does not put the ranks' gradients together",
+                hint="placed.backward(loss)",
+            )
+        if not self._is_open:
+            return
+        settled = self._placed.reducer.finish(divisor=self._divisor())
+        assert settled
+        self._is_open = False
+        for _, module in running(self.model):
+            for buffer in module.buffers(recurse=False):
+                self.world.broadcast(buffer)
+
+    def _divisor(self) -> float | Tensor | None:
+        if self._count is None:
+            return float(self.replicas) if self.replicas > 1 else None
+        total = self._worlds.summed.all_reduce(self._count)
+        if total.device.type != "cpu":
+            return total
+        if not total:
+            raise NonFiniteError(
+                "the count of all ranks is 0, so there is nothing to divide by.", hint="skip the batch"
+            )
+        return float(total)
+
+    def _made(self, factory: Factory) -> tuple[list[Optimizer], bool]:
+        if self._placed.kept.is_whole and not self._worlds.mesh.zero:
+            made = factory([(m.name, m.parameter) for m in self._placed.named])
+            several = isinstance(made, list | tuple)
+            return (list(made) if several else [made]), several
+        several = False
+
+        def watched(pairs: list[tuple[str, nn.Parameter]]) -> Any:
+            nonlocal several
+            made = factory(pairs)
+            several = isinstance(made, list | tuple)
+            return made
+
+        rules = learn(watched, self._every)
+        for name, reason in rules.whole().items():
+            raise LayoutError(
+                f"{reason}, and {label(self._asked, self._worlds.mesh)} gives ranks parts of {name}.",
+                cause="the update rule looks at a whole tensor",
+                hint='layout="ddp", or torch.optim.AdamW',
+            )
+        return rules.on(self._placed.named), several
+
+    def _take(self, made: Sequence[Any]) -> None:
+        names = {id(m.parameter): m.name for m in self._placed.named}
+        for optimizer in made:
+            if not isinstance(optimizer, Optimizer):
+                raise JobError(
+                    f"the factory gave a {type(optimizer).__name__}, expected a torch.optim.Optimizer.",
+                    hint="placed.optimizer(lambda named: torch.optim.AdamW(named, lr=1e-3))",
+                )
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                name = names.get(id(parameter))
+                if name is None or name in self._taken:
+                    raise JobError(
+                        f"{name} has an optimizer already."
+                        if name
+                        else "an optimizer holds a parameter that is not the model's.",
+                        hint="build the groups from the (name, parameter) pairs that the factory is given",
+                    )
+                self._taken.add(name)

@@ -1,0 +1,211 @@
+"""What one rank does in the tests of `pl.place`: trains as a script would, and beside it plain torch on all samples."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import paceline as pl
+from paceline.train import begin
+
+STEPS = 4
+FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks, a tied weight, a scalar, a parameter that nobody uses, a buffer that is not saved."""
+
+    def __init__(self, inputs: int = 6, outputs: int = 3, width: int = 8) -> None:
+        super().__init__()
+        self.enter = nn.Linear(inputs, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.first, self.again = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.again.weight = self.first.weight
+        self.leave = nn.Linear(width, outputs)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.randn(3, 2))
+        self.register_buffer("shift", torch.randn(width), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x) + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(self.again(torch.tanh(self.first(x)))) * self.scale
+
+
+def batches(rows: int = 8, width: int = 6) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(STEPS):
+        yield torch.randn(rows, width, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
+
+
+def adam(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    decays = [p for _, p in named if p.dim() > 1]
+    return torch.optim.AdamW(
+        [{"params": decays}, {"params": [p for _, p in named if p.dim() < 2], "lr": 0.02}], lr=0.01
+    )
+
+
+def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
+
+
+def mine(placed: Any, x: Tensor, *, cut: int | None = None) -> Tensor:
+    """This replica's samples: equally many for each, or the first has `cut`."""
+    if cut is None or placed.replicas == 1:
+        return x.chunk(placed.replicas)[placed.replica]
+    return x[:cut] if placed.replica == 0 else x[cut:]
+
+
+def apart(found: Any, right: nn.Module) -> float:
+    tensors = {**dict(right.named_parameters()), **dict(right.named_buffers())}
+    assert set(found) == set(tensors)
+    return max(float((found[name].double() - value.detach().double()).abs().max()) for name, value in tensors.items())
+
+
+def made(layout: str | None, build: Callable[[], nn.Module] = Net, **more: Any) -> tuple[Any, nn.Module]:
+    """Placed, and the same in plain torch; ranks draw differently, so that rank 0's weights must reach all."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    placed = pl.place(build, layout=layout, **more)
+    torch.manual_seed(0)
+    return placed, build()
+
+
+def plain_loop(layout: str) -> dict[str, Any]:
+    """Mean loss, clipped; the norms too."""
+    placed, right = made(layout)
+    ours, theirs = placed.optimizer(adam), adam(list(right.named_parameters()))
+    norms = []
+    for x, y in batches():
+        placed.backward(F.cross_entropy(placed.model(mine(placed, x)), mine(placed, y)), last=True)
+        norm = placed.clip(0.3)
+        ours.step()
+        theirs.zero_grad()
+        F.cross_entropy(right(x), y).backward()
+        norms.append(abs(float(norm) - float(nn.utils.clip_grad_norm_(right.parameters(), 0.3))))
+        theirs.step()
+    return {"apart": apart(placed.whole(), right), "norm": max(norms)}
+
+
+def counted_loop(layout: str) -> dict[str, Any]:
+    """Sums and counts, unequal over ranks, two forwards in two backwards, a schedule."""
+    placed, right = made(layout)
+    ours, theirs = placed.optimizer(sgd), sgd(list(right.named_parameters()))
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in (ours, theirs)]
+    for x, y in batches():
+        own, target = mine(placed, x, cut=3), mine(placed, y, cut=3)
+        for part in (slice(0, 2), slice(2, None)):
+            out = placed.model(own[part])
+            placed.backward(F.cross_entropy(out, target[part], reduction="sum"), count=len(out))
+        ours.step()
+        theirs.zero_grad()
+        F.cross_entropy(right(x), y).backward()
+        theirs.step()
+        for schedule in schedules:
+            schedule.step()
+    return {"apart": apart(placed.whole(), right)}
+
+
+def gan(layout: str) -> dict[str, Any]:
+    """Two models, two optimizers in turn; the generator's loss goes through the discriminator, which keeps its own."""
+    maker, plain_maker = made(layout, lambda: Net(4, 6))
+    judge, plain_judge = made(layout, lambda: Net(6, 1))
+    ours = maker.optimizer(adam), judge.optimizer(adam)
+    theirs = adam(list(plain_maker.named_parameters())), adam(list(plain_judge.named_parameters()))
+    for (real, _), (noise, _) in zip(batches(), batches(width=4), strict=True):
+        own, z = mine(judge, real), mine(maker, noise)
+        fake = maker.model(z)
+        right = judge.model(own), judge.model(fake.detach())
+        judge.backward(F.softplus(-right[0]).mean() + F.softplus(right[1]).mean())
+        ours[1].step()
+        maker.backward(F.softplus(-judge.model(fake)).mean())
+        ours[0].step()
+
+        made_up = plain_maker(noise)
+        theirs[1].zero_grad()
+        (F.softplus(-plain_judge(real)).mean() + F.softplus(plain_judge(made_up.detach())).mean()).backward()
+        theirs[1].step()
+        theirs[0].zero_grad()
+        F.softplus(-plain_judge(made_up)).mean().backward()
+        theirs[0].step()
+    return {"apart": max(apart(maker.whole(), plain_maker), apart(judge.whole(), plain_judge))}
+
+
+def files(layout: str) -> dict[str, Any]:
+    """Saved under this layout, loaded under another, two steps there: as two steps more here."""
+    other = {"fsdp": "zero1", "zero1": "ddp", "ddp": "fsdp"}.get(layout, "fsdp")
+    one, _ = made(layout)
+    optimizer = one.optimizer(adam)
+    steps = list(batches())
+
+    def train(placed: Any, optimizer: Any, those: Any) -> None:
+        for x, y in those:
+            placed.backward(F.cross_entropy(placed.model(mine(placed, x)), mine(placed, y)))
+            optimizer.step()
+
+    train(one, optimizer, steps[:2])
+    one.save(FOLDER / f"saved-{layout}")
+    train(one, optimizer, steps[2:])
+    two, right = made(other)
+    again = two.optimizer(adam)
+    two.load(FOLDER / f"saved-{layout}")
+    train(two, again, steps[2:])
+    with torch.no_grad():
+        whole = one.whole()
+        for name, tensor in [*right.named_parameters(), *right.named_buffers()]:
+            tensor.copy_(whole[name])
+    return {"apart": apart(two.whole(), right)}
+
+
+def handed(layout: str) -> dict[str, Any]:
+    """A model that is large though below the limit: rank 0 builds it, and ranks get rows of it."""
+    before, begin.SMALL_BYTES = begin.SMALL_BYTES, 100
+    try:
+        return plain_loop(layout)
+    finally:
+        begin.SMALL_BYTES = before
+
+
+def large(layout: str) -> dict[str, Any]:
+    """A model beyond the limit has the values of its names under every layout; one beyond `small` those of a build."""
+    limited, _ = made(layout, settings={"init.limit": 100})
+    found = {name: round(float(value.double().sum()), 6) for name, value in limited.whole().items()}
+    return {"values": found}
+
+
+CASES = {"plain": plain_loop, "counted": counted_loop, "gan": gan, "files": files, "large": large, "handed": handed}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    if sys.argv[2] == "theirs":  # a script that has made its own group
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for word in sys.argv[3:]:
+        case, _, layout = word.partition(":")
+        found = CASES[case](layout)
+        if int(os.environ["RANK"]) == 0:
+            print(json.dumps([word, found]), flush=True)
+    if sys.argv[2] == "theirs":
+        assert dist.is_initialized()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
