@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from paceline.start import EXACT_KERNELS
 from paceline.verbs import ckpt
 from tests.conftest import Shop
 
@@ -36,8 +37,9 @@ SOME = [("fsdp", "pp"), ("tp", "single")]
 MANY = [(a, NAMES[(i + k) % len(NAMES)]) for i, a in enumerate(NAMES) for k in (1, 3, 7)]
 
 
-def played(folder: Path, ranks: int, cases: Sequence[Sequence[str]]) -> None:
+def played(folder: Path, ranks: int, cases: Sequence[Sequence[str]], *, exact: bool = False) -> None:
     environ = {**Shop.environ({"OMP_NUM_THREADS": "1"}), "GLOO_SOCKET_IFNAME": "lo"}
+    environ |= {EXACT_KERNELS: "AVX2"} if exact else {}
     command = [sys.executable, "-m", "tests.parity.layout_ranks", str(ranks), str(folder), json.dumps(list(cases))]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -90,3 +92,16 @@ def test_a_run_goes_on_under_any_other_layout(tmp_path: Path, job: str) -> None:
     resumed(tmp_path, MANY, job=job)
     for a, b in MANY:
         check(tmp_path, a, b)
+
+
+@pytest.mark.soak
+def test_exact_mode_is_one_digest_where_layout_and_ranks_change_at_every_resume(tmp_path: Path) -> None:
+    job = "tests/zoo.py:llama"
+    played(tmp_path, 1, [["one", "single", "", job]], exact=True)
+    played(tmp_path, 2, [["a", "fsdp", "", job]], exact=True)
+    played(tmp_path, 4, [["b", "dp_shard=2,pp=2", str(tmp_path / "a/checkpoints/step-00000001"), job]], exact=True)
+    played(tmp_path, 2, [["c", "pp", str(tmp_path / "b/checkpoints/step-00000002"), job]], exact=True)
+    digests = {
+        name: json.loads((tmp_path / name / "weights.json").read_text())["digest"] for name in ("one", "a", "b", "c")
+    }
+    assert len(set(digests.values())) == 1, digests
