@@ -1,6 +1,6 @@
 """Run by test_resume_layouts.py: `python -m tests.parity.layout_ranks RANKS FOLDER CASES` forks that many gloo ranks.
 
-They play one run after another in the same processes. A case is [name, layout, checkpoint or "", ZERO job]; each
+They play one run after another in the same processes. A case is [name, layout, checkpoint or "", job], and each
 leaves `NAME/answer.json` with the losses and the samples of its steps.
 """
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.spec.task import Task
+from paceline.start import EXACT_KERNELS
 from paceline.train.run import Run
 from paceline.train.session import Session
 from paceline.world import World
@@ -26,8 +27,6 @@ SETTINGS = {
     "train.micro_batch_size": 2,
     "checkpoint.every": 1,
     "checkpoint.keep": 9,
-    "eval.every": 0,
-    "watch.to": [],
 }
 
 
@@ -41,8 +40,8 @@ def play(case: list[str], *, folder: Path, world: World) -> None:
         device="cpu",
         run=str(folder / name),
         resume=start or None,
-        settings={key: value for key, value in SETTINGS.items() if key not in ("eval.every", "watch.to")},
-        origins=dict.fromkeys(SETTINGS, "test"),
+        settings={**SETTINGS, "train.exact": EXACT_KERNELS in os.environ},
+        origins=dict.fromkeys([*SETTINGS, "train.exact"], "test"),
     )
     run = Run.worker(task)
     assert run._ready is not None
