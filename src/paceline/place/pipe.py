@@ -23,7 +23,10 @@ Programs = Callable[[int], Program]
 
 @dataclass(frozen=True, kw_only=True)
 class Piped:
-    """One rank's stages. `program` gives what all ranks do for so many microbatches, `forward` without gradients."""
+    """One rank's stages. `program` gives what all ranks do for so many microbatches, `forward` without gradients.
+
+    `splits`: whether a stage's backward can be had in halves, as zero-bubble schedules want it.
+    """
 
     stages: Stages
     cut: Cut
@@ -31,6 +34,7 @@ class Piped:
     program: Programs
     forward: Programs
     hollow: frozenset[str]
+    splits: bool = True
 
     @property
     def has_loss(self) -> bool:
@@ -46,7 +50,14 @@ class Piped:
 
 
 def cut_model(
-    model: nn.Module, *, asked: Layout, mesh: Mesh, world: World, call: Callable[[], object], how: Place
+    model: nn.Module,
+    *,
+    asked: Layout,
+    mesh: Mesh,
+    world: World,
+    call: Callable[[], object],
+    how: Place,
+    splits: bool = True,
 ) -> Piped:
     """Cut a whole model in place; `call` runs forward and loss of one microbatch. `how` may list blocks and stages.
 
@@ -66,6 +77,7 @@ def cut_model(
         program=program,
         forward=cache(lambda num_micro: forward_only(rank_of_stage=some.rank_of_stage, micro=num_micro)),
         hollow=_hollow(model, cut=cut, own=own),
+        splits=splits,
     )
 
 

@@ -83,7 +83,7 @@ class PipelinePasses:
 
     def _pipeline(self, program: Program) -> Pipeline:
         if program not in self._pipelines:
-            self._pipelines[program] = Pipeline(program, world=self._piped.world)
+            self._pipelines[program] = Pipeline(program, world=self._piped.world, splits=self._piped.splits)
         return self._pipelines[program]
 
 
