@@ -104,7 +104,8 @@ def compose(
     piped = None
     if mesh.pp > 1:
         assert example is not None
-        piped = cut_model(model, asked=asked, mesh=mesh, world=worlds.pp, call=example, how=how)
+        splits = mesh.zero != 3 and not parse_remat(asked.remat).is_on and not compiles
+        piped = cut_model(model, asked=asked, mesh=mesh, world=worlds.pp, call=example, how=how, splits=splits)
     blocks = find_blocks(model, listed=how.blocks) if how.blocks else None
     hollow = frozenset[str]() if piped is None else piped.hollow
     experts = split_experts(model=model, world=worlds.ep) if mesh.ep > 1 else None

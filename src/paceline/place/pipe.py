@@ -19,7 +19,6 @@ from paceline.spec.settings import Place
 from paceline.world import World
 
 Programs = Callable[[int], Program]
-_GATHERED = 3  # what is gathered for a backward, or computed again in it, is there for all of it at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,14 @@ class Piped:
 
 
 def cut_model(
-    model: nn.Module, *, asked: Layout, mesh: Mesh, world: World, call: Callable[[], object], how: Place
+    model: nn.Module,
+    *,
+    asked: Layout,
+    mesh: Mesh,
+    world: World,
+    call: Callable[[], object],
+    how: Place,
+    splits: bool = True,
 ) -> Piped:
     """Cut a whole model in place; `call` runs forward and loss of one microbatch. `how` may list blocks and stages.
 
@@ -71,7 +77,7 @@ def cut_model(
         program=program,
         forward=cache(lambda num_micro: forward_only(rank_of_stage=some.rank_of_stage, micro=num_micro)),
         hollow=_hollow(model, cut=cut, own=own),
-        splits=mesh.zero != _GATHERED and asked.remat == "none",
+        splits=splits,
     )
 
 
