@@ -1,0 +1,142 @@
+"""What becomes of a model's parameters: what its optimizers work on, and whose gradients are added where."""
+
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor, nn
+
+from paceline.place.both import BothReducers
+from paceline.place.exact import ExactReducer, Grid
+from paceline.place.fsdp import chosen, shard_fully
+from paceline.place.holding import Held
+from paceline.place.parts import Part, Parts
+from paceline.place.replicate import BucketReducer, LocalReducer, Reducer
+from paceline.place.sharded import Data, Sharded, zero
+from paceline.place.share import Share
+from paceline.place.units import Named
+from paceline.spec.layout import Layout
+from paceline.spec.settings import Place
+from paceline.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """What becomes of the parameters: those of the optimizer, and where the model's own are cut, which part it has."""
+
+    named: Sequence[Named]
+    parts: Mapping[str, Part]
+    tensors: Mapping[str, Tensor]
+    reducer: Reducer
+    spread: Callable[[], None]
+    leaves: Sequence[nn.Parameter]
+
+
+def reducer_of(named: Sequence[Named], world: World, grid: Grid | None) -> Reducer:
+    """What adds the gradients of whole parameters."""
+    if grid is not None:
+        return ExactReducer(named=named, world=world, grid=grid)
+    return LocalReducer(named=named) if world.world_size == 1 else BucketReducer(named=named, world=world)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How parameters are divided: the ZeRO stage (0: not at all), and what was done to them before.
+
+    `base`: parts that they are of the whole already, empty where each is whole. `hollow`: other stages', None where
+    there is no pipeline. `without`: experts, which stay as they are. `whole`: those whose update rule looks at all
+    of them. `rows`: this rank's, of parameters that have no memory yet.
+    """
+
+    asked: Layout
+    how: Place
+    stage: int
+    data: Data
+    grid: Grid | None
+    base: Parts
+    hollow: Collection[str] | None
+    without: Collection[str]
+    whole: Sequence[str]
+    rows: MutableMapping[str, Tensor] | None
+
+
+def divided(model: nn.Module, *, named: Sequence[Named], by: Sharding) -> Split:
+    """Divide the parameters over the ranks that see other samples, or let each hold all.
+
+    Raises:
+        LayoutError: a parameter that can't be cut.
+    """
+    if not by.stage:
+        leaves = [member.parameter for member in named]
+        reducer = reducer_of(named, by.data.all, by.grid)
+        return Split(named=named, parts=by.base, tensors={}, reducer=reducer, spread=nothing, leaves=leaves)
+    sharded = _fully(model, named, by) if by.stage == 3 else _in_rows(model, named, by)
+    return Split(
+        named=sharded.shares,
+        parts=sharded.parts,
+        tensors=sharded.locals,
+        reducer=sharded.reducer,
+        spread=sharded.spread,
+        leaves=sharded.sources,
+    )
+
+
+def _fully(model: nn.Module, named: Sequence[Named], by: Sharding) -> Sharded:
+    return shard_fully(
+        model,
+        named=named,
+        data=by.data,
+        grid=by.grid,
+        parts=by.base or None,
+        asked=chosen(model, asked=by.asked, how=by.how),
+        hollow=by.hollow,
+        without=by.without,
+        rows=by.rows,
+    )
+
+
+def _in_rows(model: nn.Module, named: Sequence[Named], by: Sharding) -> Sharded:
+    parts = by.base or None
+    return zero(stage=by.stage, model=model, named=named, data=by.data, grid=by.grid, parts=parts, whole=by.whole)
+
+
+def with_experts(split: Split, *, theirs: Sequence[Named], peers: World, routed: Parts) -> Split:
+    """Experts stay as they are held: a token's gradient has come to them, so only their other holders add theirs."""
+    own = reducer_of(theirs, peers, None)
+    return replace(
+        split,
+        named=sorted([*split.named, *theirs], key=lambda member: member.index),
+        leaves=[*split.leaves, *(member.parameter for member in theirs)],
+        parts={**split.parts, **routed},
+        tensors={name: tensor for name, tensor in split.tensors.items() if name not in routed},
+        reducer=BothReducers([split.reducer, own], meets=True),
+    )
+
+
+def held_now(before: Held, split: Split, hollow: Collection[str]) -> Held:
+    """A parameter or buffer as this rank's model holds it now."""
+    if before.name in hollow:
+        return replace(before, part=Part.none_of(before.part.shape))
+    part = split.parts.get(before.name)
+    if part is None or before.is_buffer:
+        return before
+    if before.name not in split.tensors:
+        return replace(before, part=part)
+    return replace(before, part=part, find=partial(Tensor.detach, split.tensors[before.name]))
+
+
+def kept_now(member: Named, share: Named | None, base: Parts) -> Held:
+    """The part of it that this rank's optimizer has."""
+    shape, dtype = member.parameter.shape, member.parameter.dtype
+    if share is None:
+        return Held(name=member.name, part=Part.none_of(shape), dtype=dtype, find=_absent)
+    part = share.part if isinstance(share, Share) else base.get(member.name, Part.all_of(shape))
+    return Held(name=member.name, part=part, dtype=dtype, find=partial(Tensor.detach, share.parameter))
+
+
+def _absent() -> Tensor:
+    raise AssertionError("this rank has nothing of it")
+
+
+def nothing() -> None:
+    """Nothing follows an update."""
