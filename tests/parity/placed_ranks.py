@@ -83,6 +83,8 @@ def apart(found: Any, right: nn.Module) -> float:
 def made(layout: str | None, build: Callable[[], nn.Module] = Net, **more: Any) -> tuple[Any, nn.Module]:
     """Placed, and the same in plain torch; ranks draw differently, so that rank 0's weights must reach all."""
     torch.manual_seed(int(os.environ["RANK"]))
+    if "tp" in (layout or ""):
+        more["example"] = lambda model: model(torch.ones(2, model.enter.in_features))
     placed = pl.place(build, layout=layout, **more)
     torch.manual_seed(0)
     return placed, build()
@@ -176,11 +178,17 @@ def files(layout: str) -> dict[str, Any]:
 
 def handed(layout: str) -> dict[str, Any]:
     """A model that is large though below the limit: rank 0 builds it, and ranks get rows of it."""
-    before, begin.SMALL_BYTES = begin.SMALL_BYTES, 100
+    small, draft, calls = begin.SMALL_BYTES, begin.draft, list[int]()
+
+    def heard(*args: Any, **more: Any) -> Any:
+        calls.append(1)
+        return draft(*args, **more)
+
+    begin.SMALL_BYTES, begin.draft = 100, heard
     try:
-        return plain_loop(layout)
+        return {**plain_loop(layout), "drafted": len(calls)}
     finally:
-        begin.SMALL_BYTES = before
+        begin.SMALL_BYTES, begin.draft = small, draft
 
 
 def large(layout: str) -> dict[str, Any]:

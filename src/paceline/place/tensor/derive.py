@@ -44,7 +44,7 @@ def choose_plan(
     if own is None:
         raise LayoutError(
             f"{type(model).__name__} brings no tensor plan, and there is no batch to derive one from.",
-            hint="give a plan file: see docs/tensor.md",
+            hint="pl.place(..., example=lambda model: model(x)), or a plan file: see docs/tensor.md",
         )
     return own.without(replicate)
 

@@ -1,0 +1,113 @@
+"""`pl.place`: under every layout a script of the user's own ends with the weights that plain torch gives one process."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline as pl
+from paceline.errors import JobError, LayoutError, UsageError
+from tests.parity.placed_ranks import Net, adam
+
+ROOT = Path(__file__).resolve().parents[2]
+TOLERANCE = 2e-6  # of weights near 1 after four steps of AdamW; what differs in kind differs by 1e-3
+
+
+def started(folder: Path, *, ranks: int, cases: list[str], mode: str = "ours") -> dict[str, Any]:
+    """What rank 0 of real processes finds, by case."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    environ |= {"LOCAL_WORLD_SIZE": str(ranks), "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.parity.placed_ranks", str(folder), mode, *cases]
+    started = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        texts = [process.communicate(timeout=150)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert all(process.returncode == 0 for process in started), "\n".join(text[-3000:] for text in texts)
+    return dict(json.loads(line) for line in texts[0].splitlines() if line.startswith("["))
+
+
+def check(found: dict[str, Any], cases: list[str]) -> None:
+    assert list(found) == cases
+    for case in cases:
+        assert found[case]["apart"] <= TOLERANCE, case
+        assert found[case].get("norm", 0.0) <= TOLERANCE, case
+
+
+def test_weights_are_those_of_one_process(tmp_path: Path) -> None:
+    cases = [f"{case}:{layout}" for layout in ("ddp", "zero1", "zero2", "fsdp") for case in ("plain", "counted", "gan")]
+    cases += ["gan:tp=2", "handed:fsdp", "files:fsdp", "files:ddp"]
+    found = started(tmp_path, ranks=2, cases=cases)
+    check(found, cases)
+    assert found["handed:fsdp"]["drafted"] == 1
+
+
+def test_one_process_alone_gives_the_bits_of_plain_torch(tmp_path: Path) -> None:
+    found = started(tmp_path, ranks=1, cases=["plain:single", "gan:single", "large:single"])
+    assert found["plain:single"] == {"apart": 0.0, "norm": 0.0} and found["gan:single"] == {"apart": 0.0}
+    cases = ["large:ddp", "large:fsdp", "plain:fsdp"]
+    others = started(tmp_path, ranks=2, cases=cases, mode="theirs")
+    check({"plain:fsdp": others["plain:fsdp"]}, ["plain:fsdp"])
+    assert others["large:ddp"] == others["large:fsdp"] == found["large:single"]
+
+
+@pytest.mark.soak
+def test_on_meshes_of_four(tmp_path: Path) -> None:
+    layouts = ("hsdp", "fsdp,tp=2", "dp=2,tp=2", "zero1,tp=2", "zero2", "fsdp")
+    cases = [f"{case}:{layout}" for layout in layouts for case in ("plain", "counted", "gan", "files")]
+    check(started(tmp_path, ranks=4, cases=cases), cases)
+
+
+def test_what_it_refuses() -> None:
+    alone = pl.World.alone()
+    with pytest.raises(LayoutError, match=r"pl.place has no pp") as refused:
+        pl.place(Net, layout="pp=2", world=alone)
+    assert "pl.Run(job, layout='pp=2')" in refused.value.hint
+    with pytest.raises(LayoutError, match="pl.place has no cp"):
+        pl.place(Net, layout="cp=2", world=alone)
+    with pytest.raises(LayoutError, match="needs 2 ranks, you have 1"):
+        pl.place(Net, layout="dp_shard=2", world=alone)
+    with pytest.raises(UsageError, match="does not hear the setting 'train.exact'"):
+        pl.place(Net, world=alone, settings={"train.exact": True})
+    with pytest.raises(UsageError, match=r"there is no setting 'place.unit'"):
+        pl.place(Net, world=alone, settings={"place.unit": "Block"})
+
+
+def test_a_step_needs_a_backward_of_its_own() -> None:
+    placed = pl.place(Net, world=pl.World.alone())
+    optimizer = placed.optimizer(adam)
+    placed.model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(UsageError, match="no backward since"):
+        optimizer.step()
+    placed.backward(placed.model(torch.ones(2, 6)).sum(), count=2)
+    with pytest.raises(UsageError, match="one without"):
+        placed.backward(placed.model(torch.ones(2, 6)).sum())
+    with pytest.raises(JobError, match="has an optimizer already"):
+        placed.optimizer(adam)
+
+
+def test_it_can_be_called_whatever_was_imported_before() -> None:
+    """A package of the same name lies below; importing anything in it makes it the attribute."""
+    assert callable(pl.place) and callable(pl.train)
+    assert isinstance(pl.place(lambda: nn.Linear(2, 2), world=pl.World.alone()).model, nn.Linear)
