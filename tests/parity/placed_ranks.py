@@ -67,11 +67,13 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
 
 
-def mine(placed: Any, x: Tensor, *, cut: int | None = None) -> Tensor:
-    """This replica's samples: equally many for each, or the first has `cut`."""
-    if cut is None or placed.replicas == 1:
-        return x.chunk(placed.replicas)[placed.replica]
-    return x[:cut] if placed.replica == 0 else x[cut:]
+UNEVEN = {1: (), 2: (3,), 4: (3, 4, 6)}
+
+
+def mine(placed: Any, x: Tensor, *, uneven: bool = False) -> Tensor:
+    """This replica's samples, equally many for each or not."""
+    parts = x.tensor_split(UNEVEN[placed.replicas]) if uneven else x.chunk(placed.replicas)
+    return parts[placed.replica]
 
 
 def apart(found: Any, right: nn.Module) -> float:
@@ -112,7 +114,7 @@ def counted_loop(layout: str) -> dict[str, Any]:
     ours, theirs = placed.optimizer(sgd), sgd(list(right.named_parameters()))
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in (ours, theirs)]
     for x, y in batches():
-        own, target = mine(placed, x, cut=3), mine(placed, y, cut=3)
+        own, target = mine(placed, x, uneven=True), mine(placed, y, uneven=True)
         for part in (slice(0, 2), slice(2, None)):
             out = placed.model(own[part])
             placed.backward(F.cross_entropy(out, target[part], reduction="sum"), count=len(out))

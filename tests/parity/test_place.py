@@ -84,11 +84,11 @@ def test_what_it_refuses() -> None:
     with pytest.raises(LayoutError, match=r"pl.place has no pp") as refused:
         pl.place(Net, layout="pp=2", world=alone)
     assert "pl.Run(job, layout='pp=2')" in refused.value.hint
-    with pytest.raises(LayoutError, match="pl.place has no cp"):
+    with pytest.raises(LayoutError, match="has no cp"):
         pl.place(Net, layout="cp=2", world=alone)
     with pytest.raises(LayoutError, match="needs 2 ranks, you have 1"):
         pl.place(Net, layout="dp_shard=2", world=alone)
-    with pytest.raises(UsageError, match="does not hear the setting 'train.exact'"):
+    with pytest.raises(UsageError, match="does not hear the setting"):
         pl.place(Net, world=alone, settings={"train.exact": True})
     with pytest.raises(UsageError, match=r"there is no setting 'place.unit'"):
         pl.place(Net, world=alone, settings={"place.unit": "Block"})

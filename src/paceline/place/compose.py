@@ -18,7 +18,7 @@ from paceline.place.parts import Parts
 from paceline.place.pipe import Piped, cut_model
 from paceline.place.remat import remat
 from paceline.place.replicate import Reducer
-from paceline.place.runs import Runs, tensor_plan
+from paceline.place.runs import Runs, block_seconds, tensor_plan
 from paceline.place.sharded import Data
 from paceline.place.tensor.placed import split_model
 from paceline.place.threads import ThreadReducer
@@ -156,7 +156,10 @@ def _shaped(
     if mesh.pp > 1:
         assert example is not None
         splits = mesh.zero != 3 and not parse_remat(asked.remat).is_on and not compiles
-        piped = cut_model(model, asked=asked, mesh=mesh, world=worlds.pp, call=example, how=how, splits=splits)
+        weights = block_seconds(model, how, worlds.every, example)
+        piped = cut_model(
+            model, asked=asked, mesh=mesh, world=worlds.pp, call=example, how=how, splits=splits, weights=weights
+        )
     experts = split_experts(model=model, world=worlds.ep) if mesh.ep > 1 else None
     tensors = None if plan is None else split_model(model, plan=plan, world=worlds.tp, sequence=asked.sequence)
     if piped is not None and tensors is not None:

@@ -1,6 +1,6 @@
 """A model as the stages of a pipeline: which this rank runs, and in what order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -58,8 +58,11 @@ def cut_model(
     call: Callable[[], object],
     how: Place,
     splits: bool = True,
+    weights: Sequence[float] | None = None,
 ) -> Piped:
     """Cut a whole model in place; `call` runs forward and loss of one microbatch. `how` may list blocks and stages.
+
+    `weights` are what each block costs, where stages are to be of equal cost.
 
     Raises:
         LayoutError: what can't be cut, by name.
@@ -67,7 +70,7 @@ def cut_model(
     program = cache(lambda num_micro: program_of(asked, mesh, num_micro=num_micro))
     some = read(asked.schedule) if is_file(asked.schedule) else program(1)
     blocks, bounds = how.blocks or None, how.stages or None
-    cut = plan_cut(model, num_stages=some.num_stages, call=call, blocks=blocks, bounds=bounds)
+    cut = plan_cut(model, num_stages=some.num_stages, call=call, blocks=blocks, bounds=bounds, weights=weights)
     own = some.stages_of(world.rank)
     stages = Stages(model, cut=cut, own=own)
     return Piped(

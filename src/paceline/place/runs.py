@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
+from paceline.measure.blocks import time_blocks
+from paceline.place.blocks import find_blocks
 from paceline.place.tensor.derive import choose_plan
 from paceline.place.tensor.plan import TensorPlan
 from paceline.spec.settings import Place
+from paceline.world import World
 
 
 class Runs(Protocol):
@@ -18,6 +21,22 @@ class Runs(Protocol):
 
     def run(self, model: nn.Module) -> Any:
         """Of this model, as it is; its sums."""
+
+
+def block_seconds(model: nn.Module, how: Place, world: World, example: Runs) -> list[float] | None:
+    """What stages are balanced by, where they are: rank 0's times of each block, forward and backward."""
+    if how.balance != "measured" or how.stages:
+        return None
+    found = None
+    if world.is_main:
+        blocks = {block.name: block.module for block in find_blocks(model, listed=how.blocks or None)}
+        found = list(time_blocks(model, blocks=blocks, call=lambda: _scalar(example())).both)
+    return list(world.share_json(found))
+
+
+def _scalar(terms: Any) -> Tensor:
+    total: Tensor = sum(terms.values())
+    return total
 
 
 def tensor_plan(model: nn.Module, how: Place, ranks: int, example: Runs | None) -> TensorPlan:

@@ -26,7 +26,7 @@ from paceline.spec.task import Task
 from paceline.step.nested import mapped
 from paceline.store.disk import write_json
 from paceline.torch_private import guard_hooks
-from paceline.train.built import Built, build
+from paceline.train.built import Built, begun_whole, build
 from paceline.train.ready import Ready, join_world, prepare
 from paceline.train.updates import lr_factor, make_scaler
 from paceline.world import World
@@ -102,7 +102,8 @@ def reference(ready: Ready, dtype: torch.dtype | None) -> Reference:
         shards=settings.data.shards,
         loss_scale=_LOSS_SCALE if dtype is not torch.float64 and settings.train.precision == "fp16" else 1.0,
     )
-    return Reference(job=_in(ready.job, dtype), spec=spec, cast=cast_to(dtype))
+    job = _in(ready.job, dtype)
+    return Reference(job=replace(job, model=begun_whole(job, settings)), spec=spec, cast=cast_to(dtype))
 
 
 def cursors(ready: Ready, steps: int) -> list[Cursor]:

@@ -56,7 +56,8 @@ def begin(build: Build, *, seed: int, limit_bytes: int, worlds: Worlds, stored: 
         JobError, UsageError, DesyncError: no model, one that can't be had so, or another one on other ranks.
     """
     if not holds_rows(worlds.mesh):
-        return Begun(model=begin_whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored))
+        whole = begin_whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored)
+        return Begun(model=whole, notes=_by_name(whole, limit_bytes) if stored is None else ())
     model = _built(build, most=min(SMALL_BYTES, limit_bytes))
     if model is not None and tensor_bytes(model) > limit_bytes:
         model = None
@@ -71,6 +72,13 @@ def begin(build: Build, *, seed: int, limit_bytes: int, worlds: Worlds, stored: 
     put_tensors(made.model, {n: with_data(old[n], value) for n, value in values.items() if n not in parts})
     rows = {name: value for name, value in values.items() if name in parts}
     return Begun(model=made.model, rows=rows, notes=(*made.notes, *notes))
+
+
+def _by_name(model: nn.Module, limit_bytes: int) -> tuple[str, ...]:
+    num_bytes = tensor_bytes(model)
+    if num_bytes <= limit_bytes:
+        return ()
+    return (f"start values: {num_bytes:,} bytes are above init.limit: each tensor's are drawn alone, for its name",)
 
 
 def holds_rows(mesh: Mesh) -> bool:

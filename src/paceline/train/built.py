@@ -1,6 +1,6 @@
 """From a task to something that can train: job, settings, plan, world, model, optimizer, step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -36,12 +36,12 @@ from paceline.streams import Streams, key, seed_all
 from paceline.talk import say
 from paceline.torch_private import guard_hooks
 from paceline.train.apart import Unlisted
-from paceline.train.begin import Begun, begin
+from paceline.train.begin import Begun, begin, begin_whole
 from paceline.train.context import context_of
 from paceline.train.example import Example
 from paceline.train.fit import refuse_unfit
 from paceline.train.options import Options
-from paceline.train.refuse import refuse_asked
+from paceline.train.refuse import refuse_asked, unheard_placing
 from paceline.train.updates import learn_rules, make_update
 from paceline.world import World
 from paceline.worlds import Worlds
@@ -137,7 +137,8 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     models = [one.on(each.every.device) for one, each in zip(begun, own, strict=True)]
     refuse_unfit(job, models[0])
     named = [trainable(model) for model in models]
-    notes = [*begun[0].notes, *(_equal_start(models[0], world) if rows is None else [])]
+    notes = [*unheard_placing(settings.place, plan), *begun[0].notes]
+    notes += _equal_start(models[0], world) if rows is None else []
     rules = learn_rules(job, named[0], plan=plan, exact=settings.train.exact)
     unlisted = Unlisted(models[0])
     contracts = [LossContract(job=job, model=model) for model in models]
@@ -171,15 +172,20 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     )
 
 
+def begun_whole(job: Job, settings: Settings) -> Callable[[], nn.Module]:
+    """The model of one process, whole, with the start values of every layout."""
+    plain = partial(build_model, job, seed=settings.seed)
+    return partial(begin_whole, plain, seed=settings.seed, limit_bytes=settings.init.limit, stored=_stored(job))
+
+
 def _begun(job: Job, settings: Settings, worlds: Worlds) -> Begun:
-    stored = job.model if isinstance(job.model, Stored) else None
-    return begin(
-        partial(build_model, job, seed=settings.seed),
-        seed=settings.seed,
-        limit_bytes=settings.init.limit,
-        worlds=worlds,
-        stored=stored,
-    )
+    plain = partial(build_model, job, seed=settings.seed)
+    limit = settings.init.limit
+    return begin(plain, seed=settings.seed, limit_bytes=limit, worlds=worlds, stored=_stored(job))
+
+
+def _stored(job: Job) -> Stored | None:
+    return job.model if isinstance(job.model, Stored) else None
 
 
 def _beside(named: Sequence[Named], home: Sequence[Named], worlds: Worlds, settings: Settings) -> Placed:

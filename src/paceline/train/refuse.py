@@ -5,7 +5,8 @@ from paceline.job import Job
 from paceline.place.exact import MOST_MICROBATCHES
 from paceline.place.threads import refuse_under_threads
 from paceline.plan.settle import Plan
-from paceline.spec.settings import Settings
+from paceline.spec.read import default_of
+from paceline.spec.settings import Place, Settings
 from paceline.train.wishes import best_rule
 
 
@@ -33,6 +34,25 @@ def refuse_asked(job: Job, settings: Settings, plan: Plan) -> None:
         problems += _check_whole(job, settings, plan)
     best_rule(job)
     raise_all(problems)
+
+
+def unheard_placing(how: Place, plan: Plan) -> list[str]:
+    """Lines about settings of an axis that this layout does not have."""
+    mesh = plan.mesh
+    heard = {
+        "place.units": ("fsdp gathers", mesh.zero == 3),
+        "place.reshard": ("fsdp gathers", mesh.zero == 3),
+        "place.prefetch": ("fsdp gathers", mesh.zero == 3),
+        "place.stages": ("pp cuts stages", mesh.pp > 1),
+        "place.balance": ("pp cuts stages", mesh.pp > 1),
+        "place.tensor_plan": ("tp splits modules", mesh.tp > 1),
+        "place.replicate": ("tp splits modules", mesh.tp > 1),
+    }
+    return [
+        f"note: {name} says how {what}, which {plan.layout} does not"
+        for name, (what, is_heard) in heard.items()
+        if not is_heard and getattr(how, name.partition(".")[2]) != default_of(name)
+    ]
 
 
 def _check_whole(job: Job, settings: Settings, plan: Plan) -> list[PacelineError]:

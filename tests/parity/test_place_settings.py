@@ -1,0 +1,149 @@
+"""Settings of placing reach what they are about: units, stages, blocks, notes, and the limit of whole builds."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.errors import LayoutError
+from paceline.measure import blocks as measured
+from paceline.place import runs
+from paceline.place.pipe import cut_model
+from paceline.place.runs import block_seconds
+from paceline.place.start.hollow import tensor_bytes
+from paceline.place.wrap import find_units, units_of
+from paceline.plan.mesh import mesh_of
+from paceline.plan.settle import Cluster, Facts, settle
+from paceline.spec.layout import parse_layout
+from paceline.spec.read import merge, read_asked
+from paceline.spec.settings import Place, Settings
+from paceline.spec.update import parse_update
+from paceline.train import begin
+from paceline.train.refuse import unheard_placing
+from paceline.world import World
+from paceline.worlds import Worlds
+from tests.parity.placed_ranks import Net
+
+
+def settings(*words: str) -> Settings:
+    return merge(read_asked(file=None, overrides=words))
+
+
+def test_settings_are_read_from_words() -> None:
+    words = ("--place.units=Block,leave*", "--place.reshard=false", "--place.stages=1,2", "--place.balance=measured")
+    how = settings(*words).place
+    assert how.units == ("Block", "leave*") and how.reshard is False and how.stages == (1, 2)
+    assert how.balance == "measured" and settings().place.reshard is None
+
+
+@pytest.mark.parametrize(
+    ("words", "units"),
+    [
+        ((), {"blocks.0", "blocks.1"}),
+        (("Block",), {"blocks.0", "blocks.1"}),
+        (("blocks.*.up", "leave"), {"blocks.0.up", "blocks.1.up", "leave"}),
+        (("Block", "enter"), {"blocks.0", "blocks.1", "enter"}),
+        (("200",), {"blocks.0", "blocks.1"}),
+    ],
+)
+def test_units_are_classes_patterns_or_a_size(words: tuple[str, ...], units: set[str]) -> None:
+    model = Net()
+    assert set(find_units(model, by=units_of(words, model=model))) == units
+
+
+def test_units_that_are_not_there_are_refused() -> None:
+    for words, said in (
+        (("Blok",), "class 'Blok'"),
+        (("layers.*",), "name 'layers"),
+        (("100", "Block"), "mixes a size"),
+    ):
+        with pytest.raises(LayoutError, match=said):
+            find_units(Net(), by=units_of(words, model=Net()))
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Sums:
+    """A microbatch of the chain."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self) -> Any:
+        return self.run(self.model)
+
+    def run(self, model: nn.Module) -> Any:
+        return {"loss": model(torch.ones(2, 4)).sum()}
+
+
+def bounds(how: Place, weights: list[float] | None = None) -> list[tuple[int, int]]:
+    model, asked = Chain(), parse_layout("pp=2")
+    world = World(rank=0, world_size=2)
+    mesh = mesh_of(asked, ranks=2, problems=[])
+    piped = cut_model(model, asked=asked, mesh=mesh, world=world, call=Sums(model), how=how, weights=weights)
+    return [tuple(bound) for bound in piped.cut.bounds]
+
+
+def test_stages_are_as_listed_or_as_measured() -> None:
+    assert bounds(Place()) == [(0, 2), (2, 4)]
+    assert bounds(Place(stages=(1, 3))) == [(0, 1), (1, 4)]
+    assert bounds(Place(), weights=[9.0, 1.0, 1.0, 1.0]) == [(0, 1), (1, 4)]
+    with pytest.raises(LayoutError):
+        bounds(Place(stages=(1, 2)))
+
+
+def test_blocks_are_timed_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, world = Chain(), World.alone()
+    assert block_seconds(model, Place(), world, Sums(model)) is None
+    assert block_seconds(model, Place(balance="measured", stages=(2, 2)), world, Sums(model)) is None
+    found = block_seconds(model, Place(balance="measured"), world, Sums(model))
+    assert found is not None and len(found) == 4 and min(found) > 0
+    assert runs.time_blocks is measured.time_blocks
+
+
+def test_a_setting_of_another_layout_is_told_of() -> None:
+    plan = settle(
+        layout=parse_layout("ddp"),
+        update=parse_update("sync"),
+        cluster=Cluster(ranks=2),
+        facts=Facts(global_batch_size=4),
+    )
+    told = unheard_placing(Place(units=("Block",), stages=(1, 2)), plan)
+    assert [line.split()[1] for line in told] == ["place.units", "place.stages"]
+    assert unheard_placing(Place(blocks=("a",)), plan) == []
+
+
+def test_a_whole_model_is_a_plain_build_up_to_the_limit_and_by_name_beyond() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        return Net()
+
+    alone = Worlds.of_replicas(World.alone())
+    limit = tensor_bytes(build())
+    below = begin.begin(build, seed=1, limit_bytes=limit, worlds=alone)
+    assert not below.notes and all(map(torch.equal, below.model.parameters(), build().parameters()))
+    beyond = begin.begin(build, seed=1, limit_bytes=limit - 1, worlds=alone)
+    assert "above init.limit" in beyond.notes[0]
+    assert not torch.equal(beyond.model.get_parameter("leave.weight"), build().get_parameter("leave.weight"))
+
+
+def test_a_large_build_is_left_before_it_is_large() -> None:
+    built: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        for _ in range(10):
+            built.append(nn.Linear(8, 8))  # 288 bytes each
+        return nn.ModuleList(built)
+
+    assert begin._built(build, most=600) is None and len(built) == 2
+    assert begin._built(lambda: nn.Linear(8, 8), most=600) is not None
