@@ -40,7 +40,7 @@ def started(folder: Path, *, ranks: int, cases: list[str], mode: str = "ours") -
         for rank in range(ranks)
     ]
     try:
-        texts = [process.communicate(timeout=150)[0] for process in started]
+        texts = [process.communicate(timeout=500)[0] for process in started]
     finally:
         for process in started:
             process.kill()
