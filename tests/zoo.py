@@ -31,6 +31,7 @@ import paceline as pl
 from paceline.examples import text as text_example
 
 WIDTH, HEADS, DEPTH, VOCAB, LENGTH, BATCH, SAMPLES = 32, 4, 4, 64, 16, 8, 64
+PAIR = {"0": 1, "1": 1}  # ids and targets: the sequence is the second dimension of both
 
 
 class Rows(Dataset[Any]):
@@ -139,7 +140,9 @@ def _summed(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 def text(dropout: float = 0.0, depth: int = DEPTH) -> pl.Job:
     """The text example's model."""
-    return _job(lambda: text_example.GPT(WIDTH, depth, HEADS, LENGTH, dropout), next_tokens, loss=_summed)
+    return _job(
+        lambda: text_example.GPT(WIDTH, depth, HEADS, LENGTH, dropout), next_tokens, loss=_summed, sequence=PAIR
+    )
 
 
 class Digits(nn.Module):
@@ -227,7 +230,7 @@ class Nano(nn.Module):
 
 def nano(dropout: float = 0.0, depth: int = DEPTH) -> pl.Job:
     """A model of the user's own, tied."""
-    return _job(lambda: Nano(dropout, depth), next_tokens, loss=_summed)
+    return _job(lambda: Nano(dropout, depth), next_tokens, loss=_summed, sequence=PAIR)
 
 
 def llama(tied: bool = False, padded: bool = False, depth: int = DEPTH) -> pl.Job:

@@ -10,21 +10,51 @@ from paceline.start import choose_kernels
 
 choose_kernels()  # before torch, for exact mode
 
-from tests.matrix import cases, pool  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from tests.matrix import cases, page, pool  # noqa: E402
 
 
 def main() -> int:
     asked = _read(sys.argv[1:])
     chosen = [case for case in _chosen(asked) if not asked.only or case.model in asked.only]
     chosen = [case for case in chosen if not asked.layouts or case.layout in asked.layouts]
-    found = pool.run_all(chosen, log=Path(asked.log), seconds=asked.seconds, tell=_tell)
-    if asked.json:
-        Path(asked.json).write_text(json.dumps(found, indent=1))
+    found = _read_back(asked.read) or _run(chosen, asked)
+    if asked.write:
+        versions = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}."
+        page.write(
+            found, path=Path(asked.write), command="python -m tests.matrix --write docs/matrix.md", versions=versions
+        )
+    for why in page.unlisted(found):
+        print(f"not in docs/refusals.md: {why}")
     counts: dict[str, int] = {}
     for one in found:
         counts[one["state"]] = counts.get(one["state"], 0) + 1
     print("  ".join(f"{state}: {number}" for state, number in sorted(counts.items())))
-    return 0
+    wrong = [one for one in found if one["state"] not in ("bitwise", "rounding", "refused")]
+    return 1 if wrong or page.unlisted(found) else 0
+
+
+def _run(chosen: list[cases.Case], asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """With `--json` each answer is on disk as soon as it is there."""
+    found: list[dict[str, Any]] = []
+
+    def tell(answer: dict[str, Any]) -> None:
+        _tell(answer)
+        found.append(answer)
+        if asked.json:
+            Path(asked.json).write_text(json.dumps(found, indent=1))
+
+    return pool.run_all(chosen, log=Path(asked.log), seconds=asked.seconds, tell=tell)
+
+
+def _read_back(files: list[str]) -> list[dict[str, Any]]:
+    """What earlier runs left; of a case that was run twice the later answer."""
+    found = {}
+    for one in (one for file in files for one in json.loads(Path(file).read_text())):
+        found[one["model"], one["asked"], one["ranks"]] = one
+    return list(found.values())
 
 
 def _chosen(asked: argparse.Namespace) -> list[cases.Case]:
@@ -35,6 +65,10 @@ def _chosen(asked: argparse.Namespace) -> list[cases.Case]:
         more["micro"] = asked.micro
     if asked.exact:
         more["settings"] = {"train.exact": True}
+    if asked.case:
+        named = [word.split(":") for word in asked.case]
+        found = [cases.make(model, layout, int(ranks), **more) for model, layout, ranks in named]
+        return sorted(found, key=lambda case: case.processes)
     if asked.try_layouts:
         models = asked.only or cases.MODELS
         return [cases.make(m, layout, n, **more) for n in asked.ranks for layout in asked.try_layouts for m in models]
@@ -47,12 +81,15 @@ def _read(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", type=lambda text: text.split(","))
     parser.add_argument("--layouts", nargs="+", help="of the list")
     parser.add_argument("--try", dest="try_layouts", nargs="+", help="any, also what the list has not")
+    parser.add_argument("--case", nargs="+", help="these alone: llama:fsdp:2")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--micro", type=int)
     parser.add_argument("--checks", nargs="+")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--json")
+    parser.add_argument("--json", help="write the answers there")
+    parser.add_argument("--read", nargs="+", default=[], help="run nothing: the answers of earlier runs")
+    parser.add_argument("--write", help="write the page there, and the block in README.md")
     parser.add_argument("--log", default="/tmp/matrix-log")
     return parser.parse_args(words)
 

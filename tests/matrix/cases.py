@@ -66,6 +66,8 @@ MIXTURES: dict[int, list[str]] = {
         "cp,remat=full",
         "ep,remat=full",
         "tp,sequence=true",
+        "dp_shard=2,ep=2",
+        "dp_shard=2,ep=2,zero=1",
     ],
     4: [
         "pp=2,dp_replicate=2",
@@ -85,8 +87,8 @@ MIXTURES: dict[int, list[str]] = {
         "cp=2,tp=2",
         "pp=2,cp=2",
         "dp_replicate=2,ep=2,tp=2",
-        "dp_shard=2,ep=2",
         "dp_replicate=2,dp_shard=2,ep=2",
+        "dp_shard=4,ep=2,zero=1",
         "pp=2,dp_replicate=2,ep=2",
         "hsdp,zero=1",
         "hsdp,remat=full",

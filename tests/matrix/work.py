@@ -15,6 +15,7 @@ import torch
 from paceline import talk
 from paceline.errors import ExitCode, PacelineError, Problems
 from paceline.order.cursor import Cursor
+from paceline.prove.double import in_double
 from paceline.prove.finding import BITWISE, VERDICTS
 from paceline.prove.lockstep import Lockstep, feed_of
 from paceline.prove.reference import At
@@ -84,7 +85,8 @@ def _run(case: Case, world: World) -> dict[str, Any]:
             found["final"] = weights_digest(sorted(wholes(built).items()))
         _leave(built)
     for name in _precisions(case, ready, world):
-        _merge(found, name, _lockstep(case, ready, world, _DTYPES[name]))
+        with in_double(active=name == "float64"):
+            _merge(found, name, _lockstep(case, ready, world, _DTYPES[name]))
     gc.collect()
     return found
 
@@ -94,7 +96,8 @@ def _precisions(case: Case, ready: Ready, world: World) -> list[str]:
     asked = [name for name in case.checks if name in _DTYPES]
     if "float64" in asked and world.is_main and case.model not in _CAN:
         try:
-            reference(ready, torch.float64).gradient(At(step=0, epoch=0, position=0))
+            with in_double():
+                reference(ready, torch.float64).gradient(At(step=0, epoch=0, position=0))
             _CAN[case.model] = True
         except RuntimeError:
             _CAN[case.model] = False

@@ -16,6 +16,7 @@ from paceline.job import Job
 from paceline.measure.environment import job_facts
 from paceline.order.cursor import Cursor
 from paceline.prove.answer import Rung, answer
+from paceline.prove.double import in_double
 from paceline.prove.dropout import draws, quiet
 from paceline.prove.finding import DIFFERENT, Finding
 from paceline.prove.free import run_free
@@ -180,7 +181,8 @@ def _precisions(ready: Ready, world: World, single: Finding) -> list[tuple[torch
     problem = ""
     if world.is_main:
         try:
-            reference(ready, torch.float64).gradient(_START)
+            with in_double():
+                reference(ready, torch.float64).gradient(_START)
         except Exception as error:
             problem = _first_line(error)
     problem = world.share_json(problem)
@@ -195,6 +197,10 @@ def _lockstep(
     ready: Ready, world: World, dtype: torch.dtype | None, name: str, places: Sequence[Cursor]
 ) -> Callable[[], Finding]:
     def climb() -> Finding:
+        with in_double(active=dtype is torch.float64):
+            return compared()
+
+    def compared() -> Finding:
         built = _built(ready, world, dtype)
         alone = reference(ready, dtype) if world.is_main else None
         lockstep = Lockstep(built=built, reference=alone, say=_say(world, name))

@@ -1,0 +1,50 @@
+"""Float64 in earnest: many models compute norms, softmax and loss in float32 whatever their own type is.
+
+Such a step hides in float32's rounding what float64 is to show, and two right answers are then apart by far more than
+float64's noise. So while a float64 comparison runs, what is float64 stays so.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PATCHED: tuple[tuple[Any, str], ...] = (
+    (torch.Tensor, "float"),
+    (torch.Tensor, "to"),
+    (torch.Tensor, "type"),
+    (torch.Tensor, "softmax"),
+    (torch.Tensor, "log_softmax"),
+    (torch, "softmax"),
+    (torch, "log_softmax"),
+    (torch.nn.functional, "softmax"),
+    (torch.nn.functional, "log_softmax"),
+)
+
+
+@contextmanager
+def in_double(*, active: bool = True) -> Iterator[None]:
+    """Nothing makes float32 of float64, on any thread of this process."""
+    kept = [(place, name, getattr(place, name)) for place, name in _PATCHED] if active else []
+    for place, name, plain in kept:
+        setattr(place, name, _kept_double(plain, casts=name == "float"))
+    try:
+        yield
+    finally:
+        for place, name, plain in kept:
+            setattr(place, name, plain)
+
+
+def _kept_double(plain: Callable[..., Any], *, casts: bool) -> Callable[..., Any]:
+    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(first, Tensor) or first.dtype is not torch.float64:
+            return plain(first, *args, **kwargs)
+        if casts:
+            return first
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
+        return plain(first, *args, **kwargs)
+
+    return call

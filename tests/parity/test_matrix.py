@@ -1,0 +1,72 @@
+"""Models of every kind under layouts of every kind, each beside one process, in one pool of processes per size.
+
+`make test` runs a covering subset: each kind of layout and each model at least once. `make soak` runs them all and
+prints the matrix. A refusal counts as a failure unless docs/refusals.md has it.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.matrix import page
+from tests.matrix.cases import Case
+
+ROOT = Path(__file__).resolve().parents[2]
+COVERING = (
+    "llama:fsdp:2", "gpt2:zero1:2", "bert:pp,schedule=zb_h1:2", "digits:zero2:2", "mixtral:ep:2", "vit:tp:2",
+    "nano:pp,schedule=interleaved_1f1b:2", "llama:cp:2", "t5:tp:2", "text:pp=2,dp_shard=2:4",
+)  # fmt: skip
+_EQUAL = ("bitwise", "rounding")
+
+
+def run(folder: Path, *words: str, seconds: float) -> list[dict[str, Any]]:
+    """The answers of a matrix of its own process, since exact mode's kernels are chosen before torch is imported."""
+    told = folder / "answers.json"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.matrix", "--json", str(told), "--log", str(folder / "log")]
+    ended = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    print(ended.stdout)
+    assert told.exists(), ended.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads(told.read_text())
+    return found
+
+
+def wrong(answers: list[dict[str, Any]]) -> list[str]:
+    """What is neither equal to one process nor refused with words that stand."""
+    known = page.patterns()
+    return [
+        f"{one['model']} {one['asked']} ×{one['ranks']}: {one['state']} {one.get('why') or one.get('first_difference')}"
+        for one in answers
+        if one["state"] not in _EQUAL and not (one["state"] == "refused" and page.stands(one["why"], known))
+    ]
+
+
+def test_a_covering_subset_is_one_process_training(tmp_path: Path) -> None:
+    answers = run(tmp_path, "--case", *COVERING, seconds=400)
+    assert len(answers) == len(COVERING)
+    assert not wrong(answers)
+    assert all(one["state"] in _EQUAL for one in answers), "the subset has no refusals"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_every_model_under_every_layout(tmp_path: Path, ranks: int) -> None:
+    answers = run(tmp_path, "--ranks", str(ranks), "--seconds", "240", seconds=7200)
+    assert len(answers) > 8
+    assert not wrong(answers)
+
+
+def test_a_refusal_that_the_page_does_not_have_is_wrong() -> None:
+    told = {"model": "text", "asked": "tp", "ranks": 2, "state": "refused"}
+    assert wrong([{**told, "why": "the moon is full."}])
+    assert not wrong([{**told, "why": "GPT has no experts to split."}])
+    assert wrong([{**told, "state": "different", "first_difference": {"parameter": "w"}}])
+    assert wrong([{**told, "state": "failed", "why": "GPT has no experts to split."}])
+
+
+def test_cases_travel_as_json() -> None:
+    case = Case(model="text", layout="fsdp", ranks=2, params={"dropout": 0.1})
+    assert Case.from_json(json.loads(json.dumps(case.as_json()))) == case

@@ -1,0 +1,75 @@
+"""One digest: of the start weights under every layout, and in exact mode of the weights after some steps.
+
+Exact mode: single, ddp, zero1, zero2, fsdp, hsdp, pp under each schedule, and their mixtures, on 1 to 8 ranks.
+"""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.matrix.cases import MODELS, SCHEDULES
+from tests.parity.test_matrix import run
+
+EXACT = ("text", "llama")
+SHORT = (
+    "single:1", "ddp:2", "fsdp:2", "zero2:2", "pp,schedule=zb_v:2", "hsdp,zero=1:4", "pp=2,dp_shard=2:4",
+)  # fmt: skip
+LONG = (
+    *("single:1", "threads:2", "ddp:2", "ddp:3", "ddp:8", "zero1:2", "zero1:4", "zero2:2", "zero2:3", "fsdp:2"),
+    *("fsdp:3", "fsdp:8", "fsdp,remat=full:4", "hsdp:4", "hsdp,zero=1:4", "hsdp,zero=2:4", "pp:3", "pp:4"),
+    *(f"pp,schedule={schedule}:2" for schedule in SCHEDULES),
+    *("pp,schedule=gpipe:4", "pp,schedule=zb_h1:4", "pp=2,dp_replicate=2:4", "pp=2,dp_shard=2,zero=1:4"),
+    *("pp=2,dp_shard=2,zero=2,schedule=zb_h1:4", "pp=2,dp_shard=2:4", "pp=2,dp_shard=2,schedule=zb_v:4"),
+    *("pp=2,dp_shard=2,schedule=interleaved_1f1b,remat=full:4", "pp=2,dp_replicate=2,remat=full:4"),
+    *("pp=2,dp_replicate=2,dp_shard=2:8", "pp=4,dp_shard=2,zero=1:8", "pp=2,dp_shard=4,schedule=breadth_first:8"),
+    *("hsdp,dp_shard=2:8", "pp=2,dp_replicate=2,dp_shard=2,zero=2:8"),
+)
+START = (
+    *("single:1", "threads:2", "ddp:2", "zero1:2", "zero2:2", "fsdp:2", "pp,schedule=1f1b:2"),
+    *("pp,schedule=zb_v:2", "tp:2", "cp:2", "ep:2", "hsdp:4", "pp=2,dp_shard=2:4", "dp_shard=2,tp=2:4"),
+)
+
+
+def exact(folder: Path, layouts: tuple[str, ...], seconds: float) -> list[dict[str, Any]]:
+    """Four steps, the third of one sample and the fourth in the next epoch, one sample a microbatch."""
+    words = [f"{model}:{layout}" for layout in layouts for model in EXACT]
+    return run(
+        folder, "--case", *words, "--exact", "--micro", "1", "--steps", "4", "--checks", "start", "final",
+        seconds=seconds,
+    )  # fmt: skip
+
+
+def one_digest(answers: list[dict[str, Any]], what: str, *, models: tuple[str, ...]) -> None:
+    """All of a model's answers have the same."""
+    for model in models:
+        mine = {f"{one['asked']} ×{one['ranks']}": one.get(what) for one in answers if one["model"] == model}
+        usual = Counter(mine.values()).most_common(1)[0][0]
+        others = {layout: digest for layout, digest in mine.items() if digest != usual}
+        assert usual is not None, answers
+        assert not others, f"{model}, {what} weights: {others}, and {usual} under the others"
+
+
+def test_exact_mode_ends_in_one_digest(tmp_path: Path) -> None:
+    answers = exact(tmp_path, SHORT, 400)
+    assert len(answers) == len(SHORT) * len(EXACT)
+    for what in ("start", "final"):
+        one_digest(answers, what, models=EXACT)
+    assert all(one["start"] != one["final"] for one in answers)
+
+
+@pytest.mark.soak
+def test_exact_mode_ends_in_one_digest_everywhere(tmp_path: Path) -> None:
+    answers = exact(tmp_path, LONG, 3600)
+    for what in ("start", "final"):
+        one_digest(answers, what, models=EXACT)
+
+
+@pytest.mark.soak
+def test_every_layout_starts_with_the_weights_of_one_plain_build(tmp_path: Path) -> None:
+    words = [f"{model}:{layout}" for layout in START for model in MODELS]
+    answers = run(tmp_path, "--case", *words, "--checks", "start", seconds=3600)
+    built = [one for one in answers if one["state"] != "refused"]
+    assert len(built) > len(MODELS) * 9
+    one_digest(built, "start", models=MODELS)
