@@ -59,6 +59,7 @@ def _listed(model: nn.Module, names: Sequence[str]) -> tuple[Block, ...]:
         if other is not None or list(names).count(name) > 1:
             raise LayoutError(
                 f"the blocks list {name!r} " + ("twice." if other is None else f"and {other!r}, which holds it."),
+                cause="a block is a module of its own, and none lies in another",
                 hint="each module once; the forward calls them one after another",
             )
     return tuple(Block(index=index, name=name, module=modules[name]) for index, name in enumerate(names))

@@ -185,7 +185,7 @@ def _checked(text: str, kind: Kind, sizes: dict[str, int], threads: int | None, 
     problems: list[PacelineError] = []
     alone = kind in (Kind.THREADS, Kind.SINGLE)
     if alone and (sizes or options):
-        hint = "--layout threads=2, or --layout dp=2" if kind is Kind.THREADS else "--layout single, or --layout dp=2"
+        hint = "--layout threads=2, or --layout dp=2" if kind is Kind.THREADS else "--layout dp=2, or single alone"
         cause = (
             "replicas as threads of one process go with no other axis" if kind is Kind.THREADS else "single has no axes"
         )
