@@ -224,6 +224,19 @@ class Bare(Tiny):
             super().__init__()
 
 
+class Loop(Tiny):
+    """Experts in a loop, each with the tokens that were sent to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        found: Tensor = self.head(torch.stack([expert(x) for expert in self.experts]).mean(0))
+        return found
+
+
 class Layerwise(torch.optim.Optimizer):
     """Every parameter's step depends on all gradients."""
 

@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -65,6 +66,7 @@ def try_pair(task: Task, *, make: Callable[[], Job], folder: Path, seconds: floa
 
 def _serve(pipe: Connection, rank: int, port: int, task: Task, make: Callable[[], Job], folder: Path) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # a user's own, such as torch.jit's
     talk.say = lambda *_, **__: None  # type: ignore[assignment]
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stderr.fileno())

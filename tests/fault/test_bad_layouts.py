@@ -169,8 +169,7 @@ LATE: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "cp on a sliding window": ("hugging('Mistral', sliding_window=4)", "cp", (), "sliding_window=4 is shorter"),
     "cp on an encoder-decoder": ("translation()", "cp", (), "has two sequences"),
     "ep without experts": ("job_of()", "ep", (), "Tiny has no experts to split"),
-    "ep beyond the experts": (
-        "hugging('Mixtral', num_local_experts=1, num_experts_per_tok=1)", "ep", (), "1 expert"),
+    "ep on a loop of experts": ("job_of(Loop)", "ep", (), "holds experts that are called one by one"),
     "remat without blocks": ("job_of(Attributes)", "ddp,remat=full", (), "Attributes has no repeated block"),
     "remat twice": ("job_of(Checkpointed)", "ddp,remat=full", (), "checkpoints its activations already"),
     "remat of an unknown operation": ("job_of()", "ddp,remat=selective:mmm", (), "no operation 'mmm'"),
@@ -227,7 +226,12 @@ def _hints_are_legal(text: str, ranks: int) -> None:
 
 
 def _sampled(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.soak] if k % _OFTEN else []) for k, name in enumerate(names)]
+    """Imports of torch.compile and transformers take long."""
+    slow = ("hugging", "translation", "torch.compile")
+    return [
+        pytest.param(name, marks=[pytest.mark.soak] if k % _OFTEN or LATE[name][0].startswith(slow) else [])
+        for k, name in enumerate(names)
+    ]
 
 
 @pytest.mark.parametrize("name", _sampled(LATE))
