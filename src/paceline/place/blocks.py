@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from paceline.errors import LayoutError
+from paceline.spec.words import did_you_mean
 
 _LISTS = nn.ModuleList | nn.Sequential
 
@@ -51,12 +52,14 @@ def _listed(model: nn.Module, names: Sequence[str]) -> tuple[Block, ...]:
         if name not in modules:
             raise LayoutError(
                 f"the blocks list {name!r}, and the model has no module of that name.",
+                cause=did_you_mean(name, modules),
                 hint="the names that model.named_modules() gives",
             )
         other = next((o for o in names if name.startswith(f"{o}.")), None)
         if other is not None or list(names).count(name) > 1:
             raise LayoutError(
                 f"the blocks list {name!r} " + ("twice." if other is None else f"and {other!r}, which holds it."),
+                cause="a block is a module of its own, and none lies in another",
                 hint="each module once; the forward calls them one after another",
             )
     return tuple(Block(index=index, name=name, module=modules[name]) for index, name in enumerate(names))
@@ -101,6 +104,6 @@ def _largest(lists: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
         raise LayoutError(
             "no chain of blocks: no nn.ModuleList or nn.Sequential has two entries that hold parameters.",
             cause="layers that are attributes of their own (self.layer1, ...), or one layer used again and again",
-            hint="name them in the order of the forward: blocks=['layer1', 'layer2']",
+            hint="name them in the order of the forward: --place.blocks layer1,layer2",
         )
     return [max(found, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))]

@@ -18,9 +18,10 @@ def checked_bounds(counts: Sequence[int], num_stages: int, num_blocks: int) -> B
     """
     if len(counts) != num_stages or sum(counts) != num_blocks or min(counts) < 1:
         raise LayoutError(
-            f"bounds lists {list(counts)}: {len(counts)} stages with {sum(counts)} blocks; "
-            f"the layout has {num_stages} stages, the model {num_blocks} blocks, and each stage needs at least one.",
-            hint="one number of blocks for each stage, all of them together",
+            f"place.stages lists {len(counts)} stages with {sum(counts)} blocks; the layout has {num_stages} stages, "
+            f"the model {num_blocks} blocks.",
+            cause="one number of blocks for each stage, at least 1, that add up to all blocks",
+            hint=_listed(num_stages, num_blocks),
         )
     return tuple(pairwise([0, *accumulate(counts)]))
 
@@ -35,8 +36,16 @@ def even_bounds(num_stages: int, blocks: Sequence[Block], weights: Sequence[floa
         names = ", ".join(block.name for block in blocks[:3])
         raise LayoutError(
             f"{num_stages} stages, but the model has only {len(blocks)} blocks ({names}{', ...' * (len(blocks) > 3)}).",
-            hint=f"at most pp={len(blocks)}; or list finer blocks",
+            cause="each stage needs a block, and a schedule may have several stages on each rank",
+            hint=f"a smaller pp or virtual: {len(blocks)} stages at most; or finer blocks: --place.blocks",
         )
     if weights is not None and len(weights) != len(blocks):
         raise LayoutError(f"{len(weights)} weights for {len(blocks)} blocks.", hint="one number for each block")
     return balance(num_stages=num_stages, seconds=weights or [1.0] * len(blocks)).bounds
+
+
+def _listed(num_stages: int, num_blocks: int) -> str:
+    if num_stages > num_blocks:
+        return f"a smaller pp: {num_blocks} stages at most"
+    even = balance(num_stages=num_stages, seconds=[1.0] * num_blocks).bounds
+    return f"--place.stages {','.join(str(stop - start) for start, stop in even)}"

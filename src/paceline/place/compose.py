@@ -1,7 +1,7 @@
 """From a whole model to this rank's share of it, in the one order in which placements go together."""
 
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -102,7 +102,8 @@ def compose(
     if compiles:
         undos.append(compile_blocks(model, say=say, blocks=blocks))
     grid = Grid(names=[member.name for member in every], others=[worlds.pp]) if exact else None
-    live = [_live(member, model) for member in every if member.name not in shaped.hollow]
+    now = dict(model.named_parameters())
+    live = [replace(member, parameter=now[member.name]) for member in every if member.name not in shaped.hollow]
     named = [member for member in live if member.name not in shaped.routed]
     hollow = None if shaped.piped is None else shaped.piped.hollow
     by = Sharding(
@@ -169,12 +170,6 @@ def _shaped(
     hollow = frozenset[str]() if piped is None else piped.hollow
     hollow |= {name for name, part in routed.items() if part.local is None}
     return _Shaped(piped=piped, base=base, routed=routed, hollow=hollow)
-
-
-def _live(member: Named, model: nn.Module) -> Named:
-    """The parameter that now stands under this name."""
-    parameter = model.get_parameter(member.name)
-    return Named(index=member.index, name=member.name, parameter=parameter)
 
 
 def _tied(split: Split, piped: Piped | None, worlds: Worlds, *, exact: bool) -> Reducer:

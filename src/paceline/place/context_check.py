@@ -115,6 +115,7 @@ def _ran(
     if isinstance(found, Tensor):
         raise LayoutError(
             "the loss is one number, a mean over its samples: parts of a sequence do not add up to it.",
+            cause="each rank has some of a sample's positions, and a mean of means is another one",
             hint="loss -> (loss_sum, count), as in F.cross_entropy(..., reduction='sum'), targets.numel()",
         )
     pairs = found if isinstance(found, Mapping) else {"loss": found} if isinstance(found, tuple) else {}

@@ -160,6 +160,7 @@ def _named(entries: Mapping[str, Tensor], name: str, dim: int) -> Tensor:
         shapes = ", ".join(f"{n} {tuple(v.shape)}" for n, v in entries.items()) or "no tensor"
         raise JobError(
             f"sequence={{{name!r}: {dim}}} names no dimension of the batch, which has {shapes}.",
+            cause="the entry is not in the batch, or has fewer dimensions",
             hint='a dict\'s key, or "0", "1", ... for the entries of a tuple; "0" for a batch that is one tensor',
         )
     return found

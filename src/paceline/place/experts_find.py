@@ -117,5 +117,5 @@ def _nothing_found(model: nn.Module, pattern: str | None) -> LayoutError:
         if pattern
         else f"{type(model).__name__} has no experts to split.",
         cause="no module's forward is (tokens, expert_index, expert_weight)",
-        hint="leave ep out, or name the modules: experts='*.mlp.experts'",
+        hint="leave ep out, or --layout dp_replicate=2",
     )

@@ -174,7 +174,7 @@ class _Watcher:
                 f"the forward does not call the block {missed[0]}.",
                 cause="a branch that skips layers (stochastic depth, early exit), a layer that another forward uses, "
                 "or block.forward(x) in place of block(x)",
-                hint="list the blocks that every forward calls, in their order: blocks=[...]",
+                hint="list the blocks that every forward calls, in their order: --place.blocks layers.0,layers.1",
             )
         self.flow.blocks = tuple(
             Block(index=index, name=block.name, module=block.module) for index, block in enumerate(self._order)
@@ -204,7 +204,7 @@ def _line() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/torch/" not in file and not file.endswith(("place/flow.py", "torch_private.py")):
+        if "/torch/" not in file and not file.endswith(("place/flow.py", "torch_private.py", "torch_modes.py")):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

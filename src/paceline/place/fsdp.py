@@ -146,6 +146,7 @@ def _wrap(model: nn.Module, data: Data, asked: FullySharded, *, ignored: set[nn.
     mesh = DeviceMesh.from_group(data.shard.group, device, mesh_dim_names=("dp_shard",))
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if asked.offload else OffloadPolicy()
     units = [unit for unit in find_units(model, by=asked.units).values() if not ignored.issuperset(unit.parameters())]
+    _refuse_mixed([*units, model], model, ignored)
     for unit in [*units, model]:
         unit.register_forward_hook(lambda _, __, output: _own_memory(output))
         output = torch.float32 if asked.params is not None and unit is model else None
@@ -183,6 +184,23 @@ def _own_memory(output: Any) -> Any:
     if type(output) in (tuple, list):
         return type(output)(_own_memory(item) for item in output)
     return output
+
+
+def _refuse_mixed(units: Sequence[nn.Module], model: nn.Module, ignored: set[nn.Parameter]) -> None:
+    """A unit's parameters are gathered as one, so they have one type."""
+    names = {p: name for name, p in model.named_parameters()}
+    taken = set(ignored)
+    for unit in units:
+        own = [p for p in unit.parameters() if p not in taken]
+        taken.update(own)
+        kinds = {p.dtype: names[p] for p in reversed(own) if p.requires_grad}
+        if len(kinds) > 1:
+            some = " and ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in kinds.items())
+            raise LayoutError(
+                f"fsdp gathers parameters of one type together, and has {some} in one unit.",
+                cause="some layers were cast in model=",
+                hint="--train.precision bf16 and one type in model=; or --layout zero2",
+            )
 
 
 def _prefetch(model: nn.Module, ahead: int) -> None:

@@ -74,7 +74,7 @@ class _Stage:
                         f"{self._maker(missing)}.",
                         where=read.where,
                         cause="an `if`, a loop or .item() on a tensor between blocks",
-                        hint="move it into a block, or cut so that both sides are on one stage: bounds=[...]",
+                        hint="move it into a block, or cut so that both sides are on one stage: --place.stages 3,1",
                     )
 
     @property
@@ -92,7 +92,7 @@ class _Stage:
             f"a skip connection crosses the cut before {self.flow.blocks[self.start].name}: {user} needs "
             f"{self._maker(missing)}.",
             cause="a value that goes around the blocks between, such as a U-Net's skip or collected hidden states",
-            hint="bounds=[...] with both ends on one stage, or hand the value to the later block as an argument",
+            hint="--place.stages with both ends on one stage, or hand the value to the later block as an argument",
         )
 
     def _maker(self, number: int) -> str:

@@ -41,7 +41,7 @@ def remat(model: nn.Module, *, policy: Remat, blocks: Sequence[Block] | None = N
         raise LayoutError(
             f"remat={policy}: {type(model).__name__} has no repeated block.",
             cause="it looks for modules of one class in a ModuleList or a Sequential, and finds none",
-            hint="remat=none, or name the modules that run one after another in blocks=",
+            hint="remat=none, or name them: --place.blocks layer1,layer2",
         )
     how = contexts(policy.keep) if policy.kind is RematKind.SELECTIVE else noop_context_fn
     undos = [_wrap(block.name, block.module, how) for block in _chosen(found, policy)]

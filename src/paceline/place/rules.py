@@ -6,7 +6,7 @@ of it runs a few steps on a small random matrix and on the two halves of it, and
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ class Rules:
         for optimizer in self.optimizers:
             _refuse_across(optimizer)
             for group in optimizer.param_groups:
-                reason = _row_difference(optimizer, group, exact=exact)
+                reason = _difference(optimizer, group, exact=exact, dim=0)
                 if reason:
                     found |= {names[id(p)]: reason for p in group["params"] if p.dim()}
         return found
@@ -67,6 +67,33 @@ class Rules:
                 hint=f"--layout zero1 or zero2, which give such parameters whole to one rank each; or "
                 f"torch.optim.AdamW{' without fused=True' if exact else ''}",
             )
+
+    def refuse_apart(self) -> None:
+        """For layouts in which a rank's optimizer has some of the parameters.
+
+        Raises:
+            JobError: a rule that looks at several at once.
+        """
+        for optimizer in self.optimizers:
+            _refuse_across(optimizer)
+
+    def refuse_pieces(self, cut: Collection[str], *, layout: str) -> None:
+        """For the parameters of which this rank has a piece, along whatever dimension.
+
+        Raises:
+            LayoutError: the rule that is not right on pieces, by name.
+        """
+        names = {id(p): name for name, p in self.pairs}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                name = next((names[id(p)] for p in group["params"] if names[id(p)] in cut and p.dim() > 1), None)
+                reason = name and any(_difference(optimizer, group, exact=False, dim=dim) for dim in (0, -1))
+                if reason:
+                    raise LayoutError(
+                        f"{type(optimizer).__name__} looks at whole matrices, and {layout} leaves pieces of {name}.",
+                        cause="its step on a piece of a matrix is another one than on the whole",
+                        hint="--layout ddp, zero1, zero2 or pp, where a matrix stays whole; or torch.optim.AdamW",
+                    )
 
     def on(self, shares: Sequence[Named]) -> list[Optimizer]:
         """The same optimizers, groups and options over the shares; a parameter without a share is left out.
@@ -170,20 +197,20 @@ def _tensors(value: Any) -> list[Tensor]:
 # -- whether a rule is right on a cut
 
 
-def _row_difference(optimizer: Optimizer, group: Mapping[str, Any], *, exact: bool) -> str:
-    """Empty where rows may be updated alone; otherwise what was seen."""
+def _difference(optimizer: Optimizer, group: Mapping[str, Any], *, exact: bool, dim: int) -> str:
+    """Empty where what is cut along `dim` may be updated alone; otherwise what was seen."""
     kind = type(optimizer).__name__
     for dims in sorted({p.dim() for p in group["params"] if p.dim()}):
         shape = (_ROWS, 5, 3, 2, 2)[:dims] if dims <= 5 else (_ROWS, *(2,) * (dims - 1))
         whole, gradients = _drawn(shape, exact)
-        cut = (_ROWS + 1) // 2
+        sizes = [(whole.shape[dim] + 1) // 2, whole.shape[dim] // 2]
+        starts, steps = whole.split(sizes, dim), [g.split(sizes, dim) for g in gradients]
         try:
             alone = _stepped(optimizer, group, [whole], [[g] for g in gradients])[0]
-            upper = _stepped(optimizer, group, [whole[:cut]], [[g[:cut]] for g in gradients])[0]
-            lower = _stepped(optimizer, group, [whole[cut:]], [[g[cut:]] for g in gradients])[0]
+            halves = [_stepped(optimizer, group, [starts[n]], [[g[n]] for g in steps])[0] for n in (0, 1)]
         except Exception as error:
             return f"{kind} could not be tried on a small matrix ({type(error).__name__}: {error})"
-        if not _same(alone, torch.cat([upper, lower]), exact):
+        if not _same(alone, torch.cat(halves, dim), exact):
             rows = "bits" if exact else "values"
             return f"{kind} gives other {rows} on the two halves of a matrix than on the whole"
     return ""

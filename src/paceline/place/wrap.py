@@ -39,7 +39,9 @@ def units_of(words: Sequence[str], *, model: nn.Module) -> Units:
     sizes = [word for word in words if word.isdigit()]
     if sizes and len(words) > 1:
         raise LayoutError(
-            f"place.units={','.join(words)} mixes a size and names.", hint=f"--place.units {sizes[0]}, or the names"
+            f"place.units={','.join(words)} mixes a size and names.",
+            cause="units are of at least so many elements, or of these names",
+            hint=f"--place.units {sizes[0]}, or the names",
         )
     known = {type(module).__name__ for module in model.modules()}
     classes = [word for word in words if word in known or not (set(word) & set(".*?[") or word[:1].islower())]
@@ -91,7 +93,7 @@ def _check(wanted: str, known: Sequence[str], *, what: str) -> None:
         raise LayoutError(
             f"no module with parameters has the {what} {wanted!r}.",
             cause=f"the model has {some}",
-            hint="leave the units out: repeated blocks are found by themselves",
+            hint="leave --place.units out: repeated blocks are found by themselves",
         )
 
 

@@ -27,15 +27,11 @@ def program_of(layout: Layout, mesh: Mesh, *, num_micro: int) -> Program:
     """
     if not is_file(layout.schedule):
         return build(layout.schedule, ranks=mesh.pp, micro=num_micro, virtual=layout.virtual)
-    if not Path(layout.schedule).is_file():
+    program = _own(layout, mesh)
+    if program.num_micro != num_micro:
         raise LayoutError(
-            f"there is no file {layout.schedule} with a schedule.", hint="schedule=1f1b, or a file's path"
-        )
-    program = read(layout.schedule)
-    if program.num_ranks != mesh.pp or program.num_micro != num_micro:
-        raise LayoutError(
-            f"the schedule {layout.schedule} is for {many(program.num_ranks, 'rank')} and "
-            f"{many(program.num_micro, 'microbatch')}; this run has pp={mesh.pp} and {num_micro} in each replica.",
+            f"the schedule {layout.schedule} is for {many(program.num_micro, 'microbatch')}; "
+            f"this run has {num_micro} in each replica.",
             cause="a schedule of one's own holds for one number of microbatches; a short last batch has fewer",
             hint="--train.micro_batch_size to fit and --data.drop_last true, or a schedule by name",
         )
@@ -44,13 +40,34 @@ def program_of(layout: Layout, mesh: Mesh, *, num_micro: int) -> Program:
 
 def refuse_schedule(layout: Layout, mesh: Mesh) -> list[PacelineError]:
     """What is wrong with the schedule whatever the batch is."""
-    if mesh.pp == 1 or is_file(layout.schedule):
+    if mesh.pp == 1:
         return []
     try:
-        build(layout.schedule, ranks=mesh.pp, micro=1, virtual=layout.virtual)
+        if is_file(layout.schedule):
+            _own(layout, mesh)
+        else:
+            build(layout.schedule, ranks=mesh.pp, micro=1, virtual=layout.virtual)
     except PacelineError as error:
         return [error]
     return []
+
+
+def _own(layout: Layout, mesh: Mesh) -> Program:
+    """The one that the user wrote."""
+    if not Path(layout.schedule).is_file():
+        raise LayoutError(
+            f"there is no file {layout.schedule} with a schedule.",
+            cause=f"looked for in {Path.cwd()}",
+            hint=f"--layout pp={mesh.pp},schedule=1f1b, or a file's path",
+        )
+    program = read(layout.schedule)
+    if program.num_ranks != mesh.pp:
+        raise LayoutError(
+            f"the schedule {layout.schedule} is for {many(program.num_ranks, 'rank')}, this layout has pp={mesh.pp}.",
+            cause="one line for each rank of the pipeline, no more and no less",
+            hint=f"--layout pp={program.num_ranks},schedule={layout.schedule}",
+        )
+    return program
 
 
 def pipeline_notes(layout: Layout, mesh: Mesh, *, num_micro: int, micro_batch_size: int) -> tuple[str, ...]:

@@ -138,6 +138,7 @@ def _micro_batch_size(facts: Facts, replicas: int, problems: list[PacelineError]
         problems.append(
             UsageError(
                 f"micro_batch_size {asked} is not between 1 and global_batch_size {total}.",
+                cause="a microbatch is a part of the global batch",
                 hint=f"--train.micro_batch_size {max(1, min(asked, total))}",
             )
         )

@@ -4,6 +4,7 @@ from paceline.errors import LayoutError
 from paceline.schedule.lower import lower
 from paceline.schedule.program import Program
 from paceline.schedule.table import Schedule, schedule_named
+from paceline.spec.words import many
 
 
 def build(name: str, *, ranks: int, micro: int, virtual: int | None = None) -> Program:
@@ -31,6 +32,7 @@ def _refuse_bad_numbers(schedule: Schedule, *, ranks: int, micro: int, virtual: 
             raise LayoutError(f"schedule {schedule.name!r} with {value} {word}: at least 1 is needed.")
     if virtual != schedule.virtual and not schedule.any_virtual:
         raise LayoutError(
-            f"schedule {schedule.name!r} has {schedule.virtual} stage(s) on each rank, {virtual} are asked for.",
-            hint="schedule=interleaved, breadth_first or zb_interleaved take any number of stages a rank",
+            f"schedule {schedule.name!r} has {many(schedule.virtual, 'stage')} on each rank, {virtual} are asked for.",
+            cause="interleaved, breadth_first and zb_interleaved take any number of stages a rank",
+            hint=f"--layout pp={ranks},schedule=interleaved,virtual={virtual}",
         )

@@ -117,7 +117,11 @@ def _program(rows: dict[int, list[_Word]], *, file: str, name: str) -> Program:
     owner = _owners(parsed, file=file)
     used = {action.microbatch for row in parsed for _, action in row}
     if (gap := _gap(used)) is not None:
-        raise UsageError(f"{file}: nobody computes microbatch {gap}.", cause="microbatches are counted from 0")
+        raise UsageError(
+            f"{file}: nobody computes microbatch {gap}.",
+            cause="microbatches are counted from 0",
+            hint=f"F{gap} and B{gap} on every line",
+        )
     num_micro = len(used)
     orders = [[action for _, action in row] for row in parsed]
     program = lower(orders, name=name, rank_of_stage=owner, num_micro=num_micro)
@@ -153,7 +157,9 @@ def _owners(parsed: list[list[tuple[_Word, Action]]], *, file: str) -> tuple[int
             if owner.setdefault(action.stage, rank) != rank:
                 raise _error(file, word, f"is in stage {action.stage}, which lies on rank {owner[action.stage]}")
     if (gap := _gap(owner)) is not None or not owner:
-        raise UsageError(f"{file}: nobody computes in stage {gap or 0}.", cause="stages are counted from 0")
+        raise UsageError(
+            f"{file}: nobody computes in stage {gap or 0}.", cause="stages are counted from 0", hint="rank 0: F0 B0"
+        )
     return tuple(owner[stage] for stage in range(len(owner)))
 
 

@@ -1,6 +1,6 @@
 """How the model is placed: what was asked for on the command line, read without torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
@@ -118,9 +118,11 @@ def parse_layout(text: str) -> Layout:
     for place, part in enumerate(text.strip().split(",")):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         name = _ALIASES.get(name.lower(), name.lower())
-        if not equals and place == 0:
+        if name in sizes or name in options:
+            problems.append(_twice(text, part.strip(), name))
+        elif not equals and place == 0:
             kind = _word(text, name, problems)
-        elif name == Kind.THREADS and equals:
+        elif name == Kind.THREADS and equals and kind is Kind.AXES:
             kind, threads = Kind.THREADS, _size(part, value, problems)
         elif name in AXES and equals:
             sizes[name] = _size(part, value, problems)
@@ -134,13 +136,8 @@ def parse_layout(text: str) -> Layout:
 
 def _word(text: str, name: str, problems: list[PacelineError]) -> Kind:
     if name in NOT_YET:
-        problems.append(
-            LayoutError(
-                f"the layout {name!r} is not in this version yet.",
-                cause="plan, which would choose",
-                hint="--layout ddp",
-            )
-        )
+        text = f"the layout {name!r} is not in this version yet."
+        problems.append(LayoutError(text, cause="plan, which would choose", hint="--layout ddp"))
     elif name not in _WORDS:
         known = [*_WORDS, *NOT_YET]
         hint = f"--layout {' | '.join(_WORDS)} | threads=N | axes: dp_shard=2,tp=2"
@@ -160,8 +157,25 @@ def _size(part: str, value: str, problems: list[PacelineError]) -> int:
     return int(value)
 
 
+def _twice(text: str, part: str, name: str) -> LayoutError:
+    once = ",".join(piece for piece in text.split(",") if piece.strip() != part) or text.split(",")[0]
+    cause = "dp is short for dp_replicate" if name == "dp_replicate" else "each axis and each option is said once"
+    return LayoutError(f"{text!r} says {name} twice.", cause=cause, hint=f"--layout {once}")
+
+
 def _no_axis(text: str, name: str) -> LayoutError:
     known = ["dp", *AXES, "threads", *OPTIONS]
+    if name == Kind.THREADS:
+        cause, hint = "replicas as threads of one process go with nothing else", "--layout threads=2, or --layout dp=2"
+        return LayoutError(f"{text!r} asks for threads beside another layout.", cause=cause, hint=hint)
+    if name in _WORDS:
+        axis, zero = _AXIS_OF.get(Kind(name), ("dp_shard", 0))
+        words = f"{axis}=2{f',zero={zero}' if zero in (1, 2) else ''}"
+        return LayoutError(
+            f"{name!r} in {text!r} has no count.",
+            cause="a layout's word stands first and alone; what goes with it is written as axes",
+            hint=f"--layout {text.split(',')[0]},{words}",
+        )
     return LayoutError(
         f"{name!r} in {text!r} is no axis.", cause=did_you_mean(name, known), hint=f"one of {', '.join(known)}: dp=2"
     )
@@ -171,7 +185,7 @@ def _checked(text: str, kind: Kind, sizes: dict[str, int], threads: int | None, 
     problems: list[PacelineError] = []
     alone = kind in (Kind.THREADS, Kind.SINGLE)
     if alone and (sizes or options):
-        hint = "--layout threads=2, or --layout dp=2" if kind is Kind.THREADS else "--layout single, or --layout dp=2"
+        hint = "--layout threads=2, or --layout dp=2" if kind is Kind.THREADS else "--layout dp=2, or single alone"
         cause = (
             "replicas as threads of one process go with no other axis" if kind is Kind.THREADS else "single has no axes"
         )
@@ -182,7 +196,10 @@ def _checked(text: str, kind: Kind, sizes: dict[str, int], threads: int | None, 
         elif kind in _AXIS_OF:
             sizes.setdefault(_AXIS_OF[kind][0], REST)
         if list(sizes.values()).count(REST) > 1:
-            problems.append(LayoutError(f"{text!r}: one axis at most is {REST}.", hint="say how many the others have"))
+            first, *others = (axis for axis, size in sizes.items() if size == REST)
+            said = ",".join(f"{axis}={2 if axis in others else size}" for axis, size in sizes.items())
+            cause = f"{first} and {others[0]} would both be what the number of ranks leaves"
+            problems.append(LayoutError(f"{text!r}: one axis at most is {REST}.", cause=cause, hint=f"--layout {said}"))
     zero = _AXIS_OF.get(kind, ("", 3))[1] or 3
     layout = Layout(
         kind=kind,
@@ -250,8 +267,31 @@ def _homeless(layout: Layout, options: dict[str, str]) -> list[PacelineError]:
     """Options of an axis that was not asked for."""
     homes = {"zero": "dp_shard", "offload": "dp_shard", "params": "dp_shard"}
     homes |= {"schedule": "pp", "virtual": "pp", "sequence": "tp"}
-    return [
+    found: list[PacelineError] = [
         LayoutError(f"{name}={options[name]} says how {axis} is done, and there is no {axis}.", hint=f"{axis}=2")
         for name, axis in homes.items()
         if name in options and layout.sizes.get(axis, 1) == 1 and layout.kind is not Kind.HSDP
     ]
+    return [*found, *_gathers_nothing(layout, options)]
+
+
+def _gathers_nothing(layout: Layout, options: dict[str, str]) -> Iterator[LayoutError]:
+    """Words that disagree about the ZeRO stage, or that need its third."""
+    if (stage := _AXIS_OF.get(layout.kind, ("", 0))[1]) and layout.zero != stage:
+        yield LayoutError(
+            f"{layout.kind} is ZeRO stage {stage}, and zero={layout.zero} says another.",
+            cause="zero= is for dp_shard and hsdp, whose word says no stage",
+            hint=f"--layout {('zero1', 'zero2', 'fsdp')[layout.zero - 1]}",
+        )
+    elif layout.zero != 3 and "params" in options and layout.params != "fp32":
+        yield LayoutError(
+            f"params={layout.params} with ZeRO stage {layout.zero} can't be had: nothing is gathered there.",
+            cause="it is the type in which fsdp gathers parameters",
+            hint=f"--layout fsdp,params={layout.params}, or --train.precision bf16",
+        )
+    elif layout.zero != 3 and "parameters" in layout.offload:
+        yield LayoutError(
+            f"offload=parameters with ZeRO stage {layout.zero} can't be had: the ranks keep them whole.",
+            cause="only what fsdp gathers and frees can lie elsewhere in between",
+            hint="--layout fsdp,offload=parameters, or offload=optimizer",
+        )

@@ -16,6 +16,7 @@ from paceline.spec.settings import MOST, Settings
 from paceline.spec.words import did_you_mean
 
 JOB = "job"
+TYPED = "command line"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ def read_asked(*, file: Path | None, overrides: Sequence[str]) -> Asked:
     origins: dict[str, str] = {}
     layers = [
         (f"file {file}", _from_file(file, problems)),
-        ("command line", _from_words(overrides, problems)),
+        (TYPED, _from_words(overrides, problems)),
     ]
     for origin, given in layers:
         layer = _layer(given, origin, problems)

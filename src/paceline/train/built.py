@@ -41,7 +41,7 @@ from paceline.train.context import context_of
 from paceline.train.example import Example
 from paceline.train.fit import refuse_unfit
 from paceline.train.options import Options
-from paceline.train.refuse import refuse_asked, unheard_placing
+from paceline.train.refuse import refuse_asked, refuse_foreign, unheard_placing
 from paceline.train.updates import learn_rules, make_update
 from paceline.world import World
 from paceline.worlds import Worlds
@@ -120,6 +120,12 @@ def build_model(job: Job, *, seed: int) -> nn.Module:
         raise JobError(
             f"model= gave a {type(model).__name__}, expected a torch.nn.Module.", hint="model=lambda: MyModel()"
         )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise JobError(
+            "model= gave parameters without memory (on the device meta), so they have no start values.",
+            cause='built under torch.device("meta"), to be filled later',
+            hint="leave it out: above init.limit a model is built without memory by itself, and its init is replayed",
+        )
     return model
 
 
@@ -136,6 +142,7 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     rows = begun[0].rows
     models = [one.on(each.every.device) for one, each in zip(begun, own, strict=True)]
     refuse_unfit(job, models[0])
+    refuse_foreign(models[0], plan)
     named = [trainable(model) for model in models]
     notes = [*unheard_placing(settings.place, plan), *begun[0].notes]
     notes += _equal_start(models[0], world) if rows is None else []

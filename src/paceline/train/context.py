@@ -52,5 +52,6 @@ def _sequence(job: Job, example: Example) -> Mapping[str, int]:
         return {_USUAL: 1}
     raise JobError(
         "cp cuts sequences, and the job does not say which dimension of its batch is one.",
+        cause="a batch that is no dict with input_ids has no dimension that is known to be the sequence",
         hint='sequence={"input_ids": 1}, or sequence={"0": 1} for the first entry of a tuple',
     )

@@ -65,6 +65,7 @@ class Example:
         if hasattr(data, "__next__"):
             raise JobError(
                 "train_data is a generator, and this layout looks at a sample before the first step.",
+                cause="a generator is read once, and that sample would be missing from the training",
                 hint="train_data=the function that makes it, without the call",
             )
         size = self.plan.micro_batch_size

@@ -1,10 +1,14 @@
 """What can't be had together: a job, its settings, and the plan."""
 
-from paceline.errors import JobError, PacelineError, UsageError, raise_all
+import torch
+from torch import nn
+
+from paceline.errors import JobError, LayoutError, PacelineError, UsageError, raise_all
 from paceline.job import Job
 from paceline.place.exact import MOST_MICROBATCHES
 from paceline.place.threads import refuse_under_threads
 from paceline.plan.settle import Plan
+from paceline.plan.unfit import refuse_settings
 from paceline.spec.read import default_of
 from paceline.spec.settings import Place, Settings
 from paceline.train.wishes import best_rule
@@ -16,11 +20,11 @@ def refuse_asked(job: Job, settings: Settings, plan: Plan) -> None:
     Raises:
         JobError, UsageError, Problems
     """
-    problems: list[PacelineError] = []
     train = settings.train
+    problems = refuse_settings(plan.asked, plan.mesh, settings)
     if train.exact:
         problems += _check_exact(plan, train.precision)
-    problems += _check_split(job, settings, plan)
+    problems += _check_split(job, plan)
     if plan.replicas > plan.processes:
         problems += refuse_under_threads(buffers=train.buffers, compiled=train.compile)
     if train.precision == "fp16" and job.loss is not None and job.count is None:
@@ -55,6 +59,28 @@ def unheard_placing(how: Place, plan: Plan) -> list[str]:
     ]
 
 
+def refuse_foreign(model: nn.Module, plan: Plan) -> None:
+    """Refuse what torch has compiled already, where the layout has to look inside.
+
+    Raises:
+        LayoutError
+    """
+    inside = [axis for axis in plan.mesh.split if axis in ("pp", "cp", "tp", "ep")]
+    inside += ["fsdp"] if plan.mesh.zero == 3 else []
+    if inside and isinstance(model, torch.jit.ScriptModule):
+        raise LayoutError(
+            f"{inside[0]} can't look inside a ScriptModule ({model.original_name}).",
+            cause="torch.jit.script or trace in model=: its modules and forward are no longer Python's",
+            hint="model= without torch.jit, or --layout ddp, zero1 or zero2",
+        )
+    if inside and hasattr(model, "_orig_mod"):
+        raise LayoutError(
+            f"{inside[0]} can't look inside a model that torch.compile has wrapped.",
+            cause="torch.compile(...) in model=",
+            hint="model= without torch.compile; --train.compile compiles each block, after it is placed",
+        )
+
+
 def _check_whole(job: Job, settings: Settings, plan: Plan) -> list[PacelineError]:
     found: list[PacelineError] = []
     if job.loss is None:
@@ -73,36 +99,18 @@ def _check_whole(job: Job, settings: Settings, plan: Plan) -> list[PacelineError
     return found
 
 
-def _check_split(job: Job, settings: Settings, plan: Plan) -> list[PacelineError]:
+def _check_split(job: Job, plan: Plan) -> list[PacelineError]:
     """What a model in parts can't have."""
     found: list[PacelineError] = []
-    train, mesh = settings.train, plan.mesh
-    if train.precision == "fp16" and mesh.pp > 1:
-        hint = "--train.precision bf16, which needs no scale"
-        found.append(UsageError("fp16 with pp: the loss scale is the last stage's alone.", hint=hint))
-    if train.compile and mesh.tp > 1:
-        cause = "torch.compile does not see through tensors of which each rank holds a piece"
-        found.append(UsageError("--train.compile with tp can't be had.", cause=cause, hint="leave --train.compile out"))
+    mesh = plan.mesh
     if job.loss_over == "batch" and (mesh.pp > 1 or mesh.cp > 1 or mesh.zero == 3 or mesh.ep > 1):
         cause = "all outputs meet before the loss, and these ranks meet within the forward as well"
         found.append(UsageError(f'loss_over="batch" with {plan.layout}.', cause=cause, hint="--layout ddp or zero2"))
-    if train.buffers == "sync_bn" and mesh.ranks > mesh.replicas:
-        hint = "--train.buffers fold, which gives one process's statistics"
-        found.append(UsageError(f"sync_bn with {plan.layout} is not proved.", hint=hint))
     return found
 
 
 def _check_exact(plan: Plan, precision: str) -> list[PacelineError]:
     found: list[PacelineError] = []
-    inexact = [axis for axis in ("cp", "tp", "ep") if plan.mesh.size(axis) > 1]
-    if inexact:
-        found.append(
-            UsageError(
-                f"exact mode with {', '.join(inexact)} can't be had: they cut sums within a microbatch.",
-                cause="a row-parallel product, a ring's softmax and an expert's rows add in another order",
-                hint="exact mode with ddp, zero1, zero2, fsdp, hsdp, pp and their mixtures",
-            )
-        )
     if plan.device != "cpu":
         found.append(UsageError("exact mode is proved on CPUs only so far.", hint="--device cpu"))
     if precision == "fp16":

@@ -34,9 +34,12 @@ def learn_rules(job: Job, named: Sequence[Named], *, plan: Plan, exact: bool) ->
     if plan.mesh.ranks == plan.mesh.dp_replicate:
         return None
     rules = learn(job.optimizer, named)
+    raise_all(unfit_optimizers(rules.optimizers))
     check_optimizers(rules.optimizers, {id(p): name for name, p in rules.pairs})
     if plan.mesh.zero == 3:
         rules.refuse_rows(layout=plan.layout, exact=exact)
+    elif plan.mesh.pp > 1 or plan.mesh.tp > 1 or plan.mesh.ep > 1:
+        rules.refuse_apart()
     return rules
 
 
@@ -44,6 +47,8 @@ def make_update(
     job: Job, settings: Settings, plan: Plan, model: nn.Module, placed: Placed, rules: Rules | None, *, world: World
 ) -> tuple[Update, Options]:
     """The optimizer's side, and the options as the job gives them: a schedule writes to them at once."""
+    if rules is not None:
+        rules.refuse_pieces(_pieces(placed), layout=plan.layout)
     optimizers = make_optimizers(job, model) if rules is None else rules.on(placed.named)
     factor = lr_factor(settings.train.lr_scaling, plan.global_batch_size / job.global_batch_size)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -84,6 +89,12 @@ def make_scaler(kept: Holding, world: World, **options: Any) -> torch.amp.GradSc
     if kept.is_whole:
         return torch.amp.GradScaler(device, **options)
     return JointScaler(device, join=lambda found: world.all_reduce(found, op="max"), **options)
+
+
+def _pieces(placed: Placed) -> set[str]:
+    """The parameters of which some rank's optimizer has neither all nor nothing; every rank finds the same."""
+    kept = placed.kept
+    return {name for name in kept.names if any(part.numel and not part.is_all for part in kept.parts(name))}
 
 
 def _averaged(placed: Placed) -> dict[str, Tensor]:

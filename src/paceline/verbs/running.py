@@ -14,10 +14,12 @@ from paceline.plan.legal import refuse_products
 from paceline.plan.machine import usable_cores, visible_gpus
 from paceline.plan.mesh import mesh_of
 from paceline.plan.settle import Cluster, settle_threads
+from paceline.plan.unfit import refuse_homeless, refuse_settings
 from paceline.plugins import resolve
 from paceline.spec.jobref import job_defaults, parse_jobref
-from paceline.spec.layout import Kind, parse_layout
-from paceline.spec.read import Asked, merge, read_asked
+from paceline.spec.layout import Kind, Layout, parse_layout
+from paceline.spec.read import TYPED, Asked, merge, read_asked
+from paceline.spec.settings import Settings
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.spec.words import did_you_mean, many
@@ -90,7 +92,7 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
     if layout is not None and layout.ranks and common.ranks is None and (joined is None or threads):
         ranks = layout.ranks
     if layout is not None:
-        problems += refuse_products(layout, mesh_of(layout, ranks=ranks, problems=problems))
+        problems += _misfits(verb, layout, ranks, settings, asked)
     raise_all(problems)
     assert layout is not None and settings is not None
     return Task(
@@ -105,6 +107,18 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
         origins=asked.origins,
         faults=common.faults,
     )
+
+
+def _misfits(verb: str, layout: Layout, ranks: int, settings: Settings | None, asked: Asked) -> list[PacelineError]:
+    """What layout, ranks and settings can't have together; `compare` has settings for some of its layouts only."""
+    problems: list[PacelineError] = []
+    mesh = mesh_of(layout, ranks=ranks, problems=problems)
+    problems += refuse_products(layout, mesh)
+    if settings is not None:
+        problems += refuse_settings(layout, mesh, settings)
+        typed = [name for name, origin in asked.origins.items() if origin == TYPED and verb != "compare"]
+        problems += refuse_homeless(layout, mesh, settings, asked=typed)
+    return problems
 
 
 def with_run(task: Task, *, resume: str | None) -> Task:

@@ -16,6 +16,7 @@ from paceline.place.tensor.plan import Role, TensorPlan, common, first_number, f
 from paceline.place.tensor.plan_file import read_plan
 from paceline.place.tensor.split import Split
 from paceline.place.tensor.trial import ThreadWire, together
+from paceline.spec.words import did_you_mean
 from paceline.streams import preserved
 
 Run = Callable[[nn.Module], Any]
@@ -36,6 +37,7 @@ def choose_plan(
     Raises:
         LayoutError: there is none of them, or what `derive_plan` raises. UsageError: what `read_plan` raises.
     """
+    _refuse_unknown(model, replicate)
     if file is not None:
         return read_plan(file).without(replicate)
     if run is not None:
@@ -79,6 +81,18 @@ def derive_plan(model: nn.Module, *, run: Run, ranks: int, replicate: Sequence[s
         if f.kind == "whole" and f.why and f.why != IN_LOCAL
     ]
     return TensorPlan(roles=roles, source="derived", notes=tuple(notes))
+
+
+def _refuse_unknown(model: nn.Module, replicate: Sequence[str]) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in replicate:
+        if not any(_asked(name, [pattern]) for name in names):
+            modules = [name for name, _ in model.named_modules() if name]
+            raise LayoutError(
+                f"place.replicate names {pattern!r}, and this model has no module or parameter of that name.",
+                cause=did_you_mean(pattern, [*modules, *names]) or f"the model has {', '.join(modules[:3])}, ...",
+                hint="the names that model.named_modules() gives; * is one name between dots",
+            )
 
 
 def _own_local(model: nn.Module, ranks: int) -> dict[str, Role]:
@@ -153,7 +167,8 @@ def _refuse_heads(model: nn.Module, found: dict[str, Found], ranks: int) -> None
             nearest = next(n for n in range(ranks, 0, -1) if known.heads % n == 0)
             problems[common(module)] = LayoutError(
                 f"{module}: {known.heads} heads do not divide by tp={ranks}.",
-                hint=f"tp={nearest}, or keep it whole: replicate=('{common(module)}',)",
+                cause="each rank takes whole heads, as many as the others",
+                hint=f"tp={nearest}, or keep it whole: --place.replicate '{common(module)}'",
             )
     raise_all(list(problems.values()))
 
@@ -249,7 +264,7 @@ def check_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int, sequ
                 raise LayoutError(
                     f"the {plan.source} tensor plan changes output {number} of {type(model).__name__} on rank {rank} "
                     f"by {apart:.1e} of its size.",
-                    hint="keep the modules behind it whole: replicate=('name',), and tell us",
+                    hint="keep the modules behind it whole: --place.replicate NAME, and tell us",
                 )
     return worst
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from paceline.errors import LayoutError, PacelineError, raise_all
 from paceline.place.tensor.cut import Cut, even_cut
+from paceline.spec.words import did_you_mean
 
 Kind = Literal["column", "row", "embedding", "head", "whole", "local"]
 KINDS = get_args(Kind)
@@ -101,9 +102,19 @@ def cuts_of(model: nn.Module, plan: TensorPlan, *, ranks: int) -> Cuts:
         if cut is not None:
             found[name] = cut
     _follow_ties(model, found)
-    problems += [*_unused(model, plan), *_not_cut(model, local, found)]
+    problems = [*_each_once(problems), *_unused(model, plan), *_not_cut(model, local, found)]
     raise_all(problems)
     return Cuts(of=found, local=local)
+
+
+def _each_once(problems: list[PacelineError]) -> Iterator[PacelineError]:
+    """What is wrong with the same weight of every block is said of the first."""
+    known: set[str] = set()
+    for problem in problems:
+        alike = re.sub(r"\d+", "*", problem.what)
+        if alike not in known:
+            yield problem
+        known.add(alike)
 
 
 def _pattern(plan: TensorPlan, name: str) -> str:
@@ -144,21 +155,27 @@ def _cut(name: str, parameter: Tensor, owner: nn.Module, role: Role, ranks: int,
     if not parameter.is_floating_point() or parameter.element_size() < 2:
         raise LayoutError(
             f"{name} holds {str(parameter.dtype).removeprefix('torch.')}: a quantised or integer weight is not cut.",
-            hint=f"keep it whole: replicate=('{name}',)",
+            cause="a sum over pieces is a float's",
+            hint=f"keep it whole: --place.replicate {name}",
         )
     size = parameter.shape[dim]
     if role.heads is not None and role.heads % ranks:
         raise LayoutError(
             f"{name}: {role.heads} heads do not divide by tp={ranks}.",
-            hint=f"tp={_nearest(role.heads, ranks)}, or keep it whole: replicate=('{name.rpartition('.')[0]}',)",
+            cause="each rank takes whole heads, as many as the others",
+            hint=f"tp={_nearest(role.heads, ranks)}, or keep it whole: --place.replicate {name.rpartition('.')[0]}",
         )
     sections = role.sections or (size // role.fused,) * role.fused
     if sum(sections) != size:
-        raise LayoutError(f"{name} has {size} along dimension {dim}, its role says {list(sections)}.")
+        raise LayoutError(
+            f"{name} has {size} along dimension {dim}, its role says {list(sections)}.",
+            cause="sections (or fused) are for what lies behind one another in one weight, and make up all of it",
+            hint=f"sections that add up to {size}, or none",
+        )
     if min(sections) < ranks:
         raise LayoutError(
             f"{name}: {min(sections)} along dimension {dim} are too few for tp={ranks}.",
-            hint=f"a smaller tp, or keep it whole: replicate=('{name.rpartition('.')[0]}',)",
+            hint=f"a smaller tp, or keep it whole: --place.replicate {name.rpartition('.')[0]}",
         )
     unit = 16 // parameter.element_size() if grouped else 1
     fits_unit = all(n % unit == 0 and n // unit >= ranks for n in sections)
@@ -176,6 +193,7 @@ def _agree(
     if known != cut:
         raise LayoutError(
             f"{name} and {other} are one weight in two roles: {role.kind} here cuts it otherwise than there.",
+            cause="they are tied: one tensor, which can be cut in one way only",
             hint="the same role for both, or 'whole' for both",
         )
 
@@ -190,7 +208,11 @@ def _follow_ties(model: nn.Module, found: dict[str, Cut]) -> None:
 def _unused(model: nn.Module, plan: TensorPlan) -> list[PacelineError]:
     names = [n for n, _ in model.named_modules(remove_duplicate=False)] + [n for n, _, _ in _parameters(model)]
     return [
-        LayoutError(f"the tensor plan names {pattern!r}, which no module or parameter of this model is called.")
+        LayoutError(
+            f"the tensor plan names {pattern!r}, which no module or parameter of this model is called.",
+            cause=did_you_mean(pattern, map(common, names)) or f"the model has {', '.join(names[1:4])}, ...",
+            hint="the names that model.named_modules() gives; * is one name between dots",
+        )
         for pattern, role in plan.roles.items()
         if role.kind != "whole" and pattern not in names and not any(fits(pattern, name) for name in names)
     ]
@@ -204,7 +226,7 @@ def _not_cut(model: nn.Module, local: Sequence[str], found: Mapping[str, Cut]) -
                 problems.append(
                     LayoutError(
                         f"{name}.{own} is whole in a module that runs on pieces: the sum would count it once per rank.",
-                        hint=f"keep the module whole: replicate=('{name}',)",
+                        hint=f"keep the module whole: --place.replicate {name}",
                     )
                 )
     return problems

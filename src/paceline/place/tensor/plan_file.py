@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.place.tensor.plan import KINDS, Role, TensorPlan
+from paceline.spec.words import did_you_mean
 
 HEADING = """\
 # Which weights are cut over the tensor-parallel ranks. A name is a module's (or a parameter's); * is one name between
@@ -51,11 +52,20 @@ def read_plan(path: Path) -> TensorPlan:
         text = path.read_text()
         table = tomllib.loads(text)
     except FileNotFoundError:
-        raise UsageError(f"there is no tensor plan {path}.", hint="write_plan writes the derived one") from None
+        raise UsageError(
+            f"there is no tensor plan {path}.", hint="leave --place.tensor_plan out: the plan is derived"
+        ) from None
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"the tensor plan is not TOML: {error}.", where=str(path)) from None
+        raise UsageError(
+            f"the tensor plan is not TOML: {error}.", where=str(path), hint='"layers.*.up" = "column"'
+        ) from None
     problems: list[PacelineError] = [
-        UsageError(f"unknown table or key {key!r}; a tensor plan has [roles] alone.", where=_where(path, text, key))
+        UsageError(
+            f"unknown table or key {key!r}; a tensor plan has [roles] alone.",
+            where=_where(path, text, key),
+            cause=did_you_mean(key, ["roles"]),
+            hint="[roles], and below it a line for each name",
+        )
         for key in table
         if key != "roles"
     ]
@@ -63,14 +73,25 @@ def read_plan(path: Path) -> TensorPlan:
     for name, value in table.get("roles", {}).items():
         wrong = _wrong(value)
         if wrong:
-            problems.append(UsageError(f"{name}: {wrong}", where=_where(path, text, name)))
+            problems.append(
+                UsageError(
+                    f"{name}: {wrong}", where=_where(path, text, name), hint=f'"{name}" = "column", or another role'
+                )
+            )
         else:
             given = {"role": value} if isinstance(value, str) else dict(value)
             sections = tuple(given.pop("sections", ()))
             kind: Any = given.pop("role")
             roles[name] = Role(kind=kind, sections=sections, **given)
     if not roles and not problems:
-        problems.append(UsageError("the tensor plan names nothing.", where=str(path)))
+        problems.append(
+            UsageError(
+                "the tensor plan names nothing.",
+                where=str(path),
+                cause="[roles] is empty, or not there",
+                hint='"layers.*.up" = "column"; or leave --place.tensor_plan out',
+            )
+        )
     raise_all(problems)
     return TensorPlan(roles=roles, source=str(path))
 

@@ -78,7 +78,7 @@ class Split(Tensor):
         raise LayoutError(
             f"{func} was called on a tensor of which each tensor-parallel rank holds a piece.",
             cause="a custom autograd function or operator reads an activation that is cut over the ranks",
-            hint="keep the module around it whole: replicate=('its name',)",
+            hint="keep the module around it whole: --place.replicate ITS_NAME",
         )
 
 
@@ -111,7 +111,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, *, name: str, misfit: Misfit | N
     if _writes(name) and args and isinstance(args[0], Split) and not listens(splits[0]):
         raise LayoutError(
             f"{name.strip('.')} writes in place into a tensor of which each tensor-parallel rank holds a piece.",
-            hint="keep the module that does it whole: replicate=('its name',)",
+            hint="keep the module that does it whole: --place.replicate ITS_NAME",
         )
     for split in splits:
         heard(split, name, misfit)
@@ -133,7 +133,7 @@ def _refuse_own_autograd() -> None:
             raise LayoutError(
                 f"{name} is an autograd function of its own, which reads a tensor of which each tensor-parallel rank "
                 f"holds a piece ({', '.join(sorted(split.origins)[:2])}).",
-                hint="keep the modules whose outputs it reads whole: replicate=('name',)",
+                hint="keep the modules whose outputs it reads whole: --place.replicate NAME",
             )
         heard(split, f"{name}, an autograd function of its own")
 
