@@ -29,14 +29,14 @@ Stages._block_gate = block_gate
 """,
     ),
     Misplaced(
-        name="a stage border that loses the random stream",
+        name="a stage border that begins another random stream",
         layout="pp",
         setup="DROPOUT = 0.3",
         should="Dropout after the last block draws from another stream on stage 1: another mask than one process's.",
         says=("dropout|random|stream|draw", "stage 1|border|rank 1|stages"),
         code="""
 from paceline.place import stages
-stages._set_stream = lambda state, device: None
+stages._set_stream = lambda state, device: torch.manual_seed(len(state))
 """,
     ),
     Misplaced(
