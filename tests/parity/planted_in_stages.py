@@ -46,7 +46,6 @@ stages._set_stream = lambda state, device: torch.manual_seed(len(state))
         parameters=("embed.weight",),
         should="embed.weight is tied to the head on stage 1; its gradient is not summed over the stages.",
         says=("tied|tie|both stages|stages 0", "stage", "not summed|not added|sum|part"),
-        quick=True,
         code="""
 from paceline.place.pipe import Piped
 Piped.ties = property(lambda self: {})
@@ -215,7 +214,6 @@ ScatterReducer.__init__ = start
         layout="zero1",
         should="Gradients agree; after the update each rank's model has only its own rows new, the others are stale.",
         says=("stale|not gathered|not updated|unchanged|gather", "rank|rows"),
-        quick=True,
         code="""
 from paceline.place.zero import Spread
 Spread.__call__ = lambda self: None

@@ -8,7 +8,6 @@ IN_TENSORS = [
         layout="tp",
         should="Each tp rank adds blocks.0.proj's bias before the sum: it is counted 2 times, the tensor degree.",
         says=("bias", "2 times|twice|every rank|tensor degree|tp", "forward|output|loss"),
-        quick=True,
         code="""
 from paceline.place.tensor import rules_product as products
 
@@ -158,7 +157,6 @@ rules_loss._LogSoftmax.forward = staticmethod(forward)
         layout="tp",
         should="Gradients agree; the norm counts what both tp ranks hold twice, so clipping makes them too small.",
         says=("norm|clip", "twice|counted|too large|replicated|every rank"),
-        quick=True,
         code="""
 from paceline.place.holding import Holding
 Holding.owns = lambda self, name: bool(self.parts(name)[self._world.rank].boxes)
@@ -189,6 +187,7 @@ context.cut_batch = cut_batch
         layout="cp",
         should="Each cp rank counts positions from 0: places.weight's gradient has nothing in the later rows.",
         says=("places|position", r"\bcp\b|sequence"),
+        verdict="refused",
         code="""
 from paceline.place import context_cut
 context_cut.Cut.positions = lambda self, rank, *, device=None: torch.arange(self.size(rank), device=device)
@@ -199,6 +198,7 @@ context_cut.Cut.positions = lambda self, rank, *, device=None: torch.arange(self
         layout="cp",
         should="Attention on each cp rank sees the keys of its own part only: the log-sum-exp is not merged.",
         says=("attention|qkv|blocks.0", r"\bcp\b|sequence"),
+        verdict="refused",
         code="""
 from paceline.place.context_ring import Ring
 _pairs = Ring.pairs
@@ -241,7 +241,6 @@ experts.plan_route = plan_route
         layout="ep",
         should="Experts' gradients are half of the right ones, 1/ep: tokens of all ranks have come, nothing to average.",
         says=("expert", r"factor of (0\.5|1/2)|1/2|0\.5|half", r"\bep\b|experts?.parallel|ranks"),
-        quick=True,
         code="""
 from paceline.place.both import BothReducers
 _finish = BothReducers.finish

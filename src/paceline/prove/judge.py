@@ -2,48 +2,23 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from paceline.feed.stream import checksum
 from paceline.place.batchnorm import running
-from paceline.prove.cause import data_cause
 from paceline.prove.dropout import draws
 from paceline.prove.finding import DIFFERENT, Finding, judged
 from paceline.prove.inquiry import Inquiry, Tensors
 from paceline.prove.noise import distance
 from paceline.prove.places import Places
 from paceline.prove.placing import Case, placing_cause
-from paceline.prove.reading import num_rows
 from paceline.prove.reference import At, Reference
 from paceline.prove.replay import MOST_NAMES, joined, replay_cause
+from paceline.prove.seen import Seen, read_otherwise
 from paceline.prove.states import norm_cause, update_cause
 from paceline.prove.watched import Watch, quiet_where, watch_reference, watched_cause
-from paceline.prove.where import of_copy, of_gradients, of_owners, of_weights, worst_first
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What the layout did in one step: in each copy the gradients and buffers, and what was read, by microbatch.
-
-    `replicas` deal the microbatches out among them; each has a copy of its own, unless shards make copies fewer.
-    """
-
-    gradients: Sequence[Tensors]
-    buffers: Sequence[Tensors]
-    losses: Sequence[float] = ()
-    samples: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    contents: Mapping[int, int] = field(default_factory=dict)
-    rows: Mapping[int, int] = field(default_factory=dict)
-    ran: Sequence[int] = ()
-    replicas: int = 0
-
-    @property
-    def dealt(self) -> int:
-        """Among how many the microbatches are dealt."""
-        return self.replicas or len(self.gradients)
+from paceline.prove.where import of_copy, of_gradients, of_weights, worst_first
 
 
 class Judge:
@@ -65,6 +40,7 @@ class Judge:
         self._where = ""
         self._inquiry = Inquiry(reference=reference, at=at, last=last or {}, places=places)
         self._losses: Sequence[float] = ()
+        self._bad: Sequence[str] = ()
 
     @property
     def right(self) -> Tensors:
@@ -83,7 +59,7 @@ class Judge:
 
     def see(self, seen: Seen) -> None:
         """Judge data, gradients, loss and buffers, and blame the first that is wrong."""
-        data = self._data_cause(seen)
+        data = read_otherwise(seen, pieces=self._inquiry.pieces, places=self._places)
         if data is not None:
             self._finding.blame(step=self._at.number, parameter="(data)", cause=data)
         if not self.is_finite:
@@ -145,10 +121,10 @@ class Judge:
             return
         floor = self._inquiry.floors.loss
         loss_wrong = any(not abs(loss - self._inquiry.gradient.loss) <= floor for loss in self._losses)
-        last = next((name for name in reversed(list(self.right)) if name in self._inquiry.unexplained), "")
+        last = next((name for name in reversed(list(self.right)) if name in self._bad), "")
         cause = watched_cause(found, places=self._places, loss_wrong=loss_wrong, remat=remat, last=last)
         self._where = quiet_where(found, places=self._places, loss_wrong=loss_wrong, remat=remat)
-        first["cause"] = f"{cause} ({len(self._inquiry.unexplained)} of {len(self.right)} parameters)"
+        first["cause"] = f"{cause} ({len(self._bad)} of {len(self.right)} parameters)"
 
     def see_quiet(self, gradients: Sequence[Tensors]) -> None:
         """Both have run again without dropout: if they agree now, random numbers are the cause."""
@@ -171,11 +147,7 @@ class Judge:
     def norms(self, norms: Sequence[float | None]) -> None:
         """The norm of the same gradient, as each rank measured it to clip by."""
         largest = float(torch.stack([value.double().norm() for value in self.right.values()]).norm())
-        shared = None
-        if self._places is not None and not self._places.is_replicas:
-            held = {name: len(self._places.holding.copies(name)) for name in self.right}
-            sizes = [held[name] * float(value.double().norm()) ** 2 for name, value in self.right.items()]
-            shared = sum(sizes) ** 0.5
+        shared = None if self._places is None else self._places.counted(self.right)
         cause = norm_cause(norms, largest, shared=shared)
         if cause is not None and self._reference.spec.max_grad_norm is not None:
             self._finding.blame(step=self._at.number, parameter="(gradient norm)", cause=cause)
@@ -204,34 +176,6 @@ class Judge:
                 where = of_weights(weights, name, after[name], wanted[name], copy=copy)
             self._finding.blame(step=self._at.number, parameter=name, cause=cause + where)
 
-    def _data_cause(self, seen: Seen) -> str | None:
-        if not seen.samples:
-            return None
-        wanted = {index: list(piece.samples) for index, piece in enumerate(self._inquiry.pieces)}
-        twice = sorted({index for index in seen.ran if seen.ran.count(index) > 1})
-        if twice:
-            never = sorted(set(wanted) - set(seen.ran))
-            return f"data order: several ranks ran the same microbatches ({twice[:4]}), and none ran {never[:4]}"
-        cause = data_cause(seen.samples, wanted)
-        if cause is not None:
-            wrong = [index for index, samples in wanted.items() if list(seen.samples.get(index, ())) != samples]
-            return cause + of_owners(wrong, replicas=seen.dealt, places=self._places)
-        other = [
-            i
-            for i, piece in enumerate(self._inquiry.pieces)
-            if seen.contents.get(i) not in (None, checksum(piece.data, 0))
-        ]
-        if not other:
-            return None
-        some = of_owners(other, replicas=seen.dealt, places=self._places)
-        share = f"{len(other)} of {len(wanted)}{some}"
-        there = f"data: the right samples with other contents in microbatch {other[0]} ({share})"
-        rows, samples = seen.rows.get(other[0], 0), len(wanted[other[0]])
-        if rows and rows != num_rows(self._inquiry.pieces[other[0]].data):
-            return f"{there}: the collation gives {rows} rows for {samples} samples"
-        asks = "a dataset or collation that asks for the rank or ignores the index, or " if some else ""
-        return f"{there}: {asks}random augmentation or collation that is not keyed to the sample"
-
     def _see_gradients(self, seen: Seen, *, is_data_right: bool) -> None:
         self._finding.count("gradients", len(self.right) * len(seen.gradients))
         if all(_same(parts, self.right) for parts in seen.gradients):
@@ -241,7 +185,7 @@ class Judge:
         if not wrong:
             self._see_presence(seen.gradients)
             return
-        names = bad[wrong[0]]
+        names = self._bad = bad[wrong[0]]
         case = self._case(seen.gradients, worst_first(bad))
         placed = None if case is None or self._finding.first_difference else placing_cause(case)
         if placed is not None:

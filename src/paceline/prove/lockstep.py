@@ -16,11 +16,12 @@ from paceline.prove.dropout import quiet
 from paceline.prove.everywhere import apart, everywhere, give
 from paceline.prove.finding import Finding
 from paceline.prove.inquiry import flat
-from paceline.prove.judge import Judge, Seen
+from paceline.prove.judge import Judge
 from paceline.prove.places import Places
 from paceline.prove.reading import num_rows
 from paceline.prove.reference import At, Reference
 from paceline.prove.replay import can_replay, everybodys, own_gradients
+from paceline.prove.seen import Seen
 from paceline.prove.watched import first_apart, watch_layout
 from paceline.step.result import StepResult
 from paceline.train.built import Built

@@ -1,5 +1,6 @@
 """Where ranks stand on the mesh, and what each of them has of a tensor: so that a fault has a place, in words."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -84,6 +85,13 @@ class Places:
             return f"rank {number}"
         mine = [r for r in range(mesh.ranks) if self._replica(r) == number]
         return f"replica {number} ({_ranks(mine)})"
+
+    def counted(self, tensors: Tensors) -> float | None:
+        """Their norm if each counted once for every copy that ranks hold; None where ranks are replicas alone."""
+        if self.is_replicas:
+            return None
+        sizes = {name: float(value.double().norm()) ** 2 for name, value in tensors.items()}
+        return math.fsum(len(self.holding.copies(name)) * size for name, size in sizes.items()) ** 0.5
 
     def axes(self) -> dict[str, int]:
         """The degree of each axis that is split, less those that only deal samples out."""

@@ -20,7 +20,7 @@ def update_cause(*, before: Vector, found: Vector, wanted: Vector, num_bad: int,
     stale = _stale(moved, right)
     if stale is not None:
         return (
-            f"equal gradients, but {stale:.0%} of its elements are not updated while the rest is right: stale rows that "
+            f"equal gradients, but {stale:.0%} of its elements are not updated and the rest is right: stale rows, that "
             f"their rank did not update, or whose new values were not gathered ({share})"
         )
     factor = float(moved @ right) / float(right @ right)
