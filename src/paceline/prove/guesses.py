@@ -164,6 +164,8 @@ def _of_rank(facts: Facts, rank: int) -> Iterator[Guess]:
         cause = f"{missing}, and divided by the others' count"
         yield Guess(cause=cause, weights=(1.0 - alone) * counts.sum() / left, agree=True, everywhere=False)
     twice = f"{facts.who(rank)}'s gradient counts twice"
+    if rank >= len(counts) % ranks > 0:
+        twice += ": added twice, or the microbatch that it stands in with, having none, was counted"
     yield Guess(cause=twice, weights=1.0 + alone, agree=True)
     for name, weights in (("", alone * ranks), (", divided by their own count", alone * share)):
         cause = f"all ranks have {facts.who(rank)}'s samples{name}"

@@ -18,8 +18,8 @@ from paceline.torch_private import in_backward, tree_flatten
 from paceline.train.built import Built
 
 _MOST = 1 << 24
-_TOLERANCE = {torch.float64: 1e-8}
-_COARSE = 2e-3
+_TOLERANCE = 2e-3
+_SHAPE = 1e-3
 Key = tuple[int, str, int]  # microbatch, module, which of its calls
 
 
@@ -29,6 +29,7 @@ class Watch:
 
     microbatches: int
     outputs: dict[Key, Tensor] = field(default_factory=dict)
+    looked_up: dict[Key, Tensor] = field(default_factory=dict)
     _now: int = -1
     _size: int = 0
     _calls: dict[tuple[int, str], int] = field(default_factory=dict)
@@ -60,6 +61,8 @@ class Watch:
             kept = tensor if isinstance(tensor, Split) else tensor.detach().clone()
             self._size += kept.numel()
             self.outputs[self._now, name, call] = kept
+            if isinstance(module, nn.Embedding) and args:
+                self.looked_up[self._now, name, call] = args[0].detach().clone()
 
         return see
 
@@ -106,19 +109,29 @@ def first_apart(built: Built, mine: Watch, right: Watch | None) -> dict[str, Any
         if right is not None:
             sent.copy_(right.outputs[microbatch, name, call])
         world.broadcast(sent.contiguous())
-        told = world.gather_json(None if own is None else _same(built, own, sent))
+        pair = None if own is None else _aligned(built, own, sent)
+        told = world.gather_json(None if pair is None else _is_same(*pair))
         compared += sum(same is not None for same in told)
         bad = [rank for rank, same in enumerate(told) if same is False]
         if bad:
             seen = [rank for rank, same in enumerate(told) if same is not None]
-            return {"module": name, "ranks": bad, "of": seen, "before": previous, "compared": compared}
+            ids = mine.looked_up.get((microbatch, name, call))
+            why = world.gather_json("" if pair is None or _is_same(*pair) else _why(built, name, *pair, ids))
+            return {
+                "module": name,
+                "ranks": bad,
+                "of": seen,
+                "before": previous,
+                "why": next((text for text in why if text), ""),
+                "compared": compared,
+            }
         if any(told):
             previous = name
     return {"module": "", "compared": compared} if compared else None
 
 
-def _same(built: Built, own: Tensor, whole: Tensor) -> bool | None:
-    """None where they can't be compared."""
+def _aligned(built: Built, own: Tensor, whole: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What this rank has, and what it should have; None where they can't be compared."""
     if isinstance(own, Split):
         if own.whole != tuple(whole.shape):
             return None
@@ -128,11 +141,45 @@ def _same(built: Built, own: Tensor, whole: Tensor) -> bool | None:
         if cut is None:
             return None
         whole = cut
-    if own.shape != whole.shape:
-        return None
-    apart = float((own.double() - whole.double()).norm())
-    allowed = _TOLERANCE.get(own.dtype, _COARSE) * float(whole.double().norm())
-    return apart <= allowed
+    return (own.double(), whole.double()) if own.shape == whole.shape else None
+
+
+def _is_same(own: Tensor, whole: Tensor) -> bool:
+    return float((own - whole).norm()) <= _TOLERANCE * float(whole.norm())
+
+
+def _why(built: Built, name: str, own: Tensor, right: Tensor, ids: Tensor | None) -> str:
+    """What the error looks like: a factor, the bias once more, the rows of one rank."""
+    error, module = own - right, built.model.get_submodule(name)
+    bias = getattr(module, "bias", None)
+    if isinstance(bias, Tensor) and bias.shape == right.shape[-1:]:
+        times = _factor(error, bias.detach().double().expand_as(right))
+        if times is not None:
+            return f"its bias is in it {1 + times:.4g} times{_degree(built, 1 + times)}"
+    times = _factor(own, right)
+    if times is not None:
+        return f"it is {times:.4g} times what it should be{_degree(built, times)}"
+    weight = f"{name}.weight"
+    if ids is None or weight not in built.weights.names or ids.shape != right.shape[:-1]:
+        return ""
+    wrong = ids[error.norm(dim=-1) > _TOLERANCE * right.norm(dim=-1)].unique()
+    for rank, part in enumerate(built.weights.parts(weight)):
+        held = [(box.whole[0], box.whole[0] + box.size[0]) for box in part.boxes]
+        if not part.is_all and all(any(low <= int(row) < high for low, high in held) for row in wrong):
+            return f"the rows that are looked up wrongly are all of rank {rank} ({held[0][0]} to {held[-1][1] - 1})"
+    return ""
+
+
+def _factor(found: Tensor, of: Tensor) -> float | None:
+    size = float((of * of).sum())
+    factor = float((found * of).sum()) / size if size else 0.0
+    return factor if size and float((found - factor * of).norm()) <= _SHAPE * float(found.norm()) else None
+
+
+def _degree(built: Built, factor: float) -> str:
+    mesh = built.worlds.mesh
+    axes = [axis for axis in mesh.split if abs(factor - mesh.size(axis)) < _SHAPE]
+    return f", the {' or '.join(axes)} degree" if axes else ""
 
 
 def _sequence(built: Built, own: Tensor, whole: Tensor) -> Tensor | None:
@@ -150,9 +197,10 @@ def watched_cause(found: Mapping[str, Any], *, places: Places | None, loss_wrong
     if found["module"]:
         before = f" {found['before']} is right;" if found["before"] else ""
         where = _where(found, places)
+        why = found["why"] and f" ({found['why']})"
         return (
-            f"the forward gives another output than one process, from the same weights and samples, first at "
-            f"{found['module']}{where}:{before} the fault is in it or in what is computed right before it"
+            "the forward gives another output than one process, from the same weights and samples, first at "
+            f"{found['module']}{where}{why}:{before} the fault is in it or in what is computed right before it"
         )
     if loss_wrong:
         axes = [axis for axis in ("tp", "cp") if places is not None and places.mesh.size(axis) > 1]
