@@ -157,17 +157,17 @@ def _moved_rows(case: Case, bad: Sequence[str]) -> tuple[str, str] | None:
     rows = len(wanted)
     if rows < 2 or rows > _MOST_ROWS or found.shape != wanted.shape:
         return None
-    error = distance(found, wanted)
-    for by in (*range(1, min(4, rows)), *range(-1, -min(4, rows), -1)):
+    error, where = distance(found, wanted), case.places.words(wrong, of=case.places.holders(name))
+    for by in [sign * size for size in range(1, min(4, rows)) for sign in (1, -1)]:
         if case.close(found.roll(-by, 0), wanted, name, error):
             text = f"its rows are the right ones moved by {by}: off by {'one' if abs(by) == 1 else abs(by)}"
-            return name, f"{text} ({len(bad)} of {len(case.right)}: {', '.join(bad[:3])})"
+            return name, f"{text}{where} ({len(bad)} of {len(case.right)}: {', '.join(bad[:3])})"
     flat, target = found.double().reshape(rows, -1), wanted.double().reshape(rows, -1)
     nearest = torch.cdist(flat, target).argmin(1)
     if len(set(nearest.tolist())) == rows and case.close(target[nearest], flat, name, error):
         odd = [row for row, other in enumerate(nearest.tolist()) if row != other]
         text = f"its rows have changed places (row {odd[0]} holds what row {int(nearest[odd[0]])} should)"
-        return name, f"{text} ({len(bad)} of {len(case.right)}: {', '.join(bad[:3])})"
+        return name, f"{text}{where} ({len(bad)} of {len(case.right)}: {', '.join(bad[:3])})"
     return None
 
 
