@@ -99,7 +99,7 @@ def test_where_is_said_as_the_mesh_has_it() -> None:
     places = Places(mesh=Mesh(pp=2, dp_shard=2, tp=2, zero=3), holding=Played({}))
     assert places.words([4, 5, 6, 7], of=range(8)) == ", on stage 1 (ranks 4, 5, 6, 7)"
     assert places.words([1, 3, 5, 7], of=range(8)) == ", on tp rank 1 (ranks 1, 3, 5, 7)"
-    assert places.words([3], of=range(8)) == ", on rank 3"
+    assert places.words([3], of=range(8)) == ", on rank 3 (tp rank 1, dp_shard rank 1, stage 0)"
     assert places.words(range(8), of=range(8)) == ""
     assert places.replica(1) == "replica 1 (ranks 2, 3, 6, 7)"
     assert Places(mesh=Mesh(dp_shard=2), holding=Played({})).replica(1) == "rank 1"

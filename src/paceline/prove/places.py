@@ -72,7 +72,10 @@ class Places:
             if self.mesh.split == (axis,):
                 return {"pp": f"stage {value} (rank {value})"}.get(axis, self.member(value, axis))
             return f"{_word(axis)} {value} ({numbers})"
-        return numbers
+        if len(ranks) > 1 or len(self.mesh.split) < 2:
+            return numbers
+        place = self.mesh.place(ranks[0])
+        return f"{numbers} ({', '.join(f'{_word(axis)} {n}' for axis, n in place.items() if self.mesh.size(axis) > 1)})"
 
     def member(self, value: int, axis: str) -> str:
         """A rank of a mesh of one axis."""
@@ -94,8 +97,8 @@ class Places:
         return math.fsum(len(self.holding.copies(name)) * size for name, size in sizes.items()) ** 0.5
 
     def axes(self) -> dict[str, int]:
-        """The degree of each axis that is split, less those that only deal samples out."""
-        return {axis: self.mesh.size(axis) for axis in self.mesh.split if axis not in DATA}
+        """The degree of each axis that is split, less those that only deal samples or stages out."""
+        return {axis: self.mesh.size(axis) for axis in self.mesh.split if axis not in ("pp", *DATA)}
 
     def along(self, axis: str, ranks: Sequence[int]) -> str:
         """`tp ranks 0 and 1 (ranks 2, 3)`."""
