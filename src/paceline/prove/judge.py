@@ -77,9 +77,8 @@ class Judge:
         """One process has no finite gradient here (a count of 0, an overflow); then no rank may have one."""
         for rank, parts in enumerate(everywhere):
             if all(bool(torch.isfinite(value).all()) for value in parts.values()):
-                cause = (
-                    f"finite on rank {rank} where one process's gradient is not (its count is {self._inquiry.count:g})"
-                )
+                of = of_copy(next(iter(self.right)), rank, places=self._places)
+                cause = f"finite on {of} where one process's gradient is not (its count is {self._inquiry.count:g})"
                 self._finding.blame(step=self._at.number, parameter=next(iter(self.right)), cause=cause)
                 return
         self._finding.detail += (
