@@ -211,9 +211,9 @@ Ring.pairs = lambda self, owner: _pairs(self, owner) if owner == self.exchange.r
         should="Gradients are added over data ranks only, not over cp: each holds its part of the sequence's.",
         says=(r"\bcp\b", "not summed|not added|not reduced|a part|own part"),
         code="""
-from paceline.place import compose
-_reducer = compose._reducer
-compose._reducer = lambda named, world, grid: _reducer(named, type(world).alone(), grid)
+from paceline.place import divide
+_reducer = divide.reducer_of
+divide.reducer_of = lambda named, world, grid: _reducer(named, type(world).alone(), grid)
 """,
     ),
     Misplaced(

@@ -94,7 +94,7 @@ class Places:
         if self.is_replicas:
             return None
         sizes = {name: float(value.double().norm()) ** 2 for name, value in tensors.items()}
-        return math.fsum(len(self.holding.copies(name)) * size for name, size in sizes.items()) ** 0.5
+        return math.sqrt(math.fsum(len(self.holding.copies(name)) * size for name, size in sizes.items()))
 
     def axes(self) -> dict[str, int]:
         """The degree of each axis that is split, less those that only deal samples or stages out."""
