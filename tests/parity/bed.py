@@ -16,8 +16,9 @@ from paceline.feed.stream import checksum
 from paceline.job import Job
 from paceline.prove.dropout import quiet
 from paceline.prove.finding import Finding
-from paceline.prove.judge import Judge, Seen
+from paceline.prove.judge import Judge
 from paceline.prove.reference import At, Reference, Spec
+from paceline.prove.seen import Seen
 from paceline.streams import key, random_blocks, seed_all, seed_torch
 
 

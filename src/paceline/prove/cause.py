@@ -47,6 +47,8 @@ def explain(
     num_differing: int | None = None,
     samples: int | None = None,
     is_data_right: bool | None = None,
+    axes: Mapping[str, int] | None = None,
+    members: Sequence[str] = (),
 ) -> str | None:
     """The same, or None where no weighting gives it; `evidence` may be the worst of `num_differing`."""
     differing = num_differing or len(evidence)
@@ -57,6 +59,8 @@ def explain(
         agree=all(item.ranks_agree for item in evidence) if evidence[0].everywhere else None,
         everywhere=differing == num_parameters,
         data_right=is_data_right,
+        axes=axes or {},
+        members=members,
     )
     share = _share(evidence, differing, num_parameters)
     found = _explained(evidence, facts)
@@ -136,7 +140,7 @@ def _solved(evidence: Sequence[Evidence], facts: Facts) -> str | None:
         what = "clipped" if np.all(by_rank < 1.0 + 1e-6) and np.all(by_rank > 0.0) else "scaled or divided"
         odd = np.flatnonzero(np.abs(by_rank - 1.0) > 1e-6)
         if len(odd) == 1:
-            what = f"on rank {odd[0]} alone it is scaled, by a hook or a loss of its own, or {what}"
+            what = f"on {facts.who(int(odd[0]))} alone it is scaled, by a hook or a loss of its own, or {what}"
         return f"each rank's share has its own factor ({shown}): {what} per rank before the reduction"
     by_micro = _solve(evidence, np.eye(num))
     if by_micro is not None:

@@ -1,7 +1,7 @@
 """The mistakes that people make when gradients of several ranks become one, each as weights of the microbatches."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,11 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What else is known of a wrong gradient. None: not known."""
+    """What else is known of a wrong gradient. None: not known.
+
+    `ranks` are those that deal out the samples, called `members` where they are more than one rank each; `axes` are the
+    degrees of the others.
+    """
 
     counts: Vector
     ranks: int
@@ -19,6 +23,12 @@ class Facts:
     agree: bool | None = None
     everywhere: bool | None = None
     data_right: bool | None = None
+    axes: Mapping[str, int] = field(default_factory=dict)
+    members: Sequence[str] = ()
+
+    def who(self, rank: int) -> str:
+        """A rank's name."""
+        return self.members[rank] if rank < len(self.members) else f"rank {rank}"
 
     @property
     def owner(self) -> NDArray[np.int64]:
@@ -80,6 +90,9 @@ def _factors(facts: Facts) -> Iterator[Guess]:
         mean(f"1/{ranks}", 1 / ranks, "averaged over ranks after the division by the count")
         mean(f"1/{ranks**2}", 1 / ranks**2, "divided by the ranks twice")
         mean(f"{ranks**2}", ranks**2, "reduced twice and summed for averaged")
+    for axis, size in facts.axes.items():
+        mean(f"{size}", size, f"summed over the {size} {axis} ranks though each has all of it (the {axis} degree)")
+        mean(f"1/{size}", 1 / size, f"divided by the {size} {axis} ranks (the {axis} degree): an average for a sum")
     if rounds > 1:
         mean(f"{rounds}", rounds, "accumulated without dividing by the microbatches of a rank")
         mean(f"1/{rounds}", 1 / rounds, "divided by the microbatches of a rank as well, or only its last one counted")
@@ -139,21 +152,23 @@ def _of_rank(facts: Facts, rank: int) -> Iterator[Guess]:
     alone = (owner == rank).astype(np.float64)
     own = float(counts @ alone)
     share = counts.sum() / own if own else 1.0
-    held = "not reduced: rank " + str(rank) + "'s own gradient"
+    held = f"not reduced: {facts.who(rank)}'s own gradient"
     yield Guess(cause=f"{held} alone", weights=alone, agree=False, everywhere=False)
     yield Guess(cause=f"{held}, divided by its own count", weights=alone * share, agree=False, everywhere=False)
     yield Guess(cause=f"{held}, averaged over ranks", weights=alone / ranks, agree=False, everywhere=False)
     yield Guess(cause=f"{held}, times the ranks", weights=alone * ranks, agree=False, everywhere=False)
-    missing = f"missing on rank {rank}: frozen, detached or skipped there"
+    missing = f"missing on {facts.who(rank)}: frozen, detached or skipped there"
     yield Guess(cause=missing, weights=1.0 - alone, agree=True, everywhere=False)
     left = counts.sum() - own
     if left:
         cause = f"{missing}, and divided by the others' count"
         yield Guess(cause=cause, weights=(1.0 - alone) * counts.sum() / left, agree=True, everywhere=False)
-    twice = f"rank {rank}'s gradient counts twice"
+    twice = f"{facts.who(rank)}'s gradient counts twice"
+    if rank >= len(counts) % ranks > 0:
+        twice += ": added twice, or the microbatch that it stands in with, having none, was counted"
     yield Guess(cause=twice, weights=1.0 + alone, agree=True)
     for name, weights in (("", alone * ranks), (", divided by their own count", alone * share)):
-        cause = f"all ranks have rank {rank}'s samples{name}"
+        cause = f"all ranks have {facts.who(rank)}'s samples{name}"
         yield Guess(cause=cause, weights=weights, agree=True, everywhere=True, blames_data=True)
 
 

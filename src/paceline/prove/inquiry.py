@@ -12,6 +12,7 @@ from paceline.prove.cause import explain, unexplained
 from paceline.prove.dropout import draws
 from paceline.prove.evidence import Evidence
 from paceline.prove.noise import Floors, Kept, distance, floors
+from paceline.prove.places import Places
 from paceline.prove.reference import At, Gradient, Reference
 from paceline.prove.states import buffer_cause
 
@@ -31,8 +32,9 @@ _ORDER = (
 class Inquiry:
     """One step of the reference, which can be run again from where it began."""
 
-    def __init__(self, *, reference: Reference, at: At, last: Tensors) -> None:
+    def __init__(self, *, reference: Reference, at: At, last: Tensors, places: Places | None = None) -> None:
         self._reference = reference
+        self._places = places
         self._at = at
         self._last = last
         self.start = Kept(reference.model)
@@ -69,6 +71,8 @@ class Inquiry:
         shape = {"num_parameters": len(self.gradient.total), "num_differing": len(names)}
         given: dict[str, Any] = {**shape, "ranks": ranks, "is_data_right": is_data_right}
         given["samples"] = sum(len(part) for part in detailed.samples)
+        if self._places is not None and not self._places.is_replicas:
+            given |= {"axes": self._places.axes(), "members": [self._places.replica(k) for k in range(replicas)]}
         found = explain(evidence, counts=detailed.counts, **given)
         for term in detailed.term_counts if found is None and len(detailed.term_counts) > 1 else ():
             part = self.again(keep=kept, term=term)

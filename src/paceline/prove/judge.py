@@ -2,54 +2,45 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from paceline.feed.stream import checksum
 from paceline.place.batchnorm import running
-from paceline.prove.cause import data_cause
 from paceline.prove.dropout import draws
 from paceline.prove.finding import DIFFERENT, Finding, judged
 from paceline.prove.inquiry import Inquiry, Tensors
 from paceline.prove.noise import distance
-from paceline.prove.reading import num_rows
+from paceline.prove.places import Places
+from paceline.prove.placing import Case, placing_cause
 from paceline.prove.reference import At, Reference
 from paceline.prove.replay import MOST_NAMES, joined, replay_cause
+from paceline.prove.seen import Seen, read_otherwise
 from paceline.prove.states import norm_cause, update_cause
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What the layout did in one step: in each copy the gradients and buffers, and what was read, by microbatch.
-
-    `replicas` deal the microbatches out among them; each has a copy of its own, unless shards make copies fewer.
-    """
-
-    gradients: Sequence[Tensors]
-    buffers: Sequence[Tensors]
-    losses: Sequence[float] = ()
-    samples: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    contents: Mapping[int, int] = field(default_factory=dict)
-    rows: Mapping[int, int] = field(default_factory=dict)
-    ran: Sequence[int] = ()
-    replicas: int = 0
-
-    @property
-    def dealt(self) -> int:
-        """Among how many the microbatches are dealt."""
-        return self.replicas or len(self.gradients)
+from paceline.prove.watched import Watch, quiet_where, watch_reference, watched_cause
+from paceline.prove.where import of_copy, of_gradients, of_weights, worst_first
 
 
 class Judge:
     """Judges one step: `see` what the layout did, then `update` once both optimizers have run on `right`."""
 
-    def __init__(self, *, reference: Reference, at: At, finding: Finding, last: Tensors | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        reference: Reference,
+        at: At,
+        finding: Finding,
+        last: Tensors | None = None,
+        places: Places | None = None,
+    ) -> None:
         self._reference = reference
+        self._places = places
         self._at = at
         self._finding = finding
         self._where = ""
-        self._inquiry = Inquiry(reference=reference, at=at, last=last or {})
+        self._inquiry = Inquiry(reference=reference, at=at, last=last or {}, places=places)
+        self._losses: Sequence[float] = ()
+        self._bad: Sequence[str] = ()
 
     @property
     def right(self) -> Tensors:
@@ -68,7 +59,7 @@ class Judge:
 
     def see(self, seen: Seen) -> None:
         """Judge data, gradients, loss and buffers, and blame the first that is wrong."""
-        data = self._data_cause(seen)
+        data = read_otherwise(seen, pieces=self._inquiry.pieces, places=self._places)
         if data is not None:
             self._finding.blame(step=self._at.number, parameter="(data)", cause=data)
         if not self.is_finite:
@@ -76,6 +67,7 @@ class Judge:
             return
         folded = {f"{name}." for name, _ in running(self._reference.model)}
         kept = {name for name, _ in self._reference.model.named_buffers() if not name.startswith(tuple(folded))}
+        self._losses = seen.losses
         self._see_buffers(seen.buffers, kept)  # the forward may read them: before the gradients
         self._see_gradients(seen, is_data_right=data is None)
         self._see_losses(seen.losses)
@@ -85,9 +77,8 @@ class Judge:
         """One process has no finite gradient here (a count of 0, an overflow); then no rank may have one."""
         for rank, parts in enumerate(everywhere):
             if all(bool(torch.isfinite(value).all()) for value in parts.values()):
-                cause = (
-                    f"finite on rank {rank} where one process's gradient is not (its count is {self._inquiry.count:g})"
-                )
+                of = of_copy(next(iter(self.right)), rank, places=self._places)
+                cause = f"finite on {of} where one process's gradient is not (its count is {self._inquiry.count:g})"
                 self._finding.blame(step=self._at.number, parameter=next(iter(self.right)), cause=cause)
                 return
         self._finding.detail += (
@@ -112,12 +103,27 @@ class Judge:
         names, first = self.unexplained, self._finding.first_difference
         like = dict(self._reference.model.named_parameters())
         found = joined({name: gradients[0].get(name) for name in names}, like) * self._inquiry.gradient.divisor
-        cause, self._where = replay_cause(
-            self._inquiry, own, names=names, found=found, ranks=replicas or len(gradients)
-        )
+        cause, who = replay_cause(self._inquiry, own, names=names, found=found, ranks=replicas or len(gradients))
+        self._where = who and f"on {who}"
         if first is not None:
             share = f"{len(self._inquiry.unexplained)} of {len(self.right)} parameters"
             first["cause"] = f"{cause} ({share})"
+
+    def watched(self, microbatches: int) -> Watch:
+        """What every module of one process gives."""
+        return watch_reference(self._inquiry, model=self._reference.model, microbatches=microbatches)
+
+    def see_forward(self, found: Mapping[str, Any] | None, *, remat: bool) -> None:
+        """The module whose output differs first, or that none does."""
+        first = self._finding.first_difference
+        if first is None or found is None:
+            return
+        floor = self._inquiry.floors.loss
+        loss_wrong = any(not abs(loss - self._inquiry.gradient.loss) <= floor for loss in self._losses)
+        last = next((name for name in reversed(list(self.right)) if name in self._bad), "")
+        cause = watched_cause(found, places=self._places, loss_wrong=loss_wrong, remat=remat, last=last)
+        self._where = quiet_where(found, places=self._places, loss_wrong=loss_wrong, remat=remat)
+        first["cause"] = f"{cause} ({len(self._bad)} of {len(self.right)} parameters)"
 
     def see_quiet(self, gradients: Sequence[Tensors]) -> None:
         """Both have run again without dropout: if they agree now, random numbers are the cause."""
@@ -133,18 +139,21 @@ class Judge:
         if not apart and first is not None:
             first["cause"] = (
                 "random streams: without dropout the gradients agree, so dropout draws other numbers than in one "
-                f"process{self._where and ', on ' + self._where} "
+                f"process{self._where and ', ' + self._where} "
                 f"({len(self._inquiry.unexplained)} of {len(self.right)} parameters)"
             )
 
     def norms(self, norms: Sequence[float | None]) -> None:
         """The norm of the same gradient, as each rank measured it to clip by."""
         largest = float(torch.stack([value.double().norm() for value in self.right.values()]).norm())
-        cause = norm_cause(norms, largest)
+        shared = None if self._places is None else self._places.counted(self.right)
+        cause = norm_cause(norms, largest, shared=shared)
         if cause is not None and self._reference.spec.max_grad_norm is not None:
             self._finding.blame(step=self._at.number, parameter="(gradient norm)", cause=cause)
 
-    def update(self, *, before: Tensors, after: Tensors, where: str = "") -> None:
+    def update(
+        self, *, before: Tensors, after: Tensors, where: str = "", weights: Places | None = None, copy: int = 0
+    ) -> None:
         """The weights after both optimizers took the same gradient."""
         wanted = {name: p.detach() for name, p in self._reference.model.named_parameters()}
         bad: dict[str, float] = {}
@@ -162,35 +171,9 @@ class Judge:
             flat = {"before": before[name], "found": after[name], "wanted": wanted[name]}
             values = {key: value.double().reshape(-1).cpu().numpy() for key, value in flat.items()}
             cause = update_cause(**values, num_bad=len(bad), num_parameters=len(after))
+            if weights is not None and not weights.is_replicas:
+                where = of_weights(weights, name, after[name], wanted[name], copy=copy)
             self._finding.blame(step=self._at.number, parameter=name, cause=cause + where)
-
-    def _data_cause(self, seen: Seen) -> str | None:
-        if not seen.samples:
-            return None
-        wanted = {index: list(piece.samples) for index, piece in enumerate(self._inquiry.pieces)}
-        twice = sorted({index for index in seen.ran if seen.ran.count(index) > 1})
-        if twice:
-            never = sorted(set(wanted) - set(seen.ran))
-            return f"data order: several ranks ran the same microbatches ({twice[:4]}), and none ran {never[:4]}"
-        cause = data_cause(seen.samples, wanted)
-        if cause is not None:
-            wrong = [index for index, samples in wanted.items() if list(seen.samples.get(index, ())) != samples]
-            return cause + _owners(wrong, seen.dealt)
-        other = [
-            i
-            for i, piece in enumerate(self._inquiry.pieces)
-            if seen.contents.get(i) not in (None, checksum(piece.data, 0))
-        ]
-        if not other:
-            return None
-        some = _owners(other, seen.dealt)
-        share = f"{len(other)} of {len(wanted)}{some}"
-        there = f"data: the right samples with other contents in microbatch {other[0]} ({share})"
-        rows, samples = seen.rows.get(other[0], 0), len(wanted[other[0]])
-        if rows and rows != num_rows(self._inquiry.pieces[other[0]].data):
-            return f"{there}: the collation gives {rows} rows for {samples} samples"
-        asks = "a dataset or collation that asks for the rank or ignores the index, or " if some else ""
-        return f"{there}: {asks}random augmentation or collation that is not keyed to the sample"
 
     def _see_gradients(self, seen: Seen, *, is_data_right: bool) -> None:
         self._finding.count("gradients", len(self.right) * len(seen.gradients))
@@ -201,21 +184,32 @@ class Judge:
         if not wrong:
             self._see_presence(seen.gradients)
             return
-        names = bad[wrong[0]]
-        where = f", on rank {', '.join(map(str, wrong))}" if len(wrong) < len(bad) else ""
+        names = self._bad = bad[wrong[0]]
+        case = self._case(seen.gradients, worst_first(bad))
+        placed = None if case is None or self._finding.first_difference else placing_cause(case)
+        if placed is not None:
+            self._finding.blame(step=self._at.number, parameter=placed[0], cause=placed[1])
+            return
+        where = of_gradients(case, names=names, wrong=wrong, copies=len(bad))
         cause = self._inquiry.cause(seen.gradients, names, wrong[0], is_data_right, seen.dealt)
         if self._finding.first_difference is not None:
             self._inquiry.unexplained = []  # what came before the gradients explains them
         self._finding.blame(step=self._at.number, parameter=names[0], cause=cause + where)
+
+    def _case(self, copies: Sequence[Tensors], names: Sequence[str]) -> Case | None:
+        """What the placing itself may tell, where ranks are more than replicas."""
+        if self._places is None or self._places.is_replicas:
+            return None
+        floors = {name: self._inquiry.floor(name) for name in names}
+        return Case(places=self._places, right=self.right, copies=copies, bad=names, floors=floors)
 
     def _see_presence(self, everywhere: Sequence[Tensors]) -> None:
         """A gradient of zeros is not the same as none: weight decay and momentum act on it."""
         for rank, parts in enumerate(everywhere):
             for name in sorted(set(parts) ^ set(self.right)):
                 there, here = ("zeros", "none") if name in parts else ("none", "zeros")
-                cause = (
-                    f"its gradient is {there} on rank {rank} where one process has {here}: the optimizer will differ"
-                )
+                of = of_copy(name, rank, places=self._places)
+                cause = f"its gradient is {there} on {of} where one process has {here}: the optimizer will differ"
                 self._finding.blame(step=self._at.number, parameter=name, cause=cause)
                 return
 
@@ -261,12 +255,6 @@ class Judge:
                 self._finding.blame(
                     step=self._at.number, parameter=name, cause=self._inquiry.buffer_cause(name, everywhere)
                 )
-
-
-def _owners(microbatches: Sequence[int], ranks: int) -> str:
-    """The ranks that run these, unless that is all of them."""
-    owners = sorted({index % max(ranks, 1) for index in microbatches})
-    return "" if not owners or len(owners) == ranks else f", on rank {', '.join(map(str, owners))}"
 
 
 def _same(parts: Tensors, right: Tensors) -> bool:

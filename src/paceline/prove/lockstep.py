@@ -16,10 +16,13 @@ from paceline.prove.dropout import quiet
 from paceline.prove.everywhere import apart, everywhere, give
 from paceline.prove.finding import Finding
 from paceline.prove.inquiry import flat
-from paceline.prove.judge import Judge, Seen
+from paceline.prove.judge import Judge
+from paceline.prove.places import Places
 from paceline.prove.reading import num_rows
 from paceline.prove.reference import At, Reference
 from paceline.prove.replay import can_replay, everybodys, own_gradients
+from paceline.prove.seen import Seen
+from paceline.prove.watched import first_apart, watch_layout
 from paceline.step.result import StepResult
 from paceline.train.built import Built
 
@@ -70,7 +73,8 @@ class Lockstep:
         self._built.step.step = cursor.step
         judge = None
         if self._reference is not None:
-            judge = Judge(reference=self._reference, at=at, finding=self.finding, last=self._last)
+            places = Places(mesh=self._built.worlds.mesh, holding=self._built.kept)
+            judge = Judge(reference=self._reference, at=at, finding=self.finding, last=self._last, places=places)
         self._see(given, judge)
         if self._world.share_json(judge is not None and judge.wants_quiet):
             self._see_quiet(given, judge)
@@ -102,6 +106,7 @@ class Lockstep:
             )
             judge.see(seen)
         self._see_own(given, judge, gradients)
+        self._see_forward(given, judge)
 
     def _read(self, mine: list[Any]) -> list[Any]:
         """What every replica has read; its ranks must have read the same."""
@@ -133,6 +138,21 @@ class Lockstep:
         own = everybodys(self._built, mine, num_micro=given.num_micro, size=size)
         if judge is not None:
             judge.see_own(own, gradients, replicas=self._world.world_size)
+
+    def _see_forward(self, given: StepInput, judge: Judge | None) -> None:
+        """Where the forward parts first, if nothing explains it yet and the forward is cut or run again."""
+        plan, worlds = self._built.plan, self._built.worlds
+        remat = plan.asked.remat != "none"
+        asks = self._world.share_json(judge is not None and bool(judge.unexplained))
+        if not asks or not (remat or set(worlds.mesh.split) - {"dp_replicate"}):
+            return
+        first = min(worlds.data.world_size, given.num_micro)
+        right = None if judge is None else judge.watched(first)
+        self._take_over()
+        mine = watch_layout(self._built, given, microbatches=first)
+        found = first_apart(self._built, mine, right)
+        if judge is not None:
+            judge.see_forward(found, remat=remat)
 
     def _see_quiet(self, given: StepInput, judge: Judge | None) -> None:
         """Once more with every dropout rate at zero, on both sides."""
@@ -199,10 +219,11 @@ class Lockstep:
             return
         self._reference.update(right)
         judge.norms(norms)
-        for rank, after in enumerate(everybody):
-            changed = {n: t for n, t in after.items() if rank == 0 or t is not everybody[0][n]}
-            where = f", on rank {rank}" if rank else ""
-            judge.update(before=before, after=changed, where=where)
+        places = Places(mesh=self._built.worlds.mesh, holding=weights)
+        for copy, after in enumerate(everybody):
+            changed = {n: t for n, t in after.items() if copy == 0 or t is not everybody[0][n]}
+            where = f", on rank {copy}" if copy else ""
+            judge.update(before=before, after=changed, where=where, weights=places, copy=copy)
 
 
 def feed_of(built: Built, cursor: Cursor) -> Feed:

@@ -25,8 +25,9 @@ Own = Mapping[int, Tensor]
 
 
 def can_replay(built: Built) -> bool:
-    """Not where layers meet other ranks in the forward, or ranks hold parts, nor where the loss is scaled."""
-    return not built.step.parts.meets and built.update.scaler is None and built.kept.is_whole
+    """Not where layers meet other ranks in the forward, or ranks hold or see parts, nor where the loss is scaled."""
+    everybody = built.worlds.data.world_size == built.world.world_size
+    return not built.step.parts.meets and built.update.scaler is None and built.kept.is_whole and everybody
 
 
 def own_gradients(

@@ -17,6 +17,12 @@ def update_cause(*, before: Vector, found: Vector, wanted: Vector, num_bad: int,
         return f"the optimizer does not move it: it holds other parameters than the model's (stale), or none ({share})"
     if not np.any(right):
         return f"it moves and should not: it is in a group that it should not be in ({share})"
+    stale = _stale(moved, right)
+    if stale is not None:
+        return (
+            f"equal gradients, but {stale:.0%} of its elements are not updated and the rest is right: stale rows, that "
+            f"their rank did not update, or whose new values were not gathered ({share})"
+        )
     factor = float(moved @ right) / float(right @ right)
     if _left(moved - factor * right, moved - right):
         return (
@@ -34,11 +40,29 @@ def update_cause(*, before: Vector, found: Vector, wanted: Vector, num_bad: int,
     return f"equal gradients, other weights: another optimizer state (momentum), group or rule ({share})"
 
 
-def norm_cause(norms: Sequence[float | None], wanted: float) -> str | None:
-    """Why ranks that hold the same gradient would clip it differently: `norms` as each rank measured it."""
+def _stale(moved: Vector, right: Vector) -> float | None:
+    """The share of elements that should move and don't, where all others moved rightly."""
+    still = (moved == 0.0) & (right != 0.0)
+    rest = ~still
+    if not np.any(still) or not np.any(moved[rest]) or moved.size < 4:
+        return None
+    return float(still.mean()) if _left((moved - right)[rest], (moved - right)[still]) else None
+
+
+def norm_cause(norms: Sequence[float | None], wanted: float, *, shared: float | None = None) -> str | None:
+    """Why ranks that hold the same gradient would clip it differently: `norms` as each rank measured it.
+
+    `shared` is the norm with every tensor counted once for each copy that ranks hold of it.
+    """
     apart = [rank for rank, norm in enumerate(norms) if norm is not None and abs(norm - wanted) > _SHAPE * wanted]
     if not apart:
         return None
+    first = norms[apart[0]] or 0.0
+    if shared is not None and len(apart) == len(norms) and abs(first - shared) <= _SHAPE * wanted:
+        return (
+            f"equal gradients, but their norm is measured as {first:.4g} for {wanted:.4g}: tensors that several ranks "
+            "hold (replicated ones) are counted once for every rank, so it is too large and clips too much"
+        )
     return (
         f"equal gradients, but rank {apart[0]} measures their norm as {norms[apart[0]]:.4g} for {wanted:.4g}: it clips "
         f"by a part of the gradients, or by those before the reduction (on rank {', '.join(map(str, apart))})"

@@ -1,0 +1,255 @@
+"""Faults of tensor and context parallelism and of experts, written before anybody read how causes are found."""
+
+from tests.parity.planted_layouts import Misplaced
+
+IN_TENSORS = [
+    Misplaced(
+        name="a row-parallel bias on every rank",
+        layout="tp",
+        should="Each tp rank adds blocks.0.proj's bias before the sum: it is counted 2 times, the tensor degree.",
+        says=("bias", r"2 times.*\btp\b", "forward|output|loss"),
+        code="""
+from paceline.place.tensor import rules_product as products
+
+from paceline.place.tensor.split import RULES
+_plain = RULES["linear"]
+
+def linear(func, args, kwargs):
+    given = {**dict(zip(("input", "weight", "bias"), args)), **kwargs}
+    weight, bias = given["weight"], given.get("bias")
+    if isinstance(weight, products.Split) and weight.cut.dim == 1 and bias is not None:
+        found = _plain(func, (given["input"], weight), {})
+        return found + bias * weight.wire.size
+    return _plain(func, args, kwargs)
+
+RULES["linear"] = linear
+""",
+    ),
+    Misplaced(
+        name="the gradient of a row-parallel bias summed over tp",
+        layout="tp",
+        should="Gradients of proj.bias and down.bias are 2 times the right ones: they are whole, and summed over tp.",
+        parameters=("blocks.",),
+        says=("factor of 2|2 times|times 2", r"\btp\b|tensor", "bias"),
+        code="""
+from paceline.place.tensor import rules_product as products
+from paceline.place.tensor.split import RULES
+from paceline.place.tensor.wire import _CopyIn
+
+_plain = RULES["linear"]
+
+def linear(func, args, kwargs):
+    given = {**dict(zip(("input", "weight", "bias"), args)), **kwargs}
+    weight, bias = given["weight"], given.get("bias")
+    if isinstance(weight, products.Split) and weight.cut.dim == 1 and bias is not None:
+        return _plain(func, (given["input"], weight), {}) + _CopyIn.apply(bias, weight.wire)
+    return _plain(func, args, kwargs)
+
+RULES["linear"] = linear
+""",
+    ),
+    Misplaced(
+        name="a norm's gradient not reduced over sequence shards",
+        layout="tp,sequence=true",
+        should="Norm weights' gradients on each tp rank are of its part of the sequence only: not summed over tp.",
+        parameters=("blocks.", "norm"),
+        says=("norm", "not summed|not added|not reduced|a part|own part", r"\btp\b"),
+        quick=True,
+        code="""
+from paceline.place.tensor import rules_math
+rules_math.copy_in = lambda whole, wire: whole
+""",
+    ),
+    Misplaced(
+        name="gradients of what cut layers read not summed",
+        layout="tp",
+        should="What column-parallel layers send back is each rank's part only: everything before them is wrong.",
+        says=(r"\btp\b", "not summed|not added|not reduced|a part|own part|differ"),
+        code="""
+from paceline.place.tensor import wire
+wire._CopyIn.backward = staticmethod(lambda ctx, grad: (grad, None))
+""",
+    ),
+    Misplaced(
+        name="a vocabulary that does not divide",
+        layout="tp",
+        should="65 rows over 2 ranks: rank 1 looks up the row after the one that it should. The embedding is wrong.",
+        parameters=("embed.weight",),
+        says=("embed", "row", "rank 1"),
+        code="""
+import torch
+from paceline.place.tensor.split import RULES, Split
+
+_plain = RULES["embedding"]
+
+def embedding(func, args, kwargs):
+    ids, weight = args[0], args[1]
+    if isinstance(weight, Split) and weight.cut.dim == 0 and weight.wire.rank == 1:
+        start, stop = weight.cut.ranges(1)[0]
+        mine = (ids >= start) & (ids < stop)
+        args = (torch.where(mine, (ids + 1).clamp(max=stop - 1), ids), weight, *args[2:])
+    return _plain(func, args, kwargs)
+
+RULES["embedding"] = embedding
+""",
+    ),
+    Misplaced(
+        name="keys of another head",
+        layout="tp",
+        should="In attention each rank's queries meet the next head's keys: qkv and all before it are wrong.",
+        says=("qkv|attention|head|blocks.0", "output|forward|loss"),
+        code="""
+from paceline.place.tensor import rules_product as products
+_keys = products._keys
+_turn = [0]
+
+def keys(x, q, dim, *, grouped):
+    found = _keys(x, q, dim, grouped=grouped)
+    _turn[0] += 1
+    return found.roll(1, -3) if _turn[0] % 2 else found
+
+products._keys = keys
+""",
+    ),
+    Misplaced(
+        name="columns of another rank at the start",
+        layout="tp",
+        should="Start weights differ: tp rank 1 holds rank 0's half of blocks.1.up.weight.",
+        parameters=("blocks.1.up.weight",),
+        steps=(0, 1),
+        says=("start|before the first step", "rank 1"),
+        code="""
+from paceline.place.tensor import placed
+_split_over = placed.split_over
+
+def split_over(model, *, plan, wire):
+    whole = model.blocks[1].up.weight.detach().clone()
+    made = _split_over(model, plan=plan, wire=wire)
+    mine = model.blocks[1].up.weight
+    if wire.rank == 1 and len(mine) < len(whole):
+        mine.data.copy_(whole[: len(mine)])
+    return made
+
+placed.split_over = split_over
+""",
+    ),
+    Misplaced(
+        name="exponentials of the own piece of the vocabulary",
+        layout="tp",
+        should="The loss is wrong: cross-entropy's sum of exponentials is each rank's own, not summed over tp.",
+        says=("loss", r"\btp\b", "vocabulary|logits|head|cross"),
+        code="""
+import torch
+from paceline.place.tensor import rules_loss
+
+def forward(ctx, local, dim, wire):
+    top = wire.largest(local.amax(dim, keepdim=True))
+    found = local - top - (local - top).exp().sum(dim, keepdim=True).log()
+    ctx.save_for_backward(found)
+    ctx.dim, ctx.wire = dim, wire
+    return found
+
+rules_loss._LogSoftmax.forward = staticmethod(forward)
+""",
+    ),
+    Misplaced(
+        name="the norm counted twice for replicated tensors",
+        layout="tp",
+        should="Gradients agree; the norm counts what both tp ranks hold twice, so clipping makes them too small.",
+        says=("norm|clip", "twice|counted|too large|replicated|every rank"),
+        code="""
+from paceline.place.holding import Holding
+Holding.owns = lambda self, name: bool(self.parts(name)[self._world.rank].boxes)
+""",
+    ),
+    Misplaced(
+        name="labels moved after the cut",
+        example="zoo:llama",
+        layout="cp",
+        should="At each border of the sequence's pieces the label is missing or another's: labels moved after the cut.",
+        says=("label|target|count", "border|cut|cp|sequence"),
+        code="""
+from paceline.place import context
+_cut_batch = context.cut_batch
+
+def cut_batch(batch, *, sequence, ranks, rank, shift_labels=False):
+    found = _cut_batch(batch, sequence=sequence, ranks=ranks, rank=rank, shift_labels=False)
+    if shift_labels:
+        labels = found["labels"]
+        found["labels"] = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
+    return found
+
+context.cut_batch = cut_batch
+""",
+    ),
+    Misplaced(
+        name="positions from zero on each rank",
+        layout="cp",
+        should="Each cp rank counts positions from 0: places.weight's gradient has nothing in the later rows.",
+        says=("places|position", r"\bcp\b|sequence"),
+        verdict="refused",
+        code="""
+from paceline.place import context_cut
+context_cut.Cut.positions = lambda self, rank, *, device=None: torch.arange(self.size(rank), device=device)
+""",
+    ),
+    Misplaced(
+        name="a rank attends to its own keys only",
+        layout="cp",
+        should="Attention on each cp rank sees the keys of its own part only: the log-sum-exp is not merged.",
+        says=("attention|qkv|blocks.0", r"\bcp\b|sequence"),
+        verdict="refused",
+        code="""
+from paceline.place.context_ring import Ring
+_pairs = Ring.pairs
+Ring.pairs = lambda self, owner: _pairs(self, owner) if owner == self.exchange.rank else iter(())
+""",
+    ),
+    Misplaced(
+        name="gradients of one part of the sequence",
+        layout="cp",
+        should="Gradients are added over data ranks only, not over cp: each holds its part of the sequence's.",
+        says=(r"\bcp\b", "not summed|not added|not reduced|a part|own part"),
+        code="""
+from paceline.place import divide
+_reducer = divide.reducer_of
+divide.reducer_of = lambda named, world, grid: _reducer(named, type(world).alone(), grid)
+""",
+    ),
+    Misplaced(
+        name="rows of two experts change places",
+        example="zoo:mixtral",
+        layout="ep",
+        should="On each rank the tokens of its two experts change places: the experts' gradients are each other's.",
+        says=("expert", "swap|place|other|exchange|mixed"),
+        code="""
+from dataclasses import replace
+from paceline.place import experts
+_plan_route = experts.plan_route
+
+def plan_route(index, *, ranges, exchange):
+    route = _plan_route(index, ranges=ranges, exchange=exchange)
+    start, stop = ranges[exchange.rank]
+    return replace(route, expert=stop - start - 1 - route.expert)
+
+experts.plan_route = plan_route
+""",
+    ),
+    Misplaced(
+        name="experts' gradients divided by the ep degree",
+        example="zoo:mixtral",
+        layout="ep",
+        should="Experts' gradients are half of the right ones, 1/ep: tokens of all ranks have come, nothing to average.",
+        says=("expert", r"factor of (0\.5|1/2)|1/2|0\.5|half", r"\bep\b|experts?.parallel|ranks"),
+        code="""
+from paceline.place.both import BothReducers
+_finish = BothReducers.finish
+
+def finish(self, *, divisor):
+    first, *rest = [r.finish(divisor=divisor if n == 0 else divisor * 2) for n, r in enumerate(self._reducers)]
+    return first and all(rest)
+
+BothReducers.finish = finish
+""",
+    ),
+]
