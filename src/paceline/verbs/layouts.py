@@ -192,7 +192,7 @@ def _measured(name: str, task: Task, answer: Answer, steps: int) -> Measured:
         tokens_per_second=middle("tokens_per_second"),
         held=[rank["held"] for rank in ranks],
         sent=[rank["sent"] for rank in ranks],
-        losses=history.points("loss"),
+        losses=[(step, loss) for step, loss in history.points("loss") if step <= steps + 1],
         bubble=schedule.get("bubble"),
         planned=schedule.get("planned"),
         schedule=schedule.get("picture", ""),

@@ -14,6 +14,7 @@ from paceline.watch.svg import INKS, Curve, chart
 
 _KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 _NONE = "–"
+_NOTHING = (_NONE, size(0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +67,9 @@ _COLUMNS: tuple[tuple[str, Callable[[Measured], str]], ...] = (
 
 
 def rows(found: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
-    """The head and a row for each; columns in which nobody has a value are left out."""
+    """The head and a row for each; columns in which nobody has anything are left out."""
     table = [[show(each) for _, show in _COLUMNS] for each in found]
-    kept = [at for at in range(len(_COLUMNS)) if at < 2 or any(row[at] != _NONE for row in table)]
+    kept = [at for at in range(len(_COLUMNS)) if at < 2 or any(row[at] not in _NOTHING for row in table)]
     return [_COLUMNS[at][0] for at in kept], [[row[at] for at in kept] for row in table]
 
 
@@ -138,7 +139,13 @@ def _ranks(each: Measured) -> list[Row]:
     rows = []
     for at, group in enumerate(groups):
         said = f"{'rank' if len(group) == 1 else 'ranks'} {_spans(group)}"
-        rows.append(Row(name="" if at else each.name, label=said, parts=each.held[group[0]]))
+        rows.append(
+            Row(
+                name="" if at else each.name,
+                label=said,
+                parts={kind: each.held[group[0]].get(kind, 0) for kind in _KINDS},
+            )
+        )
     return rows
 
 
@@ -191,11 +198,12 @@ def _losses(found: Sequence[Measured]) -> str:
 
 def _schedule(each: Measured) -> str:
     planned = "" if each.planned is None else f"; {each.planned:.1%} if all stages took equally long"
-    said = "each rank's part of a step in which it computes nothing; above as the schedule would go with the middle of "
+    said = "Each rank's part of a step in which it computes nothing; above as the schedule would go with the middle of "
     said += "the times that were measured, below one step as it went"
     bubble = "" if each.bubble is None else f'<p class="soft">measured bubble {each.bubble:.1%}{planned}. {said}</p>'
     title = f"<h2>The schedule of {escape(each.name)}, planned and measured</h2>"
-    return f'<section>{title}{bubble}<figure class="table">{each.schedule}</figure></section>'
+    wide = each.schedule.replace("<svg ", '<svg style="max-width:none" ', 1)  # it scrolls where there is no room
+    return f'<section>{title}{bubble}<figure class="table">{wide}</figure></section>'
 
 
 def _section(title: str, body: str, note: str) -> str:
@@ -215,7 +223,7 @@ def _sum(parts: Mapping[str, Any]) -> float:
 
 
 def _bubble(each: Measured) -> str:
-    planned = "" if each.planned is None else f" (planned {each.planned:.1%})"
+    planned = "" if each.planned is None else f" (plan {each.planned:.1%})"
     return _NONE if each.bubble is None else f"{each.bubble:.1%}{planned}"
 
 
