@@ -95,7 +95,7 @@ PICTURES = {
         said="gradients are scattered as they are added: each rank keeps its rows",
     ),
     "fsdp": same(rows(4), samples, "a block's rows are gathered before it runs and freed after it"),
-    "hsdp": same(rows(2), samples, "dp_replicate=2, dp_shard=2: ranks 0 and 1 shard, 2 and 3 hold a copy of their rows"),
+    "hsdp": same(rows(2), samples, "dp_replicate=2,dp_shard=2: 0 and 1 share the rows, 2 and 3 hold the same again"),
     "tp": same(columns, everything, "a piece of each large weight; all ranks work on the same samples"),
     "pp": same(stage, everything, "each rank has a stage; microbatches go from one to the next and back"),
     "cp": same(all_of, chunks, "every rank has a part of every sequence; keys and values go around"),
