@@ -31,6 +31,43 @@ def test_layouts_side_by_side(shop: Shop) -> None:
     assert not list((shop.path / "runs").glob("*/*/checkpoints/step-*"))
 
 
+CHAIN = """
+import torch, torch.nn.functional as F, paceline as pl
+
+def make_job():
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    block = lambda: torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh())
+    return pl.Job(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 16), *(block() for _ in range(4)), torch.nn.Linear(16, 2)),
+        loss=lambda output, batch: (F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])),
+        train_data=torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long()),
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
+        global_batch_size=12,
+    )
+"""
+
+
+def test_shares_schedules_and_refusals(shop: Shop) -> None:
+    shop.write("chain.py", CHAIN)
+    done = shop.run(
+        "compare", "chain.py", "--layouts", "zero2", "pp", "tp=3", "--ranks", "2", "--steps", "3", "--json",
+        "--run-dir", "runs/split", "--train.micro_batch_size", "3",
+    )  # fmt: skip
+    assert done.code == 0, done.text
+    zero2, pp, tp = done.json()["layouts"]
+    assert [each["verdict"] for each in (zero2, pp, tp)] == ["reference", pp["verdict"], "refused"]
+    assert pp["verdict"] in ("bitwise", "rounding") and "needs 3 ranks" in tp["reason"] and tp["run"] is None
+    weights = 4 * (8 * 16 + 16 + 4 * (16 * 16 + 16) + 16 * 2 + 2)
+    assert [rank["parameters"] for rank in zero2["peak_bytes"]] == [weights] * 2
+    assert sum(rank["gradients"] for rank in zero2["peak_bytes"]) == weights  # rows, which the shares hold
+    assert sum(rank["parameters"] for rank in pp["peak_bytes"]) == weights  # each stage's own; the rest is hollow
+    assert 0 < pp["bubble"] < 1 and 0 < pp["bubble_planned"] < 1 and zero2["bubble"] is None
+    assert pp["sent_bytes"][0]["send"] > 0
+    page = (shop.path / "compare.html").read_text()
+    assert "1f1b as planned with these times" in page and "1f1b as measured" in page
+    assert "paceline verify chain.py --layout pp --ranks 2" in page
+
+
 def test_a_layout_that_fails_is_a_row(shop: Shop) -> None:
     text = (shop.path / "job.py").read_text()
     shop.write(

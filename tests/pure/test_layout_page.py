@@ -38,7 +38,7 @@ def found() -> list[Measured]:
         ),
         Measured(
             name="pp=4,schedule=1f1b", ranks=4, verdict="rounding", step_seconds=0.5, samples_per_second=128.0,
-            tokens_per_second=32768.0, held=stage, bubble=0.273, losses=losses(2e-7),
+            tokens_per_second=32768.0, held=stage, bubble=0.273, planned=0.25, losses=losses(2e-7),
             sent=[{"send": float((2 - (rank == 3)) << 20), "receive": 0.0} for rank in range(4)],
             schedule="<svg id='schedule'></svg>",
         ),
@@ -70,7 +70,7 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
     assert "http" not in html and "<script" not in html
     for name in ("single", "ddp", "fsdp", "pp=4,schedule=1f1b", "tp=4", "num_key_value_heads=2"):
         assert name in html
-    assert html.count("id='schedule'") == 1 and "measured bubble 27.3%" in html
+    assert html.count("id='schedule'") == 1 and "measured bubble 27.3%; 25.0% if all" in html
 
 
 def test_the_table_has_what_was_measured_and_no_empty_column() -> None:
@@ -79,7 +79,7 @@ def test_the_table_has_what_was_measured_and_no_empty_column() -> None:
     assert row == {
         "layout": "fsdp", "ranks": "4", "step": "475.0 ms", "samples/s": "134", "tokens/s": "34,304",
         "peak a rank": "20.0 MiB", "parameters": "1.0 MiB", "gradients": "1.0 MiB", "optimizer": "2.0 MiB",
-        "buffers": "0.0 KiB", "activations": "16.0 MiB", "sent a step": "9.0 MiB", "bubble": "–",
+        "activations": "16.0 MiB", "sent a step": "9.0 MiB", "bubble": "–",
         "verdict": "rounding",
     }  # fmt: skip
     assert dict(zip(head, body[3], strict=True))["peak a rank"] == "36.0 MiB"  # its fullest rank
@@ -95,6 +95,12 @@ def test_each_layout_keeps_its_colour() -> None:
 
 def test_reasons_are_said_under_the_table() -> None:
     assert text(found()).splitlines()[-1] == "tp=4: num_key_value_heads=2 does not divide by tp=4."
+
+
+def test_a_bar_is_what_the_table_says() -> None:
+    total = {**HELD, "total": sum(HELD.values())}
+    html = page([Measured(name="ddp", ranks=1, held=[total])], job="x", proof="see <verify>")
+    assert ">32.0 MiB<" in html and "64.0 MiB" not in html and "see &lt;verify&gt;" in html
 
 
 def test_bars_are_as_long_as_they_should_be() -> None:

@@ -36,12 +36,17 @@ class Held:
         return {**asdict(self), "total": self.total}
 
 
-def held_now(*, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> Held:
-    """What lies between two steps: elements of this rank's parts, what shares memory once, without padding."""
+def held_now(
+    *, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), shares: Sequence[Tensor] = ()
+) -> Held:
+    """What lies between two steps: elements of this rank's parts, what shares memory once, without padding.
+
+    `shares` are what the optimizers work on where that is not the model's own parameters: rows of them, and gradients.
+    """
     parameters = list(model.parameters())
     return Held(
         parameters=elements(parameters),
-        gradients=elements([p.grad for p in parameters if p.grad is not None]),
+        gradients=elements([p.grad for p in [*parameters, *shares] if p.grad is not None]),
         optimizer=elements(list(states(optimizers))),
         buffers=elements(list(model.buffers())),
     )
@@ -51,6 +56,8 @@ def elements(tensors: Sequence[Tensor]) -> int:
     """Bytes of the tensors' elements on this rank; a tensor that shows one element often has it once."""
     found: dict[int, tuple[int, dict[tuple[int, torch.Size], int]]] = {}
     for each in map(local, tensors):
+        if each.is_meta:  # a name that another rank has the memory of
+            continue
         storage = each.untyped_storage()
         _, views = found.setdefault(id(storage), (storage.nbytes(), {}))
         views[(int(each.storage_offset()), each.shape)] = each.numel() * each.element_size()
@@ -84,15 +91,21 @@ class Watch(DispatchMode):
     """The most that this rank held at once while it is on, and what that was; memory of one kind of device.
 
     Every result of an operation is followed until its memory is let go, also what `fully_shard` empties and fills
-    again. Use it around a step that is not the first: the optimizer's state must be there.
+    again. Use it around a step that is not the first: the optimizer's state must be there. `shares` as in `held_now`;
+    those that are copies count with the optimizer.
     """
 
     def __init__(
-        self, *, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), device: str = "cpu"
+        self,
+        *,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        shares: Sequence[Tensor] = (),
+        device: str = "cpu",
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
-        self._parameters = list(model.parameters())
+        self._parameters = [*model.parameters(), *shares]
         self._bytes = dict.fromkeys(KINDS, 0)
         self._live: dict[int, _Live] = {}
         self._without_gradient = [p for p in self._parameters if p.requires_grad]
@@ -102,7 +115,7 @@ class Watch(DispatchMode):
         """At the moment when the sum was highest."""
         self.kept_bytes = 0
         """Activations when backward began; of several microbatches, the most."""
-        for kind, tensors in self._known(model, optimizers):
+        for kind, tensors in self._known(model, optimizers, shares):
             for tensor in tensors:
                 self._follow(local(tensor).untyped_storage(), kind)
 
@@ -138,11 +151,11 @@ class Watch(DispatchMode):
         return result
 
     def _known(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], shares: Sequence[Tensor]
     ) -> Iterator[tuple[str, list[Tensor]]]:
         yield "parameters", list(model.parameters())
         yield "gradients", [p.grad for p in self._parameters if p.grad is not None]
-        yield "optimizer", list(states(optimizers))
+        yield "optimizer", [*states(optimizers), *shares]
         yield "buffers", list(model.buffers())
 
     def _follow(self, storage: UntypedStorage, kind: str) -> None:

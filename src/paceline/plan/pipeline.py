@@ -79,9 +79,13 @@ def pipeline_notes(layout: Layout, mesh: Mesh, *, num_micro: int, micro_batch_si
     bubble = simulate(program).bubble
     text = (
         f"pipeline: {program.name}, {many(program.num_stages, 'stage')} on {mesh.pp} ranks, "
-        f"{many(each, 'microbatch')} a replica, bubble {bubble:.0%}"
+        f"{many(each, 'microbatch')} a replica, each rank idle {bubble:.0%} of the time (the bubble, of equal stages)"
     )
     if bubble < _IDLE or micro_batch_size == 1:
         return (text,)
     finer = max(1, micro_batch_size // 4)
-    return (text, f"warning: stages wait {bubble:.0%} of the time; --train.micro_batch_size {finer} fills the pipeline")
+    return (
+        text,
+        f"warning: few microbatches for {many(program.num_stages, 'stage')}; "
+        f"--train.micro_batch_size {finer} would leave them less idle",
+    )

@@ -157,6 +157,19 @@ def _micro_batch_size(facts: Facts, replicas: int, problems: list[PacelineError]
     return asked or -(-max(total, 1) // (replicas * (rounds or 1)))
 
 
+def _splits(mesh: Mesh) -> list[str]:
+    """What each axis does, in a user's words."""
+    sharded = {1: "optimizer state", 2: "gradients and optimizer state", 3: "parameters, gradients and optimizer state"}
+    found = {
+        "pp": f"layers in {mesh.pp} groups, one after another",
+        "dp_shard": f"{sharded.get(mesh.zero, '')} in {mesh.dp_shard} shares",
+        "cp": f"sequences in {mesh.cp} parts",
+        "tp": f"large weights in {mesh.tp} pieces",
+        "ep": f"experts over {mesh.ep} ranks",
+    }
+    return [said for axis, said in found.items() if axis in mesh.split]
+
+
 def _notes(
     layout: Layout,
     mesh: Mesh,
@@ -176,7 +189,7 @@ def _notes(
     return (
         f"layout: {label(layout, mesh)}, {many(replicas, 'replica')}"
         + (" in one process" if layout.kind is Kind.THREADS else "")
-        + (f" on a mesh of {mesh}" if mesh.ranks > replicas or mesh.zero else ""),
+        + "".join(f"; {said}" for said in _splits(mesh)),
         f"backend: {why}",
         f"batch: {many(facts.global_batch_size, 'sample')} a step in {many(num_micro, 'microbatch')} of {micro}"
         f" ({per_rank} a replica)",

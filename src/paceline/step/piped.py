@@ -1,6 +1,8 @@
 """Microbatches through the stages of a pipeline, as a schedule says."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.place.pipe import Piped
 from paceline.place.stages import Sent
-from paceline.schedule.program import Op, Program
+from paceline.schedule.program import Action, Op, Program
 from paceline.step.generate import logits
 from paceline.step.given import Given
 from paceline.step.joint import Joint
@@ -16,7 +18,7 @@ from paceline.step.loss import Terms
 from paceline.step.nested import to_device
 from paceline.step.parts import Parts, Portion
 from paceline.step.passes import See, Stand, divided
-from paceline.step.pipeline import Pipeline
+from paceline.step.pipeline import Pipeline, Watch
 from paceline.step.telling import Telling
 
 Counts = dict[str, Tensor] | None
@@ -32,6 +34,28 @@ class PipelinePasses:
         self._telling = Telling(parts, tells=self.tells)
         self._stand = Stand(parts)
         self._pipelines: dict[Program, Pipeline] = {}
+        self._watch: Watch | None = None
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Tell `watch` of each action and its seconds on this machine's clock, on a device waiting for its end."""
+        device = self._parts.world.device
+
+        def tell(action: Action, start: float, stop: float) -> None:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+                stop = time.perf_counter()
+            watch(action, start, stop)
+
+        self._watch, self._pipelines = tell, {}
+        try:
+            yield
+        finally:
+            self._watch, self._pipelines = None, {}
+
+    def program(self, num_micro: int) -> Program:
+        """What all ranks of a pipeline do for so many microbatches."""
+        return self._piped.program(num_micro)
 
     def run(self, given: Given, *, step: int, stop: bool) -> tuple[Joint, bool]:
         """All of this replica's microbatches; a replica that has fewer than another stands in where layers meet."""
@@ -83,7 +107,8 @@ class PipelinePasses:
 
     def _pipeline(self, program: Program) -> Pipeline:
         if program not in self._pipelines:
-            self._pipelines[program] = Pipeline(program, world=self._piped.world, splits=self._piped.splits)
+            piped = self._piped
+            self._pipelines[program] = Pipeline(program, world=piped.world, splits=piped.splits, watch=self._watch)
         return self._pipelines[program]
 
 

@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from paceline.measure.held import Held, Watch, held_now
 from paceline.measure.sent import Sent
@@ -11,22 +14,28 @@ from paceline.spec.task import Task
 from paceline.store.disk import write_json
 from paceline.store.runs import RunFolder
 from paceline.train.built import Built
+from paceline.train.measure_schedule import measure_schedule
 from paceline.train.run import Run
 from paceline.train.session import Session
 
 
 def measure(payload: Mapping[str, Any]) -> int:
-    """Steps that are timed as they are, then one under watch; rank 0 writes what every rank held and sent."""
+    """Steps that are timed as they are, then some under watch; rank 0 writes what every rank held and sent."""
     task = Task.from_json(payload)
     session = Run.worker(task).open()
     timed = int(task.options["steps"])
     batches = session.loop.batches()
     for _ in range(timed):
         session.loop.step(next(batches))
+    schedule = measure_schedule(session, batches)
     found = session.world.gather_json(_looked_at(session, next(batches)))
     if session.world.is_main:
-        own: dict[str, Any] = getattr(session.built.step, "as_measured", dict)()
-        answer = {"ranks": found, "micro_batch_size": session.ready.plan.micro_batch_size, **own}
+        plan = session.ready.plan
+        answer = {
+            "ranks": found,
+            "micro_batch_size": plan.micro_batch_size,
+            "schedule": None if schedule is None else asdict(schedule),
+        }
         write_json(RunFolder(Path(session.ready.task.run)).path / "answer-compare.json", answer)
     session.world.barrier()
     session.close()
@@ -41,7 +50,7 @@ def _looked_at(session: Session, batch: Any) -> dict[str, Any]:
         watch = stack.enter_context(_watch(built)) if len(built.models) == 1 else None
         session.loop.step(batch)
     lying = [held_now(model=model, optimizers=[]) for model in built.models[1:]]
-    first = held_now(model=built.model, optimizers=built.update.optimizers)
+    first = held_now(model=built.model, optimizers=built.update.optimizers, shares=_shares(built))
     peak = watch.peak if watch is not None else _sum([first, *lying])
     flows = {name: flow["sent_bytes"] for name, flow in sent.as_json().items()}
     return {
@@ -54,7 +63,12 @@ def _looked_at(session: Session, batch: Any) -> dict[str, Any]:
 
 def _watch(built: Built) -> Watch:
     device = built.world.device.type
-    return Watch(model=built.model, optimizers=built.update.optimizers, device=device)
+    return Watch(model=built.model, optimizers=built.update.optimizers, shares=_shares(built), device=device)
+
+
+def _shares(built: Built) -> list[Tensor]:
+    """What the optimizers work on: the model's parameters, or this rank's rows of them."""
+    return [member.parameter for member in built.named]
 
 
 def _sum(parts: list[Held]) -> Held:

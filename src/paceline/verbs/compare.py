@@ -1,13 +1,16 @@
-"""`compare` of runs, and of what `pl.record` wrote."""
+"""`compare` of runs, and of what `pl.record` wrote; or of layouts of one job."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from paceline.errors import ExitCode, UsageError, raise_all
 from paceline.prove.compare import ROUNDING, Comparison, compare_recordings, ranks_part
 from paceline.prove.prints import has_recording, num_ranks, read_recording
 from paceline.store.runs import RunFolder
+from paceline.verbs.layouts import Layouts, compare_layouts
+from paceline.verbs.running import Common
 from paceline.watch.versus import Parting, Side, partings, read_sides, settings_apart, table, write_page
 
 
@@ -25,12 +28,45 @@ class Compared:
     page: str | None = None
 
 
-def compare(*runs: str | Path, page: str | Path | None = None) -> Compared:
+@overload
+def compare(*runs: str | Path, page: str | Path | None = None) -> Compared: ...
+
+
+@overload
+def compare(
+    job: str | Path,
+    /,
+    *,
+    layouts: Sequence[str],
+    ranks: int | None = None,
+    steps: int = 8,
+    overrides: Sequence[str] = (),
+    run_dir: str | Path | None = None,
+    device: str = "auto",
+    page: str | Path | None = None,
+) -> Layouts: ...
+
+
+def compare(
+    *runs: str | Path,
+    layouts: Sequence[str] = (),
+    ranks: int | None = None,
+    steps: int = 8,
+    overrides: Sequence[str] = (),
+    run_dir: str | Path | None = None,
+    device: str = "auto",
+    page: str | Path | None = None,
+) -> Compared | Layouts:
     """Runs side by side, each against the first; recordings, to the first step and parameter where they part.
 
+    With `layouts` one job, `"job.py"`, in each of them: a few steps on the same samples, one after another.
+
     Raises:
-        UsageError: fewer than two, or a folder that is neither a run nor a recording.
+        UsageError: fewer than two, or a folder that is neither a run nor a recording; settings that are wrong.
     """
+    if layouts:
+        common = Common(ranks=ranks, device=device, run_dir=None if run_dir is None else str(run_dir))
+        return compare_layouts(_job(runs), layouts=layouts, common=common, overrides=overrides, steps=steps, page=page)
     if len(runs) < 2:
         raise UsageError(f"compare needs two runs, got {len(runs)}.", hint="paceline compare RUN RUN")
     paths = [Path(run) for run in runs]
@@ -42,6 +78,20 @@ def compare(*runs: str | Path, page: str | Path | None = None) -> Compared:
     parted = partings(sides, floor=ROUNDING)
     written = write_page(sides, parted, to=Path(page)) if page is not None else None
     return _answer(sides, parted, recorded, page=written)
+
+
+def _job(runs: Sequence[str | Path]) -> str:
+    if len(runs) != 1:
+        raise UsageError(
+            f"layouts= goes with one job, got {len(runs)}.", hint='pl.compare("job.py", layouts=["ddp", "fsdp"])'
+        )
+    if not isinstance(runs[0], str | Path):
+        raise UsageError(
+            f"compare got a {type(runs[0]).__name__}, expected where the job is.",
+            cause="its processes import the job themselves",
+            hint='pl.compare("job.py", layouts=["ddp", "fsdp"], ranks=2)',
+        )
+    return str(runs[0])
 
 
 def _check(paths: list[Path]) -> None:

@@ -12,6 +12,7 @@ from paceline.prove.compare import ROUNDING
 from paceline.spec.jobref import parse_jobref
 from paceline.spec.layout import Kind, parse_layout
 from paceline.spec.task import Task
+from paceline.spec.words import many
 from paceline.store.runs import RunFolder
 from paceline.talk import say
 from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
@@ -22,6 +23,11 @@ ENTRY = "paceline.train.measure_run:measure"
 _REFUSED, _FAILED = "refused", "failed"
 _THREADS = "replicas are threads: what lies between steps, without activations and what they tell each other"
 _WARM = 1  # steps that are not timed
+_BESIDE = 5  # steps that a rank may take beside those that are timed: to watch a schedule, to look at memory
+_PROOF = (
+    "Verdicts are of the losses, against {first}. The proof, with gradients and weights: "
+    "paceline verify {job} --layout {other} --ranks {ranks}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +47,7 @@ def compare_layouts(
     common: Common,
     overrides: Sequence[str] = (),
     steps: int = 8,
-    page: Path | None = None,
+    page: str | Path | None = None,
 ) -> Layouts:
     """Run each layout for a few steps and set them side by side; verdicts are of the losses, against the first.
 
@@ -50,11 +56,9 @@ def compare_layouts(
     Raises:
         PacelineError, Problems: what can be seen before a process starts, of all layouts at once.
     """
-    tasks = _tasks(job, layouts, common, overrides, steps)
+    tasks, refused = _tasks(job, layouts, common, overrides, steps)
     if common.dry_run:
-        return Layouts(exit_code=0, text="\n".join(f"{n}: {t.ranks} ranks" for n, t in tasks.items()), layouts=[
-            task.as_json() for task in tasks.values()
-        ])  # fmt: skip
+        return _dry(tasks, refused, layouts)
     found: dict[str, tuple[Task, Answer]] = {}
     micro: int | None = None
     for name, task in sorted(tasks.items(), key=lambda item: -_replicas(item[1])):
@@ -64,18 +68,42 @@ def compare_layouts(
         answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
         found[name] = (task, replace(answer, value=read_answer(task, "compare")))
         micro = micro or (found[name][1].value or {}).get("micro_batch_size")
-    measured = _judged([_measured(name, *found[name], steps) for name in tasks])
-    written = None if page is None else write_layouts(measured, job=parse_jobref(job).short, to=page)
-    said = text(measured) + ("" if written is None else f"\n\n{written}")
+    measured = _judged([refused[name] if name in refused else _measured(name, *found[name], steps) for name in layouts])
+    proof = _proof(measured, job)
+    written = None if page is None else write_layouts(measured, job=parse_jobref(job).short, to=Path(page), proof=proof)
+    said = "\n".join([text(measured), *([proof] if proof else []), *([] if written is None else ["", str(written)])])
     return Layouts(
         exit_code=max(_code(each) for each in measured),
         text=said,
-        layouts=[_as_json(each, found[each.name][0]) for each in measured],
+        layouts=[_as_json(each, found[each.name][0].run if each.name in found else None) for each in measured],
         page=None if written is None else str(written),
     )
 
 
-def _tasks(job: str, layouts: Sequence[str], common: Common, overrides: Sequence[str], steps: int) -> dict[str, Task]:
+def _dry(tasks: dict[str, Task], refused: dict[str, Measured], layouts: Sequence[str]) -> Layouts:
+    lines = {name: many(task.ranks, "rank") for name, task in tasks.items()}
+    lines |= {name: each.reason for name, each in refused.items()}
+    return Layouts(
+        exit_code=0,
+        text="\n".join(f"{name}: {lines[name]}" for name in layouts),
+        layouts=[tasks[name].as_json() if name in tasks else _as_json(refused[name], None) for name in layouts],
+    )
+
+
+def _proof(measured: Sequence[Measured], job: str) -> str:
+    """What the verdicts are worth, and the line to type for more."""
+    ran = [each for each in measured if each.losses]
+    others = [each for each in ran[1:] if each.name != "single"]
+    if not others:
+        return ""
+    other = others[0]
+    return _PROOF.format(first=ran[0].name, job=job, other=other.name, ranks=other.ranks)
+
+
+def _tasks(
+    job: str, layouts: Sequence[str], common: Common, overrides: Sequence[str], steps: int
+) -> tuple[dict[str, Task], dict[str, Measured]]:
+    """What to run, and the rows of layouts that can't be had with these ranks."""
     problems: list[PacelineError] = []
     if len(layouts) < 2:
         problems.append(UsageError(f"compare needs two layouts, got {len(layouts)}.", hint="--layouts single ddp"))
@@ -90,16 +118,35 @@ def _tasks(job: str, layouts: Sequence[str], common: Common, overrides: Sequence
         )
     if common.layout is not None:
         problems.append(UsageError("--layout with --layouts says two things.", hint="--layouts alone"))
-    never = str(steps + 3)
-    own = [f"--train.steps={steps + 2}", "--log.every=1", f"--eval.every={never}", f"--checkpoint.every={never}"]
+    last = steps + _BESIDE
+    never = str(last + 1)
+    own = [f"--train.steps={last}", "--log.every=1", f"--eval.every={never}", f"--checkpoint.every={never}"]
     found: dict[str, Task] = {}
+    refused: dict[str, Measured] = {}
     for name in layouts:
         try:
             found[name] = _task(job, name, common, [*overrides, *own], steps)
         except PacelineError as error:
-            problems += [each for each in getattr(error, "problems", [error]) if str(each) not in map(str, problems)]
+            wrong = getattr(error, "problems", [error])
+            if all(isinstance(each, LayoutError) for each in wrong) and _is_layout(name):
+                ranks = common.ranks or 1
+                refused[name] = Measured(name=name, ranks=ranks, verdict=_REFUSED, reason=_one_line(wrong[0]))
+            else:
+                problems += [each for each in wrong if str(each) not in map(str, problems)]
     raise_all(problems)
-    return found
+    return found, refused
+
+
+def _is_layout(name: str) -> bool:
+    try:
+        parse_layout(name)
+    except PacelineError:
+        return False
+    return True
+
+
+def _one_line(error: PacelineError) -> str:
+    return " ".join(part for part in (error.what, error.cause and f"({error.cause})") if part)
 
 
 def _task(job: str, name: str, common: Common, overrides: Sequence[str], steps: int) -> Task:
@@ -131,6 +178,7 @@ def _measured(name: str, task: Task, answer: Answer, steps: int) -> Measured:
         return Measured(name=name, ranks=task.ranks, verdict=_REFUSED if refused else _FAILED, reason=reason)
     history = read_history(RunFolder(Path(task.run)))
     ranks = answer.value["ranks"]
+    schedule = answer.value.get("schedule") or {}
 
     def middle(metric: str) -> float | None:
         values = [value for step, value in history.points(metric) if _WARM < step <= steps]
@@ -144,9 +192,10 @@ def _measured(name: str, task: Task, answer: Answer, steps: int) -> Measured:
         tokens_per_second=middle("tokens_per_second"),
         held=[rank["held"] for rank in ranks],
         sent=[rank["sent"] for rank in ranks],
-        losses=history.points("loss"),
-        bubble=answer.value.get("bubble"),
-        schedule=answer.value.get("schedule", ""),
+        losses=[(step, loss) for step, loss in history.points("loss") if step <= steps + 1],
+        bubble=schedule.get("bubble"),
+        planned=schedule.get("planned"),
+        schedule=schedule.get("picture", ""),
         notes=() if all(rank["kept"] is not None for rank in ranks) else (_THREADS,),
     )
 
@@ -172,11 +221,11 @@ def _code(each: Measured) -> int:
     return int(codes.get(each.verdict, ExitCode.DONE))
 
 
-def _as_json(each: Measured, task: Task) -> dict[str, Any]:
+def _as_json(each: Measured, run: str | None) -> dict[str, Any]:
     return {
         "layout": each.name,
         "ranks": each.ranks,
-        "run": task.run,
+        "run": run,
         "verdict": each.verdict,
         "reason": each.reason,
         "step_seconds": each.step_seconds,
@@ -185,6 +234,7 @@ def _as_json(each: Measured, task: Task) -> dict[str, Any]:
         "peak_bytes": [dict(rank) for rank in each.held],
         "sent_bytes": [dict(rank) for rank in each.sent],
         "bubble": each.bubble,
+        "bubble_planned": each.planned,
         "losses": [loss for _, loss in each.losses],
     }
 

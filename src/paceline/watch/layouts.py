@@ -14,6 +14,7 @@ from paceline.watch.svg import INKS, Curve, chart
 
 _KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 _NONE = "–"
+_NOTHING = (_NONE, size(0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class Measured:
     """What one layout did. A layout that was refused or failed has a `reason` and no numbers.
 
     `held`: for each rank the bytes of each kind at its peak, and `sent` the bytes of each collective in one step.
+    `bubble` is measured, `planned` that of the schedule with stages of equal length.
     `schedule` is the picture (SVG) of the schedule as planned and, on the same axis, as measured.
     """
 
@@ -34,6 +36,7 @@ class Measured:
     held: Sequence[Mapping[str, int]] = ()
     sent: Sequence[Mapping[str, float]] = ()
     bubble: float | None = None
+    planned: float | None = None
     losses: Sequence[tuple[float, float]] = ()
     schedule: str = ""
     notes: Sequence[str] = field(default=())
@@ -59,14 +62,14 @@ _COLUMNS: tuple[tuple[str, Callable[[Measured], str]], ...] = (
     ("peak a rank", lambda m: size(_total(m.peak)) if m.held else _NONE),
     *((kind, lambda m, kind=kind: size(m.peak[kind]) if kind in m.peak else _NONE) for kind in _KINDS),
     ("sent a step", lambda m: _NONE if m.most_sent is None else size(int(m.most_sent))),
-    ("bubble", lambda m: _NONE if m.bubble is None else f"{m.bubble:.1%}"),
+    ("bubble", lambda m: _bubble(m)),
 )
 
 
 def rows(found: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
-    """The head and a row for each; columns in which nobody has a value are left out."""
+    """The head and a row for each; columns in which nobody has anything are left out."""
     table = [[show(each) for _, show in _COLUMNS] for each in found]
-    kept = [at for at in range(len(_COLUMNS)) if at < 2 or any(row[at] != _NONE for row in table)]
+    kept = [at for at in range(len(_COLUMNS)) if at < 2 or any(row[at] not in _NOTHING for row in table)]
     return [_COLUMNS[at][0] for at in kept], [[row[at] for at in kept] for row in table]
 
 
@@ -78,22 +81,23 @@ def text(found: Sequence[Measured]) -> str:
     return "\n".join(lines + [f"{each.name}: {line}" for each in found for line in _said(each)])
 
 
-def write_layouts(found: Sequence[Measured], *, job: str, to: Path) -> Path:
+def write_layouts(found: Sequence[Measured], *, job: str, to: Path, proof: str = "") -> Path:
     """The page; it loads nothing."""
-    write_text(to, page(found, job=job))
+    write_text(to, page(found, job=job, proof=proof))
     return to
 
 
-def page(found: Sequence[Measured], *, job: str) -> str:
-    """Table, then what each rank holds, the losses, what is sent, and schedules as planned beside as measured."""
+def page(found: Sequence[Measured], *, job: str, proof: str = "") -> str:
+    """Table with what its verdicts are worth, then what each rank holds, the losses, what is sent, and schedules as planned beside as measured."""
     ran = [each for each in found if each.held or each.losses]
     parts = [
         f"<header><h1>{escape(job)} <small>{many(len(found), 'layout')}, the same samples</small></h1></header>",
-        _table(found),
+        _table(found, proof),
         _section(
             "What each rank holds",
             _held(ran),
-            "at its peak in one step; activations are all that is none of the others",
+            "at the moment of its peak in one step; gradients before the first backward are none, activations are all "
+            "that is none of the others, also gathered weights",
         ),
         _losses(ran),
         _section("What is sent in a step", _sent(ran), "by the rank that sends most"),
@@ -102,7 +106,7 @@ def page(found: Sequence[Measured], *, job: str) -> str:
     return document(f"{job} · layouts", parts)
 
 
-def _table(found: Sequence[Measured]) -> str:
+def _table(found: Sequence[Measured], proof: str) -> str:
     head, body = rows(found)
     place = head.index("verdict") if "verdict" in head else -1
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
@@ -117,7 +121,8 @@ def _table(found: Sequence[Measured]) -> str:
         lines += f"<tr>{''.join(shown)}</tr>"
     said = "".join(f"<li><b>{escape(each.name)}</b>: {escape(line)}</li>" for each in found for line in _said(each))
     notes = f"<ul>{said}</ul>" if said else ""
-    return f'<section><div class="table"><table><tr>{cells}</tr>{lines}</table></div>{notes}</section>'
+    worth = f'<p class="soft">{escape(proof)}</p>' if proof else ""
+    return f'<section><div class="table"><table><tr>{cells}</tr>{lines}</table></div>{notes}{worth}</section>'
 
 
 def _held(found: Sequence[Measured]) -> str:
@@ -134,7 +139,13 @@ def _ranks(each: Measured) -> list[Row]:
     rows = []
     for at, group in enumerate(groups):
         said = f"{'rank' if len(group) == 1 else 'ranks'} {_spans(group)}"
-        rows.append(Row(name="" if at else each.name, label=said, parts=each.held[group[0]]))
+        rows.append(
+            Row(
+                name="" if at else each.name,
+                label=said,
+                parts={kind: each.held[group[0]].get(kind, 0) for kind in _KINDS},
+            )
+        )
     return rows
 
 
@@ -186,9 +197,13 @@ def _losses(found: Sequence[Measured]) -> str:
 
 
 def _schedule(each: Measured) -> str:
-    bubble = "" if each.bubble is None else f'<p class="soft">measured bubble {each.bubble:.1%}</p>'
+    planned = "" if each.planned is None else f"; {each.planned:.1%} if all stages took equally long"
+    said = "Each rank's part of a step in which it computes nothing; above as the schedule would go with the middle of "
+    said += "the times that were measured, below one step as it went"
+    bubble = "" if each.bubble is None else f'<p class="soft">measured bubble {each.bubble:.1%}{planned}. {said}</p>'
     title = f"<h2>The schedule of {escape(each.name)}, planned and measured</h2>"
-    return f'<section>{title}{bubble}<figure class="table">{each.schedule}</figure></section>'
+    wide = each.schedule.replace("<svg ", '<svg style="max-width:none" ', 1)  # it scrolls where there is no room
+    return f'<section>{title}{bubble}<figure class="table">{wide}</figure></section>'
 
 
 def _section(title: str, body: str, note: str) -> str:
@@ -205,6 +220,11 @@ def _total(parts: Mapping[str, int]) -> int:
 
 def _sum(parts: Mapping[str, Any]) -> float:
     return float(sum(parts.values()))
+
+
+def _bubble(each: Measured) -> str:
+    planned = "" if each.planned is None else f" (plan {each.planned:.1%})"
+    return _NONE if each.bubble is None else f"{each.bubble:.1%}{planned}"
 
 
 def _seconds(value: float | None) -> str:
