@@ -45,7 +45,7 @@ from paceline.train.built import build
 from paceline.train.ready import prepare
 from paceline.world import Place, World
 
-SAMPLES, WARM_UP, KEPT = 512, 5, 0.95
+SAMPLES, WARM_UP, PROFILED, KEPT = 512, 5, 5, 0.95
 OURS, TWIN = "paceline", "its twin"
 
 
@@ -130,18 +130,20 @@ def worker(payload: dict[str, Any]) -> int:
     bench = Bench(world, layout=payload["layout"], size=Size(**payload["size"]))
     loops, missing = bench.loops()
     times: dict[str, list[float]] = {name: [] for name in loops}
+    busy: dict[str, list[float]] = {name: [] for name in loops}
     shuffle = random.Random(0)
     for number in range(payload["rounds"] + WARM_UP):
         for name in shuffle.sample(list(loops), len(loops)):
-            took = timed(loops[name].step, world)
+            took, computed = timed(loops[name].step, world)
             if number >= WARM_UP:
                 times[name].append(took)
+                busy[name].append(computed)
     wholes = {name: loop.whole() for name, loop in loops.items()}
     begun = dict(bench.model().named_parameters())
     far = {name: [apart(weights, wholes[base], begun) for base in wholes] for name, weights in wholes.items()}
-    everybody = world.gather_json({"times": times, "far": far})
+    everybody = world.gather_json({"times": times, "busy": busy, "far": far})
     if payload["profile"]:
-        profiled(loops[OURS].step, world)
+        profiled(loops, world, folder=Path(payload["answer"]).parent)
     if world.is_main:
         Path(payload["answer"]).write_text(json.dumps({"ranks": everybody, "missing": missing}))
     world.barrier()
@@ -149,25 +151,26 @@ def worker(payload: dict[str, Any]) -> int:
     os._exit(0)
 
 
-def timed(step: Callable[[], object], world: World) -> float:
-    """Seconds of this rank."""
+def timed(step: Callable[[], object], world: World) -> tuple[float, float]:
+    """Seconds of this rank, and of the processor in its main thread, which runs the backward too."""
     world.barrier()
-    began = time.perf_counter()
+    computed, began = time.thread_time(), time.perf_counter()
     step()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.thread_time() - computed
 
 
-def profiled(step: Callable[[], object], world: World) -> None:
-    """Twenty steps of rank 0 by function."""
-    profile = cProfile.Profile()
-    for _ in range(20):
-        world.barrier()
+def profiled(loops: dict[str, Loop], world: World, *, folder: Path) -> None:
+    """A few steps of rank 0 by function, of our loop and of the last one by hand, in processor time."""
+    for name in (TWIN, OURS):
+        profile = cProfile.Profile(time.thread_time)
+        for _ in range(PROFILED):
+            world.barrier()
+            if world.is_main:
+                profile.enable()
+            loops[name].step()
+            profile.disable()
         if world.is_main:
-            profile.enable()
-        step()
-        profile.disable()
-    if world.is_main:
-        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+            profile.dump_stats(folder / f"{name}.profile")
 
 
 def apart(weights: dict[str, Tensor], right: dict[str, Tensor], begun: dict[str, Tensor]) -> float:
@@ -194,7 +197,11 @@ def measure(layout: str, *, size: dict[str, int], rounds: int, ranks: int, profi
     base = min(LOOPS[layout], key=lambda name: statistics.median(times[name]))
     place = names.index(base)
     far = {name: max(rank["far"][name][place] for rank in answer["ranks"]) for name in names}
-    return {"times": times, "far": far, "base": base, "missing": answer["missing"]}
+    for found in sorted(folder.glob("*.profile")):
+        print(found.stem, f"{PROFILED} steps")
+        pstats.Stats(str(found)).sort_stats("tottime").print_stats(32)
+    busy = {name: max(statistics.median(rank["busy"][name]) for rank in answer["ranks"]) for name in names}
+    return {"times": times, "busy": busy, "far": far, "base": base, "missing": answer["missing"]}
 
 
 def ratio(values: list[float], base: list[float], kept: list[int]) -> tuple[float, float, float]:
@@ -214,7 +221,7 @@ def compared(answer: dict[str, Any]) -> list[str]:
         of = base if name != TWIN else list(times)[list(times).index(TWIN) - 1]
         middle, low, high = ratio(values, times[of], kept)
         lines.append(
-            f"  {name:<20}{statistics.median(values) * 1e3:9.2f} ms   ratio to {of!r} {middle:.4f} "
+            f"  {name:<20}{statistics.median(values) * 1e3:9.2f} ms, {answer['busy'][name] * 1e3:7.2f} of them computing   ratio to {of!r} {middle:.4f} "
             f"[{low:.4f}, {high:.4f}]   weights apart {answer['far'][name]:.1e}"
         )
     return lines
