@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hand import LOOPS, OTHERS, Llama, Loop, Size, adamw, installed, loss
 from overhead import bootstrap
 from torch import Tensor, nn
@@ -221,8 +220,8 @@ def compared(answer: dict[str, Any]) -> list[str]:
         of = base if name != TWIN else list(times)[list(times).index(TWIN) - 1]
         middle, low, high = ratio(values, times[of], kept)
         lines.append(
-            f"  {name:<20}{statistics.median(values) * 1e3:9.2f} ms, {answer['busy'][name] * 1e3:7.2f} of them computing   ratio to {of!r} {middle:.4f} "
-            f"[{low:.4f}, {high:.4f}]   weights apart {answer['far'][name]:.1e}"
+            f"  {name:<20}{statistics.median(values) * 1e3:9.2f} ms, computing {answer['busy'][name] * 1e3:8.2f} ms   "
+            f"ratio to {of!r} {middle:.4f} [{low:.4f}, {high:.4f}]   weights apart {answer['far'][name]:.1e}"
         )
     return lines
 
