@@ -213,8 +213,8 @@ def line(program: Program, rows: Sequence[Row], *, seconds: Seconds) -> tuple[st
 
 
 HEAD = (
-    f"{'ranks':>5} {'schedule':<15}{'micro':>6} {'simulated':>9} {'theory':>8} {'measured':>9} {'least':>8} {'most':>8} "
-    f"{'points':>7} {'its step':>9} {'an action':>11}"
+    f"{'ranks':>5} {'schedule':<15}{'micro':>6} {'simulated':>9} {'theory':>8} {'measured':>9} {'least':>8} "
+    f"{'most':>8} {'points':>7} {'its step':>9} {'an action':>11}"
 )
 
 

@@ -19,12 +19,13 @@ from paceline.feed.feed import make_feed
 from paceline.feed.types import Cut
 from paceline.job import load_job
 from paceline.order.cursor import Cursor
-from paceline.plan.settle import Plan
 from paceline.spec.jobref import parse_jobref
 from paceline.spec.settings import Settings, Train
+from paceline.spec.task import Task
 from paceline.start import Request, failure_screen, start
 from paceline.store.runs import RunFolder
 from paceline.train.built import build
+from paceline.train.ready import prepare
 from paceline.world import Place, World
 
 STEPS_A_ROUND = 3
@@ -37,11 +38,11 @@ def worker(payload: dict) -> int:
     job = load_job(parse_jobref(str(TEXT)), params={})
     batch, share = job.global_batch_size, job.global_batch_size // world.world_size
     cut = Cut(global_batch_size=batch, micro_batch_size=share, replica=world.rank, replicas=world.world_size)
-    plan = Plan(
-        layout="ddp", update="sync", processes=world.world_size, replicas=world.world_size, device="cpu",
-        backend="gloo", threads=1, global_batch_size=batch, micro_batch_size=share,
-        num_micro=world.world_size, notes=(),
+    task = Task(
+        verb="train", job=str(TEXT), layout="ddp", ranks=world.world_size, device="cpu",
+        settings={"train.threads": 1, "train.micro_batch_size": share}, origins={},
     )  # fmt: skip
+    plan = prepare(task, job=job).plan
     loops = {}
     for name, exact in (("default", False), ("exact", True)):
         settings = Settings(train=Train(max_grad_norm=1.0, exact=exact))

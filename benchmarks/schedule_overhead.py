@@ -2,9 +2,12 @@
 
 Two processes, gloo, CPU. Each round runs one step of torch's schedule and one of ours, in turns; the ratio of their
 times is taken per round. `--work SECONDS` puts a calibrated wait into each stage's forward and backward, so that the
-ratio is one of steps; without it, stages do next to nothing and the cost per action shows.
+ratio is one of steps; without it, stages do next to nothing and the cost per action shows. Losses and gradients are
+held against torch's. The orders of interleaved and zero-bubble schedules are each side's own; where a backward is in
+halves, the wait is in the gradient of the input.
 
-    python benchmarks/schedule_overhead.py [--schedule 1f1b] [--micro 8] [--rounds 40] [--work 0.02] [--width 256]
+    python benchmarks/schedule_overhead.py --work 0.02              # each schedule that torch has
+    python benchmarks/schedule_overhead.py --schedules 1f1b zbv [--micro 8] [--rounds 40] [--width 256]
 """
 
 import argparse
@@ -20,16 +23,30 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 
 from paceline.place.stages import Sent
 from paceline.schedule.build import build
 from paceline.step.pipeline import Pipeline
 from paceline.world import Place, World
 
-TORCH = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+TORCH: dict[str, Any] = {
+    "1f1b": Schedule1F1B,
+    "gpipe": ScheduleGPipe,
+    "interleaved": ScheduleInterleaved1F1B,
+    "breadth_first": ScheduleLoopedBFS,
+    "zb_interleaved": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
 
 
 class Wait(torch.autograd.Function):
@@ -60,16 +77,17 @@ class Stage(nn.Module):
 
 
 class Ours:
-    """The interpreter's `Work` on a stage of one's own."""
+    """The interpreter's `Work` on stages of one's own."""
 
-    def __init__(self, module: nn.Module, inputs: list[Tensor], loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.module, self.inputs, self.loss = module, inputs, loss
-        self.is_last = dist.get_rank() == dist.get_world_size() - 1
+    def __init__(self, modules: dict[int, Stage], inputs: list[Tensor], *, last: int) -> None:
+        self.modules, self.inputs, self.last = modules, inputs, last
+        self.losses: dict[int, Tensor] = {}
 
     def forward(self, *, stage: int, microbatch: int, received: Sent | None) -> Sent | Tensor:
-        output = self.module(self.inputs[microbatch] if received is None else received.tensors[0])
-        if self.is_last:
-            return self.loss(output, self.inputs[microbatch])
+        output = self.modules[stage](self.inputs[microbatch] if received is None else received.tensors[0])
+        if stage == self.last:
+            found = self.losses[microbatch] = loss(output, self.inputs[microbatch])
+            return found
         return Sent(tensors=[output], spec=None)
 
     def before_backward(self, *, stage: int, microbatch: int) -> None: ...
@@ -77,52 +95,76 @@ class Ours:
     def after_backward(self, *, stage: int, microbatch: int) -> None: ...
 
 
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    """A mean over the microbatch."""
+    return (output - target).square().mean()
+
+
 def one_rank(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     world = World.join(place=Place.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
-    torch.manual_seed(world.rank)
-    module = Stage(options.width, options.work)
+    for name in options.schedules:
+        found = compared(name, options, world)
+        if world.is_main:
+            print(json.dumps(found), flush=True)
+    world.barrier()
+    world.close()
+
+
+def compared(name: str, options: argparse.Namespace, world: World) -> dict[str, Any]:
+    """One schedule: torch's runtime and ours on the same modules."""
+    program = build(name, ranks=world.world_size, micro=options.micro)
+    own, last = program.stages_of(world.rank), program.num_stages - 1
+    modules = {number: seeded(number, options, share=len(own)) for number in own}
+    torch.manual_seed(1000)
     inputs = [torch.randn(options.batch, options.width) for _ in range(options.micro)]
-    loss = lambda output, target: (output - target).square().mean()  # noqa: E731
-    stage = PipelineStage(module, world.rank, world.world_size, world.device)
-    theirs = TORCH[options.schedule](stage, n_microbatches=options.micro, loss_fn=loss, scale_grads=False)
-    program = build(options.schedule, ranks=world.world_size, micro=options.micro)
-    pipeline, work = Pipeline(program, world=world), Ours(module, inputs, loss)
-    whole = torch.cat(inputs)
+    stages = [PipelineStage(module, n, program.num_stages, world.device) for n, module in modules.items()]
+    given: Any = stages if program.num_stages > world.world_size else stages[0]
+    theirs = TORCH[name](given, n_microbatches=options.micro, loss_fn=loss, scale_grads=False)
+    pipeline, work = Pipeline(program, world=world), Ours(modules, inputs, last=last)
+    whole, losses = torch.cat(inputs), list[Tensor]()
 
     def run_theirs() -> None:
-        is_first, is_last = world.rank == 0, world.rank == world.world_size - 1
-        theirs.step(*([whole] if is_first else []), **({"target": whole} if is_last else {}))
+        losses.clear()
+        more = {"target": whole, "losses": losses} if last in own else {}
+        theirs.step(*([whole] if 0 in own else []), **more)
+
+    def run_ours() -> None:
+        pipeline.run(work)
 
     def seconds(run: Callable[[], object]) -> float:
-        module.zero_grad()
+        for module in modules.values():
+            module.zero_grad()
         world.barrier()
         began = time.perf_counter()
         run()
         world.barrier()
         return time.perf_counter() - began
 
-    def gradient(run: Callable[[], object]) -> Tensor:
+    def gradients(run: Callable[[], object]) -> list[Tensor]:
         seconds(run)
-        assert module.layer.weight.grad is not None
-        return module.layer.weight.grad.clone()
+        return [p.grad.clone() for module in modules.values() for p in module.parameters() if p.grad is not None]
 
-    run_ours = lambda: pipeline.run(work)  # noqa: E731
-    equal = torch.equal(gradient(run_theirs), gradient(run_ours))
+    pairs = list(zip(gradients(run_theirs), gradients(run_ours), strict=True))
+    pairs += [(right.detach(), work.losses[n].detach()) for n, right in enumerate(losses)]
+    far = max(float((right - mine).abs().max() / right.abs().max()) for right, mine in pairs)
     order = random.Random(7)
     rows = []
     for _ in range(options.rounds):
         pair = [("torch", run_theirs), ("ours", run_ours)]
         order.shuffle(pair)
-        took = {name: seconds(run) for name, run in pair}
-        rows.append(took)
-    if world.is_main:
-        print(json.dumps(answer(rows, program.num_actions // world.world_size, equal)))
-    world.barrier()
-    world.close()
+        rows.append({side: seconds(run) for side, run in pair})
+    far = max(world.gather_json(far))
+    return {"schedule": name, **answer(rows, program.num_actions // world.world_size, far)}
 
 
-def answer(rows: list[dict[str, float]], num_actions: int, equal: bool) -> dict[str, Any]:
+def seeded(number: int, options: argparse.Namespace, *, share: int) -> Stage:
+    """A stage of the chain; a rank's stages share its wait."""
+    torch.manual_seed(number)
+    return Stage(options.width, options.work / share)
+
+
+def answer(rows: list[dict[str, float]], num_actions: int, far: float) -> dict[str, Any]:
     """Medians, and the ratio of each round with a bootstrap bound on its median."""
     ratios = [row["ours"] / row["torch"] for row in rows]
     draw = random.Random(1)
@@ -134,13 +176,13 @@ def answer(rows: list[dict[str, float]], num_actions: int, equal: bool) -> dict[
         "ratio_mean": round(mean(ratios), 4),
         "upper_95": round(again[int(0.975 * len(again))], 4),
         "ours_per_action_us": round(1e6 * median(row["ours"] for row in rows) / num_actions, 1),
-        "gradients_equal": equal,
+        "losses_and_gradients_apart": far,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedule", choices=list(TORCH), default="1f1b")
+    parser.add_argument("--schedules", nargs="+", choices=list(TORCH), default=list(TORCH))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--micro", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=40)
