@@ -103,21 +103,6 @@ class Attributes(nn.Module):
         return found
 
 
-class Placed(Tiny):
-    """A parameter of the model's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place = nn.Parameter(torch.zeros(LENGTH, WIDTH))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids) + self.place
-        for layer in self.layers:
-            x = layer(x)
-        found: Tensor = self.head(x)
-        return found
-
-
 class Whole(nn.Linear):
     """Weights that are no floats."""
 

@@ -36,7 +36,7 @@ class Told:
     at: float = 0.0
 
 
-def try_pair(task: Task, *, make: Callable[[], Job], folder: Path, seconds: float = 40.0) -> Told:
+def try_pair(task: Task, *, make: Callable[[], Job], folder: Path, seconds: float = 60.0) -> Told:
     """Prepare, build and step twice on `task.ranks` processes that stand in `folder`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -155,7 +155,6 @@ LATE: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "a whole batch on shards": ("job_of(loss=mean, loss_over='batch')", "fsdp", (), 'loss_over="batch" with fsdp'),
     "a whole batch in pieces": (
         "job_of(loss=mean, loss_over='batch')", "tp", ("--train.micro_batch_size=4",), "refuses accumulation"),
-    "a parameter of the model's own": ("job_of(Placed)", "pp=2,dp_shard=2", (), "a parameter of the model itself"),
     "cp without a sequence": ("job_of()", "cp", (), "does not say which dimension"),
     "a sequence of no entry": ("job_of(sequence={'input_ids': 1})", "cp", (), "sequence={'input_ids': 1} names no"),
     "a sequence of no dimension": ("job_of(sequence={'0': 3})", "cp", (), "sequence={'0': 3} names no"),
@@ -205,9 +204,20 @@ def test_refused_before_a_process_starts(
 
 
 def _early(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    layout, ranks, words, _ = EARLY[name]
+    return _refused(folder, layout, ranks, words, monkeypatch, capsys)
+
+
+def _refused(
+    folder: Path,
+    layout: str,
+    ranks: int,
+    words: Iterable[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> str:
     from paceline.cli import main
 
-    layout, ranks, words, _ = EARLY[name]
     monkeypatch.chdir(folder)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code = main(["train", "job.py", "--layout", layout, "--ranks", str(ranks), "--run-dir", "run", *words])
@@ -229,7 +239,9 @@ def _sampled(names: Iterable[str]) -> list[Any]:
     """Imports of torch.compile and transformers take long."""
     slow = ("hugging", "translation", "torch.compile")
     return [
-        pytest.param(name, marks=[pytest.mark.soak] if k % _OFTEN or LATE[name][0].startswith(slow) else [])
+        pytest.param(
+            name, marks=[pytest.mark.soak] if k % _OFTEN or any(word in LATE[name][0] for word in slow) else []
+        )
         for k, name in enumerate(names)
     ]
 
@@ -256,6 +268,29 @@ def _late(folder: Path, name: str) -> str:
     told = try_pair(task, make=lambda: eval(code, vars(bad_models)), folder=folder)
     assert told.state == "refused", told
     return told.text
+
+
+def _rows(header: str) -> list[list[str]]:
+    """Of the page's table that begins so."""
+    text = (HERE.parent.parent / "docs" / "refusals.md").read_text()
+    table = text.partition(f"{header}\n")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[1:]]
+
+
+def test_the_page_gives_the_reasons_of_the_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = _rows("| Combination | Reason | Instead |")
+    assert len(rows) >= 15
+    for combination, reason, instead in rows:
+        layout, *words = combination.strip("`").split()
+        text = _refused(folder, layout, 4 if layout.startswith("dp=2,ep=2") else 2, words, monkeypatch, capsys)
+        assert reason in text, f"{combination}: the page says {reason}, the command {text}"
+        for word in re.findall(r"`([a-z][^`]*)`", instead):
+            parse_layout(word)
+    told = [expected for *_, expected in LATE.values()]
+    late = _rows("| Combination | The refusal says | Instead |")
+    assert late and all(says in told for _, says, _ in late), [says for _, says, _ in late if says not in told]
 
 
 @pytest.mark.soak
