@@ -1,5 +1,6 @@
 """Layouts of one job side by side: a table for the screen and one page with pictures, from plain numbers."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -202,7 +203,9 @@ def _schedule(each: Measured) -> str:
     said += "the times that were measured, below one step as it went"
     bubble = "" if each.bubble is None else f'<p class="soft">measured bubble {each.bubble:.1%}{planned}. {said}</p>'
     title = f"<h2>The schedule of {escape(each.name)}, planned and measured</h2>"
-    wide = each.schedule.replace("<svg ", '<svg style="max-width:none" ', 1)  # it scrolls where there is no room
+    wide = re.sub(
+        r'<svg (.*?width="(\d+)")', r'<svg style="max-width:none;width:\2px" \1', each.schedule, count=1
+    )  # it scrolls where there is no room
     return f'<section>{title}{bubble}<figure class="table">{wide}</figure></section>'
 
 
