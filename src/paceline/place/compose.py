@@ -97,10 +97,7 @@ def compose(
     mesh, how = worlds.mesh, how or Place()
     before, every = all_of(model), trainable(model)
     shaped = _shaped(model, asked=asked, worlds=worlds, example=example, how=how, compiles=compiles)
-    blocks = find_blocks(model, listed=how.blocks) if how.blocks else None
-    undos = [remat(model, policy=parse_remat(asked.remat), blocks=blocks)]
-    if compiles:
-        undos.append(compile_blocks(model, say=say, blocks=blocks))
+    undos = _wrapped(model, asked=asked, how=how, compiles=compiles, say=say)
     grid = Grid(names=[member.name for member in every], others=[worlds.pp]) if exact else None
     live = _live(every, model, without=shaped.hollow)
     named = [member for member in live if member.name not in shaped.routed]
@@ -169,6 +166,17 @@ def _shaped(
     hollow = frozenset[str]() if piped is None else piped.hollow
     hollow |= {name for name, part in routed.items() if part.local is None}
     return _Shaped(piped=piped, base=base, routed=routed, hollow=hollow)
+
+
+def _wrapped(
+    model: nn.Module, *, asked: Layout, how: Place, compiles: bool, say: Callable[[str], None]
+) -> list[Callable[[], None]]:
+    """What is wrapped around blocks; the undos."""
+    blocks = find_blocks(model, listed=how.blocks) if how.blocks else None
+    undos = [remat(model, policy=parse_remat(asked.remat), blocks=blocks)]
+    if compiles:
+        undos.append(compile_blocks(model, say=say, blocks=blocks))
+    return undos
 
 
 def _live(every: Sequence[Named], model: nn.Module, *, without: Collection[str]) -> list[Named]:
