@@ -131,7 +131,7 @@ LATE: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "units of no class": ("job_of()", "fsdp", ("--place.units=Layer",), "has the class 'Layer'"),
     "units of no name": ("job_of()", "fsdp", ("--place.units=blocks.*",), "has the name 'blocks.*'"),
     "units by size and name": ("job_of()", "fsdp", ("--place.units=1000,Block",), "mixes a size and names"),
-    "a ScriptModule": ("job_of(lambda: torch.jit.script(Attributes()))", "fsdp", (), "inside a ScriptModule"),
+    "a ScriptModule": ("job_of(lambda: torch.jit.script(nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB))))", "fsdp", (), "inside a ScriptModule"),
     "a compiled model": ("job_of(lambda: torch.compile(Tiny()))", "pp", (), "that torch.compile has wrapped"),
     "more stages than blocks": (
         "job_of()", "pp=2,schedule=interleaved,virtual=4", (), "8 stages, but the model has only 4 blocks"),

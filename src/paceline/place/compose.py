@@ -1,6 +1,6 @@
 """From a whole model to this rank's share of it, in the one order in which placements go together."""
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -97,13 +97,9 @@ def compose(
     mesh, how = worlds.mesh, how or Place()
     before, every = all_of(model), trainable(model)
     shaped = _shaped(model, asked=asked, worlds=worlds, example=example, how=how, compiles=compiles)
-    blocks = find_blocks(model, listed=how.blocks) if how.blocks else None
-    undos = [remat(model, policy=parse_remat(asked.remat), blocks=blocks)]
-    if compiles:
-        undos.append(compile_blocks(model, say=say, blocks=blocks))
+    undos = _wrapped(model, asked=asked, how=how, compiles=compiles, say=say)
     grid = Grid(names=[member.name for member in every], others=[worlds.pp]) if exact else None
-    now = dict(model.named_parameters())
-    live = [replace(member, parameter=now[member.name]) for member in every if member.name not in shaped.hollow]
+    live = _live(every, model, without=shaped.hollow)
     named = [member for member in live if member.name not in shaped.routed]
     hollow = None if shaped.piped is None else shaped.piped.hollow
     by = Sharding(
@@ -170,6 +166,23 @@ def _shaped(
     hollow = frozenset[str]() if piped is None else piped.hollow
     hollow |= {name for name, part in routed.items() if part.local is None}
     return _Shaped(piped=piped, base=base, routed=routed, hollow=hollow)
+
+
+def _wrapped(
+    model: nn.Module, *, asked: Layout, how: Place, compiles: bool, say: Callable[[str], None]
+) -> list[Callable[[], None]]:
+    """What is wrapped around blocks; the undos."""
+    blocks = find_blocks(model, listed=how.blocks) if how.blocks else None
+    undos = [remat(model, policy=parse_remat(asked.remat), blocks=blocks)]
+    if compiles:
+        undos.append(compile_blocks(model, say=say, blocks=blocks))
+    return undos
+
+
+def _live(every: Sequence[Named], model: nn.Module, *, without: Collection[str]) -> list[Named]:
+    """The parameters that now stand under these names."""
+    now = dict(model.named_parameters())
+    return [replace(member, parameter=now[member.name]) for member in every if member.name not in without]
 
 
 def _tied(split: Split, piped: Piped | None, worlds: Worlds, *, exact: bool) -> Reducer:
