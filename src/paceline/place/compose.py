@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.place.blocks import find_blocks
-from paceline.place.compile import compile_blocks
 from paceline.place.context import ContextParallel
 from paceline.place.divide import Sharding, Split, divided, held_now, kept_now, nothing, with_experts
 from paceline.place.exact import ExactReducer, Grid
@@ -16,7 +14,6 @@ from paceline.place.holding import Holding, all_of, all_shares
 from paceline.place.meeting import ThreadWorld
 from paceline.place.parts import Parts
 from paceline.place.pipe import Piped, cut_model
-from paceline.place.remat import remat
 from paceline.place.replicate import Reducer
 from paceline.place.runs import Runs, block_seconds, tensor_plan
 from paceline.place.sharded import Data
@@ -172,10 +169,7 @@ def _wrapped(
     model: nn.Module, *, asked: Layout, how: Place, compiles: bool, say: Callable[[str], None]
 ) -> list[Callable[[], None]]:
     """What is wrapped around blocks; the undos."""
-    blocks = find_blocks(model, listed=how.blocks) if how.blocks else None
-    undos = [remat(model, policy=parse_remat(asked.remat), blocks=blocks)]
-    if compiles:
-        undos.append(compile_blocks(model, say=say, blocks=blocks))
+    undos = _wrapped(model, asked=asked, how=how, say=say if compiles else None)
     return undos
 
 
