@@ -169,7 +169,10 @@ def _wrapped(
     model: nn.Module, *, asked: Layout, how: Place, compiles: bool, say: Callable[[str], None]
 ) -> list[Callable[[], None]]:
     """What is wrapped around blocks; the undos."""
-    undos = _wrapped(model, asked=asked, how=how, say=say if compiles else None)
+    blocks = find_blocks(model, listed=how.blocks) if how.blocks else None
+    undos = [remat(model, policy=parse_remat(asked.remat), blocks=blocks)]
+    if compiles:
+        undos.append(compile_blocks(model, say=say, blocks=blocks))
     return undos
 
 
