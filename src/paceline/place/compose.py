@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
+from paceline.place.blocks import find_blocks
+from paceline.place.compile import compile_blocks
 from paceline.place.context import ContextParallel
 from paceline.place.divide import Sharding, Split, divided, held_now, kept_now, nothing, with_experts
 from paceline.place.exact import ExactReducer, Grid
@@ -14,6 +16,7 @@ from paceline.place.holding import Holding, all_of, all_shares
 from paceline.place.meeting import ThreadWorld
 from paceline.place.parts import Parts
 from paceline.place.pipe import Piped, cut_model
+from paceline.place.remat import remat
 from paceline.place.replicate import Reducer
 from paceline.place.runs import Runs, block_seconds, tensor_plan
 from paceline.place.sharded import Data
