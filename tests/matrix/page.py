@@ -20,7 +20,8 @@ the last on an epoch's last batch of one sample; {dtypes}.
 - **bitwise**: nothing differed in any bit.
 - **rounding**: what differed was below the noise that is measured for each tensor: one process again with its weights
   moved by one unit in the last place and its microbatches added in reverse.
-- a number: refused before the first step, with the reason below. All of them stand in [refusals](refusals.md).
+- a number: refused before the first step, in the words below; the reasons are in [refusals](refusals.md).
+- empty: not run for this page.
 
 The models from `transformers` are unmodified, built from their configs (four blocks, width 32, four heads); `text`,
 `digits` and `nano` are plain `nn.Module`s. {versions} Written by `{command}`; `make soak` runs it all.
@@ -58,7 +59,7 @@ def matrix(results: Sequence[dict[str, Any]], *, command: str, versions: str) ->
         _table(single, results, models, reasons),
         "\n## Mixtures\n",
         _table(mixed, results, models, reasons),
-        "\n## Refused, and why\n",
+        "\n## Refused\n",
         *(f"{number}. {reason}" for reason, number in reasons.items()),
     ]
     return _HEAD.format(dtypes=_dtypes(results), versions=versions, command=command) + "\n".join(parts) + "\n"
@@ -112,7 +113,8 @@ def _cell(one: dict[str, Any] | None, reasons: dict[str, int]) -> str:
     if one["state"] in _SAME:
         return _SAME[one["state"]]
     if one["state"] == "refused":
-        return f"({reasons.setdefault(one['why'], len(reasons) + 1)})"
+        why = stands(one["why"], patterns()) or one["why"]
+        return f"({reasons.setdefault(why, len(reasons) + 1)})"
     return f"**{one['state']}**"
 
 
