@@ -59,8 +59,7 @@ EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     "broken config file": (("train", "job.py", "--config", "broken.toml"), "can't be read"),
     "unknown key in a file": (("train", "job.py", "--config", "unknown.toml"), "train.speed"),
     "unknown layout": (("train", "job.py", "--layout", "dpp"), "did you mean"),
-    "a layout of a later version": (("train", "job.py", "--layout", "fsdp"), "not in this version"),
-    "an axis of a later version": (("train", "job.py", "--layout", "tp=2"), "'tp'"),
+    "a layout of a later version": (("train", "job.py", "--layout", "auto"), "not in this version"),
     "threads and another axis": (
         ("train", "job.py", "--layout", "threads=2,dp=2"),
         "asks for threads and for something else",
