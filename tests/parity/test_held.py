@@ -104,7 +104,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     tried = shutil.which("unshare") and subprocess.run([*alone, "ip link set lo up"], capture_output=True, check=False)
     if tried and tried.returncode == 0:
         command = [*alone, 'ip link set lo up && exec "$@"', "sh", *command]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found | {"alone": bool(tried and tried.returncode == 0)}
