@@ -54,7 +54,8 @@ def run_page(page: Path, folder: Path, *, with_needs: bool) -> int:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_block_runs(page: Path, tmp_path: Path) -> None:
-    assert run_page(page, tmp_path, with_needs=False) or page in NEEDING, f"{page.name} has no block that runs"
+    lists = page.name in ("matrix.md", "refusals.md")  # which their own tests hold against what runs
+    assert run_page(page, tmp_path, with_needs=False) or page in NEEDING or lists, f"{page.name} has no block that runs"
 
 
 @pytest.mark.parametrize("page", NEEDING, ids=lambda p: p.name)

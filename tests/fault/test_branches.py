@@ -71,6 +71,7 @@ def test_a_refused_branch_leaves_every_checkpoint_where_it_was(begun: Shop) -> N
     assert ended.code == 2 and "another model" in ended.err and "seed: was 0, is 7" in ended.err, ended.err
 
 
+@pytest.mark.soak
 def test_checkpoints_that_are_gone_are_missed_and_a_run_that_saved_nothing_says_so(begun: Shop) -> None:
     run = begun.path / "run"
     for path in all_steps(run / "checkpoints"):

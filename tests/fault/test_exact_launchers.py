@@ -67,6 +67,7 @@ def ours(shop: Shop) -> tuple[str, Any]:
     return condition(shop, "ours")
 
 
+@pytest.mark.soak
 def test_the_command_under_torchrun_and_mpirun_is_the_same_training(shop: Shop, ours: tuple[str, Any]) -> None:
     assert ours[1] == "AVX2"
     words = ["-m", "paceline", "train", "job.py", "--train.steps", "12", *WORDS, "--run-dir"]

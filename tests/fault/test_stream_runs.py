@@ -83,7 +83,7 @@ def stream_shop(tmp_path: Path) -> Shop:
     return shop
 
 
-@pytest.mark.parametrize("buffer", [pytest.param(0, marks=pytest.mark.soak), 5])
+@pytest.mark.parametrize("buffer", [pytest.param(0, marks=pytest.mark.soak), pytest.param(5, marks=pytest.mark.soak)])
 def test_kills_and_other_numbers_of_ranks_change_no_sample_and_no_bit(stream_shop: Shop, buffer: int) -> None:
     shop, rng, said = stream_shop, random.Random(buffer), ""
     words = (*WORDS, "--job.buffer", str(buffer))

@@ -31,6 +31,7 @@ def make_job():
 """
 
 
+@pytest.mark.soak
 def test_stages_whose_backward_is_whole_train_as_one_process(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(JOB)

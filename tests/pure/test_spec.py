@@ -114,7 +114,7 @@ def test_ranges(name: str, good: list[Any], bad: list[Any]) -> None:
         ("hsdp,dp_shard=2", Kind.HSDP, 2),
         ("pp=2,dp_shard=-1,tp=2,schedule=zb_h1,virtual=2", Kind.AXES, None),
         ("pp=2,schedule=Mine.txt", Kind.AXES, 2),
-        ("dp_shard=2,tp=2,zero=2,sequence=true,offload=optimizer+parameters", Kind.AXES, 4),
+        ("dp_shard=2,tp=2,sequence=true,offload=optimizer+parameters", Kind.AXES, 4),
         ("ep=2,dp=2", Kind.AXES, 2),
         ("tp", Kind.TP, None),
     ],
