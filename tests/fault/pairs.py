@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import socket
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -69,7 +68,7 @@ def _serve(pipe: Connection, rank: int, port: int, task: Task, make: Callable[[]
     warnings.simplefilter("ignore")  # a user's own, such as torch.jit's
     talk.say = lambda *_, **__: None  # type: ignore[assignment]
     with Path(os.devnull).open("w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stderr.fileno())
+        os.dup2(nowhere.fileno(), 2)
     os.chdir(folder)
     place = Place(rank=rank, world_size=task.ranks, local_rank=rank, port=port)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

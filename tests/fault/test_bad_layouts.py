@@ -295,8 +295,8 @@ def test_the_page_gives_the_reasons_of_the_command(
 
 @pytest.mark.soak
 def test_no_two_say_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = {name: _early(folder, name, monkeypatch, capsys) for name in EARLY}
-    found |= {name: _late(folder, name) for name in LATE}
+    found = {name: _late(folder, name) for name in LATE}  # first: the others forbid processes from then on
+    found |= {name: _early(folder, name, monkeypatch, capsys) for name in EARLY}
     seen: dict[str, str] = {}
     for name, text in found.items():
         first = text.strip().splitlines()[0]
