@@ -51,27 +51,28 @@ class TiedReducer:
         if not self._inner.finish(divisor=divisor):
             return False
         for place, parameter, ranks in self._tied:
-            parameter.grad = self._sum(parameter, ranks, place)
+            parameter.grad = added(parameter, ranks=ranks, place=place, world=self._world)
         return True
 
     def close(self) -> None:
         """Remove the hooks."""
         self._inner.close()
 
-    def _sum(self, parameter: nn.Parameter, ranks: Sequence[int], place: int) -> Tensor | None:
-        own = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
-        if parameter.grad is not None:
-            own[:-1] = parameter.grad.flatten()
-            own[-1] = 1.0
-        world, tag = self._world, _TAG + place
-        parts = {rank: own if rank == world.rank else torch.empty_like(own) for rank in ranks}
-        others = [rank for rank in ranks if rank != world.rank]
-        works = [dist.isend(own, group=world.group, group_dst=rank, tag=tag) for rank in others]
-        works += [dist.irecv(parts[rank], group=world.group, group_src=rank, tag=tag) for rank in others]
-        for work in works:
-            assert work is not None
-            work.wait()
-        total = parts[ranks[0]].clone()
-        for rank in ranks[1:]:
-            total += parts[rank]
-        return total[:-1].view_as(parameter) if total[-1] > 0 else None
+
+def added(parameter: nn.Parameter, *, ranks: Sequence[int], place: int, world: World) -> Tensor | None:
+    """The sum of its gradients on these ranks, in their order; None where none of them has one. All of them call it."""
+    own = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
+    if parameter.grad is not None:
+        own[:-1] = parameter.grad.flatten()
+        own[-1] = 1.0
+    parts = {rank: own if rank == world.rank else torch.empty_like(own) for rank in ranks}
+    others, tag = [rank for rank in ranks if rank != world.rank], _TAG + place
+    works = [dist.isend(own, group=world.group, group_dst=rank, tag=tag) for rank in others]
+    works += [dist.irecv(parts[rank], group=world.group, group_src=rank, tag=tag) for rank in others]
+    for work in works:
+        assert work is not None
+        work.wait()
+    total = parts[ranks[0]].clone()
+    for rank in ranks[1:]:
+        total += parts[rank]
+    return total[:-1].view_as(parameter) if total[-1] > 0 else None

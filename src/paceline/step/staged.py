@@ -3,12 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.place.cut import Cut
 from paceline.place.stages import Sent, Stages
+from paceline.place.ties import added
 from paceline.world import World
 
 
@@ -51,26 +50,4 @@ def add_ties(model: nn.Module, *, cut: Cut, rank_of_stage: Sequence[int], world:
     for place, (name, stages) in enumerate(sorted(cut.ties.items())):
         ranks = sorted({rank_of_stage[stage] for stage in stages})
         if world.rank in ranks and len(ranks) > 1:
-            parameters[name].grad = _sum(parameters[name], ranks, place, world)
-
-
-def _sum(parameter: nn.Parameter, ranks: Sequence[int], place: int, world: World) -> Tensor | None:
-    own = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
-    if parameter.grad is not None:
-        own[:-1] = parameter.grad.flatten()
-        own[-1] = 1.0
-    parts = {rank: own if rank == world.rank else torch.empty_like(own) for rank in ranks}
-    others = [rank for rank in ranks if rank != world.rank]
-    tag = TIES_TAG + place
-    works = [dist.isend(own, group=world.group, group_dst=rank, tag=tag) for rank in others]
-    works += [dist.irecv(parts[rank], group=world.group, group_src=rank, tag=tag) for rank in others]
-    for work in works:
-        assert work is not None
-        work.wait()
-    total = parts[ranks[0]].clone()
-    for rank in ranks[1:]:
-        total += parts[rank]
-    return total[:-1].view_as(parameter) if total[-1] > 0 else None
-
-
-TIES_TAG = 1 << 20
+            parameters[name].grad = added(parameters[name], ranks=ranks, place=place, world=world)
