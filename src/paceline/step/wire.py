@@ -32,7 +32,8 @@ class Edge:
 class _Known:
     """What both sides know of an edge's last message."""
 
-    text: str = ""
+    form: Any = None
+    note: Any = None
     layout: list[Any] = field(default_factory=list)
     num_bytes: int = HEAD_BYTES
 
@@ -55,22 +56,27 @@ class Wire:
         return self._world.backend == "gloo"
 
     def send(self, edge: Edge, tensors: list[Tensor], note: Any) -> None:
-        """Start sending; returns at once. `note` is JSON and changes seldom."""
+        """Start sending; returns at once. `note` is JSON, changes seldom, and is never changed in place."""
         known = self._sent.setdefault(edge, _Known())
-        layout = [_form(tensor) for tensor in tensors]
-        text = json.dumps([note, layout], separators=(",", ":"))
-        if text != known.text:
-            head = torch.zeros(known.num_bytes, dtype=torch.uint8, device=self._device)
-            body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._device)
-            head[:8].view(torch.int64)[0] = body.numel()
-            self._start(edge, head)
-            self._start(edge, body)
-            known.text, known.layout, known.num_bytes = text, layout, _num_bytes(layout)
+        form = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+        if form != known.form or note != known.note:
+            known.form, known.note = form, note
+            self._describe(edge, known, layout=[_form(tensor) for tensor in tensors])
         buffer = torch.empty(known.num_bytes, dtype=torch.uint8, device=self._device)
         buffer[:8].zero_()
-        for place, tensor in zip(_views(buffer, layout), tensors, strict=True):
+        for place, tensor in zip(_views(buffer, known.layout), tensors, strict=True):
             place.copy_(tensor.detach())
         self._start(edge, buffer)
+
+    def _describe(self, edge: Edge, known: _Known, *, layout: list[Any]) -> None:
+        """Say that what follows has another form, and which."""
+        head = torch.zeros(known.num_bytes, dtype=torch.uint8, device=self._device)
+        text = json.dumps([known.note, layout], separators=(",", ":"))
+        body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._device)
+        head[:8].view(torch.int64)[0] = body.numel()
+        self._start(edge, head)
+        self._start(edge, body)
+        known.layout, known.num_bytes = layout, _num_bytes(layout)
 
     def expect(self, edge: Edge) -> None:
         """Post the next receive of an edge, so that it travels while this rank computes."""
@@ -88,14 +94,13 @@ class Wire:
         if changed:
             body, wait = self._post(edge, changed)
             wait()
-            known.text = bytes(body.cpu().numpy()).decode()
-            known.layout = json.loads(known.text)[1]
+            known.note, known.layout = json.loads(bytes(body.cpu().numpy()))
             known.num_bytes = _num_bytes(known.layout)
             buffer, wait = self._post(edge, known.num_bytes)
             wait()
         if self._device != self._world.device:
             buffer = buffer.to(self._world.device)
-        return list(_views(buffer, known.layout)), json.loads(known.text)[0]
+        return list(_views(buffer, known.layout)), known.note
 
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
@@ -149,6 +154,7 @@ def _views(buffer: Tensor, layout: list[Any]) -> Iterator[Tensor]:
     offset = HEAD_BYTES
     for form in layout:
         kind, shape, stride = form
-        flat = buffer[offset : offset + _size(form)].view(getattr(torch, kind))
+        size = _size(form)
+        flat = buffer[offset : offset + size].view(getattr(torch, kind))
         yield flat.as_strided(shape, stride) if stride else flat.view(shape)
-        offset += _aligned(_size(form))
+        offset += _aligned(size)
