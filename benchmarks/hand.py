@@ -4,7 +4,6 @@ Each keeps the same contract: the loss of the whole batch divided by its count, 
 a finite check, AdamW. `whole()` gives the weights put together, by the model's own names.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -355,14 +354,20 @@ def pp(model: nn.Module, batches: Batches, size: Size) -> Loop:
 # -- others' frameworks
 
 
+class Absent(Exception):
+    """A framework that can't do this here, and why."""
+
+
 def accelerate(model: nn.Module, batches: Batches, size: Size) -> Loop:
-    """Accelerate's FSDP2."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    """Accelerate's FSDP2. On CPU it leaves the plugin aside without a word and wraps the model in DDP (1.15)."""
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    if accelerator.distributed_type is not DistributedType.FSDP:
+        raise Absent(f"here it runs as {accelerator.distributed_type.value}, with the plugin left aside")
     prepared, optimizer = accelerator.prepare(model, adamw(model.parameters()))
     data, ranks = batches(), dist.get_world_size()
 
@@ -414,6 +419,9 @@ OTHERS = {"fsdp": {"accelerate FSDP2": accelerate, "deepspeed ZeRO-3": deepspeed
 
 def installed(make: Callable[[nn.Module, Batches, Size], Loop], *given: Any) -> Loop | str:
     """The loop, or why there is none."""
-    with contextlib.suppress(ImportError):
+    try:
         return make(*given)
-    return "not installed"
+    except ImportError:
+        return "not installed"
+    except Absent as reason:
+        return str(reason)
