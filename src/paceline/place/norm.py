@@ -53,10 +53,11 @@ def _joint_square(pieces: Sequence[Tensor], worlds: Sequence[World], device: tor
 def _square(piece: Tensor) -> Tensor:
     """The sum of squares, in float64."""
     if piece.dtype != torch.float32 or piece.device.type != "cpu":
-        return torch.linalg.vector_norm(piece, dtype=torch.float64).square()
+        exact: Tensor = torch.linalg.vector_norm(piece, dtype=torch.float64).square()
+        return exact
     flat = piece.reshape(-1)
     whole = flat.numel() - flat.numel() % _ROW
-    total = torch.linalg.vector_norm(flat[whole:]).double().square()
+    total: Tensor = torch.linalg.vector_norm(flat[whole:]).double().square()
     if whole:
         total += torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1).double().square().sum()
     return total
