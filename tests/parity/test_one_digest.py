@@ -3,14 +3,13 @@
 Exact mode: single, ddp, zero1, zero2, fsdp, hsdp, pp under each schedule, and their mixtures, on 1 to 8 ranks.
 """
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.matrix.cases import MODELS, SCHEDULES, is_single, layouts
-from tests.parity.test_matrix import run, wrong
+from tests.matrix.cases import MODELS, SCHEDULES, SINGLES, is_single
+from tests.parity.test_matrix import one_digest, run, wrong
 
 EXACT = ("text", "llama")
 SHORT = (
@@ -29,6 +28,10 @@ LONG = (
     *("fsdp:7", "zero1:8", "zero2:8", "hsdp:8", "hsdp,zero=2:8", "pp=4,dp_replicate=2,schedule=gpipe:8"),
     *("pp=4,dp_shard=2,zero=2,schedule=naive:8",),
 )
+START = (
+    *("zero2:3", "pp=2,dp_shard=2:4", "dp_shard=2,tp=2:4", "pp=2,tp=2,schedule=zb_v:4", "dp_shard=2,cp=2:4"),
+    *("dp_replicate=2,dp_shard=2,ep=2:4", "fsdp:8", "pp=2,dp_replicate=2,dp_shard=2:8"),
+)
 
 
 def exact(folder: Path, layouts: tuple[str, ...], seconds: float) -> list[dict[str, Any]]:
@@ -38,16 +41,6 @@ def exact(folder: Path, layouts: tuple[str, ...], seconds: float) -> list[dict[s
         folder, "--case", *words, "--exact", "--micro", "1", "--steps", "4", "--checks", "start", "final",
         seconds=seconds,
     )  # fmt: skip
-
-
-def one_digest(answers: list[dict[str, Any]], what: str, *, models: tuple[str, ...]) -> None:
-    """All of a model's answers have the same."""
-    for model in models:
-        mine = {f"{one['asked']} ×{one['ranks']}": one.get(what) for one in answers if one["model"] == model}
-        usual = Counter(mine.values()).most_common(1)[0][0]
-        others = {layout: digest for layout, digest in mine.items() if digest != usual}
-        assert usual is not None, answers
-        assert not others, f"{model}, {what} weights: {others}, and {usual} under the others"
 
 
 def test_exact_mode_ends_in_one_digest(tmp_path: Path) -> None:
@@ -77,9 +70,12 @@ def test_the_long_list_has_every_size_kind_and_ten_mixtures() -> None:
 
 @pytest.mark.soak
 def test_every_layout_starts_with_the_weights_of_one_plain_build(tmp_path: Path) -> None:
-    """The whole matrix, only built; a model has as many digests as layouts that its refusals leave it."""
-    answers = run(tmp_path, "--checks", "start", seconds=7200)
-    assert len(answers) == len(MODELS) * len(list(layouts((2, 4, 8))))
+    """The matrix of `make soak` says so for its mixtures too."""
+    rows = [*(f"{layout}:{ranks}" for ranks, row in SINGLES.items() for layout in row), *START]
+    answers = run(
+        tmp_path, "--case", *(f"{m}:{row}" for row in rows for m in MODELS), "--checks", "start", seconds=3600
+    )
+    assert len(answers) == len(MODELS) * len(rows)
     assert not wrong(answers)
     built = [one for one in answers if one["state"] != "refused"]
     for model in MODELS:
