@@ -138,10 +138,10 @@ def _summed(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum"), targets.numel()
 
 
-def text(dropout: float = 0.0, depth: int = DEPTH) -> pl.Job:
+def text(dropout: float = 0.0, depth: int = DEPTH, heads: int = HEADS) -> pl.Job:
     """The text example's model."""
     return _job(
-        lambda: text_example.GPT(WIDTH, depth, HEADS, LENGTH, dropout), next_tokens, loss=_summed, sequence=PAIR
+        lambda: text_example.GPT(WIDTH, depth, heads, LENGTH, dropout), next_tokens, loss=_summed, sequence=PAIR
     )
 
 
@@ -278,11 +278,11 @@ def vit(dropout: float = 0.0, depth: int = DEPTH) -> pl.Job:
     return _job(lambda: ViTForImageClassification(config), pictures)
 
 
-def mixtral(balanced: bool = False, depth: int = DEPTH) -> pl.Job:
-    """Four experts, two for each token; `balanced` adds the router's own loss."""
+def mixtral(balanced: bool = False, depth: int = DEPTH, experts: int = 4) -> pl.Job:
+    """Two experts for each token; `balanced` adds the router's own loss."""
     config = MixtralConfig(
         vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=depth, num_attention_heads=HEADS,
-        num_key_value_heads=2, max_position_embeddings=LENGTH, num_local_experts=4, num_experts_per_tok=2,
+        num_key_value_heads=2, max_position_embeddings=LENGTH, num_local_experts=experts, num_experts_per_tok=2,
         output_router_logits=balanced, use_cache=False,
     )  # fmt: skip
     return _job(lambda: MixtralForCausalLM(config), causal)

@@ -63,6 +63,8 @@ def _chosen(asked: argparse.Namespace) -> list[cases.Case]:
         more["checks"] = tuple(asked.checks)
     if asked.micro:
         more["micro"] = asked.micro
+    if asked.params:
+        more["params"] = asked.params
     if asked.exact:
         more["settings"] = {"train.exact": True}
     if asked.case:
@@ -85,6 +87,7 @@ def _read(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--micro", type=int)
     parser.add_argument("--checks", nargs="+")
+    parser.add_argument("--params", type=json.loads, help='of the model, as JSON: {"depth": 8}')
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--json", help="write the answers there")

@@ -7,13 +7,14 @@ prints the matrix. A refusal counts as a failure unless docs/refusals.md has it.
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.matrix import page
-from tests.matrix.cases import Case
+from tests.matrix.cases import MODELS, Case
 
 ROOT = Path(__file__).resolve().parents[2]
 COVERING = (
@@ -44,6 +45,16 @@ def wrong(answers: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def one_digest(answers: list[dict[str, Any]], what: str, *, models: tuple[str, ...]) -> None:
+    """All of a model's answers have the same."""
+    for model in models:
+        mine = {f"{one['asked']} ×{one['ranks']}": one.get(what) for one in answers if one["model"] == model}
+        usual = Counter(mine.values()).most_common(1)[0][0]
+        others = {layout: digest for layout, digest in mine.items() if digest != usual}
+        assert usual is not None, answers
+        assert not others, f"{model}, {what} weights: {others}, and {usual} under the others"
+
+
 def test_a_covering_subset_is_one_process_training(tmp_path: Path) -> None:
     answers = run(tmp_path, "--case", *COVERING, seconds=400)
     assert len(answers) == len(COVERING)
@@ -57,6 +68,7 @@ def test_every_model_under_every_layout(tmp_path: Path, ranks: int) -> None:
     answers = run(tmp_path, "--ranks", str(ranks), "--seconds", "240", seconds=7200)
     assert len(answers) > 8
     assert not wrong(answers)
+    one_digest([one for one in answers if one["state"] in _EQUAL], "start", models=MODELS)
 
 
 def test_a_refusal_that_the_page_does_not_have_is_wrong() -> None:

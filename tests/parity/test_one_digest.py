@@ -3,14 +3,13 @@
 Exact mode: single, ddp, zero1, zero2, fsdp, hsdp, pp under each schedule, and their mixtures, on 1 to 8 ranks.
 """
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.matrix.cases import MODELS, SCHEDULES
-from tests.parity.test_matrix import run
+from tests.matrix.cases import MODELS, SCHEDULES, SINGLES, is_single
+from tests.parity.test_matrix import one_digest, run, wrong
 
 EXACT = ("text", "llama")
 SHORT = (
@@ -25,10 +24,13 @@ LONG = (
     *("pp=2,dp_shard=2,schedule=interleaved_1f1b,remat=full:4", "pp=2,dp_replicate=2,remat=full:4"),
     *("pp=2,dp_replicate=2,dp_shard=2:8", "pp=4,dp_shard=2,zero=1:8", "pp=2,dp_shard=4,schedule=breadth_first:8"),
     *("hsdp,dp_shard=2:8", "pp=2,dp_replicate=2,dp_shard=2,zero=2:8"),
+    *("zero1:3", "ddp:5", "zero1:6", "hsdp,dp_shard=3:6", "pp=3,dp_shard=2:6", "pp=3,dp_replicate=2,schedule=1f1b:6"),
+    *("fsdp:7", "zero1:8", "zero2:8", "hsdp:8", "hsdp,zero=2:8", "pp=4,dp_replicate=2,schedule=gpipe:8"),
+    *("pp=4,dp_shard=2,zero=2,schedule=naive:8",),
 )
 START = (
-    *("single:1", "threads:2", "ddp:2", "zero1:2", "zero2:2", "fsdp:2", "pp,schedule=1f1b:2"),
-    *("pp,schedule=zb_v:2", "tp:2", "cp:2", "ep:2", "hsdp:4", "pp=2,dp_shard=2:4", "dp_shard=2,tp=2:4"),
+    *("zero2:3", "pp=2,dp_shard=2:4", "dp_shard=2,tp=2:4", "pp=2,tp=2,schedule=zb_v:4", "dp_shard=2,cp=2:4"),
+    *("dp_replicate=2,dp_shard=2,ep=2:4", "fsdp:8", "pp=2,dp_replicate=2,dp_shard=2:8"),
 )
 
 
@@ -39,16 +41,6 @@ def exact(folder: Path, layouts: tuple[str, ...], seconds: float) -> list[dict[s
         folder, "--case", *words, "--exact", "--micro", "1", "--steps", "4", "--checks", "start", "final",
         seconds=seconds,
     )  # fmt: skip
-
-
-def one_digest(answers: list[dict[str, Any]], what: str, *, models: tuple[str, ...]) -> None:
-    """All of a model's answers have the same."""
-    for model in models:
-        mine = {f"{one['asked']} ×{one['ranks']}": one.get(what) for one in answers if one["model"] == model}
-        usual = Counter(mine.values()).most_common(1)[0][0]
-        others = {layout: digest for layout, digest in mine.items() if digest != usual}
-        assert usual is not None, answers
-        assert not others, f"{model}, {what} weights: {others}, and {usual} under the others"
 
 
 def test_exact_mode_ends_in_one_digest(tmp_path: Path) -> None:
@@ -62,14 +54,30 @@ def test_exact_mode_ends_in_one_digest(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_exact_mode_ends_in_one_digest_everywhere(tmp_path: Path) -> None:
     answers = exact(tmp_path, LONG, 3600)
+    assert len(answers) == len(LONG) * len(EXACT)
     for what in ("start", "final"):
         one_digest(answers, what, models=EXACT)
+    assert all(one["start"] != one["final"] for one in answers)
+
+
+def test_the_long_list_has_every_size_kind_and_ten_mixtures() -> None:
+    rows = [layout.split(":") for layout in LONG]
+    assert {int(ranks) for _, ranks in rows} == set(range(1, 9))
+    assert {word for word, _ in rows} >= {"single", "ddp", "zero1", "zero2", "fsdp", "hsdp"}
+    assert {word for word, _ in rows} >= {f"pp,schedule={schedule}" for schedule in SCHEDULES}
+    assert len({word for word, _ in rows if word.startswith("pp=") and "dp_" in word}) >= 10
 
 
 @pytest.mark.soak
 def test_every_layout_starts_with_the_weights_of_one_plain_build(tmp_path: Path) -> None:
-    words = [f"{model}:{layout}" for layout in START for model in MODELS]
-    answers = run(tmp_path, "--case", *words, "--checks", "start", seconds=3600)
+    """The matrix of `make soak` says so for its mixtures too."""
+    rows = [*(f"{layout}:{ranks}" for ranks, row in SINGLES.items() for layout in row), *START]
+    answers = run(
+        tmp_path, "--case", *(f"{m}:{row}" for row in rows for m in MODELS), "--checks", "start", seconds=3600
+    )
+    assert len(answers) == len(MODELS) * len(rows)
+    assert not wrong(answers)
     built = [one for one in answers if one["state"] != "refused"]
-    assert len(built) > len(MODELS) * 9
+    for model in MODELS:
+        assert sum(one["model"] == model and is_single(one["asked"]) for one in built) >= 6, model
     one_digest(built, "start", models=MODELS)

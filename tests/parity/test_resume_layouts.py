@@ -30,11 +30,33 @@ LAYOUTS = {  # by name: ranks, and the words
     "tp-pp": (4, "tp=2,pp=2"),
     "zero1-tp": (4, "dp_shard=2,tp=2,zero=1"),
     "ddp-pp": (4, "dp=2,pp=2"),
+    "cp": (2, "cp=2"),
+    "ddp-cp": (4, "dp=2,cp=2"),
+    "fsdp-cp": (4, "dp_shard=2,cp=2"),
+    "zero1-cp": (4, "dp_shard=2,cp=2,zero=1"),
+    "pp-cp": (4, "pp=2,cp=2"),
+    "ep": (2, "dp=2,ep=2"),
+    "fsdp-ep": (2, "dp_shard=2,ep=2"),
+    "zero1-ep": (2, "dp_shard=2,ep=2,zero=1"),
+    "hsdp-ep": (4, "dp_replicate=2,dp_shard=2,ep=2"),
+    "pp-ep": (4, "dp=2,pp=2,ep=2"),
 }
 TIED = {"nano": {"fsdp-pp": "dp_shard=2,pp=2,zero=2"}}  # what two modules use can't be gathered inside a stage
-NAMES = list(LAYOUTS)
+CUT = [name for name in LAYOUTS if name.endswith("cp")]  # sequences: not of `nano`, whose attention is written out
+SPREAD = [name for name in LAYOUTS if name.endswith("ep")]  # experts: of `mixtral` alone
+NAMES = [name for name in LAYOUTS if name not in (*CUT, *SPREAD)]
 SOME = [("fsdp", "pp"), ("tp", "single")]
 MANY = [(a, NAMES[(i + k) % len(NAMES)]) for i, a in enumerate(NAMES) for k in (1, 3, 7)]
+
+
+def both_ways(new: Sequence[str], old: Sequence[str]) -> list[tuple[str, str]]:
+    """From each of `new` to each of `old` and back, and among `new` each to its next."""
+    among = [(a, new[(i + 1) % len(new)]) for i, a in enumerate(new)]
+    return [*among, *((a, b) for a in new for b in old), *((b, a) for a in new for b in old)]
+
+
+WITH_CUT = both_ways(CUT, ["single", "tp", "pp", "fsdp", "zero2"])
+WITH_SPREAD = both_ways(SPREAD, ["single", "ddp", "fsdp", "tp", "pp", "cp"])
 
 
 def played(folder: Path, ranks: int, cases: Sequence[Sequence[str]], *, exact: bool = False) -> None:
@@ -46,7 +68,7 @@ def played(folder: Path, ranks: int, cases: Sequence[Sequence[str]], *, exact: b
 
 
 def resumed(folder: Path, pairs: Sequence[tuple[str, str]], *, job: str) -> None:
-    """Every run is one of three steps; the second of a pair begins at the second step of the first."""
+    """Every run is one of three steps; the second of a pair begins where the first had made two."""
     words = {name: TIED.get(job, {}).get(name, text) for name, (_, text) in LAYOUTS.items()}
     path = f"tests/zoo.py:{job}"
     for ranks in (1, 2, 4):
@@ -95,8 +117,23 @@ def test_a_run_goes_on_under_any_other_layout(tmp_path: Path, job: str) -> None:
 
 
 @pytest.mark.soak
-def test_exact_mode_is_one_digest_where_layout_and_ranks_change_at_every_resume(tmp_path: Path) -> None:
-    job = "tests/zoo.py:llama"
+@pytest.mark.parametrize(
+    ("job", "pairs"),
+    [("text", WITH_CUT), ("llama", WITH_CUT), ("mixtral", WITH_SPREAD)],
+    ids=["cp, text", "cp, llama", "ep, mixtral"],
+)
+def test_a_run_goes_on_from_and_to_cut_sequences_and_spread_experts(
+    tmp_path: Path, job: str, pairs: list[tuple[str, str]]
+) -> None:
+    resumed(tmp_path, pairs, job=job)
+    for a, b in pairs:
+        check(tmp_path, a, b)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("model", ["text", "llama"])
+def test_exact_mode_is_one_digest_where_layout_and_ranks_change_at_every_resume(tmp_path: Path, model: str) -> None:
+    job = f"tests/zoo.py:{model}"
     played(tmp_path, 1, [["one", "single", "", job]], exact=True)
     played(tmp_path, 2, [["a", "fsdp", "", job]], exact=True)
     played(tmp_path, 4, [["b", "dp_shard=2,pp=2", str(tmp_path / "a/checkpoints/step-00000001"), job]], exact=True)
