@@ -153,7 +153,8 @@ class ContextMode(TorchFunctionMode):
         return positions.to(device=device or torch.get_default_device(), dtype=dtype or torch.int64)
 
     def _table(self, tensor: Tensor, index: Any) -> Any:
-        if id(_piece_of(tensor)) not in self._tables:
+        own = _piece_of(tensor)
+        if not isinstance(own, nn.Parameter) and id(own) not in self._tables:
             return NotImplemented
         places = index if isinstance(index, tuple) else (index,)
         dims = [d for d, at in enumerate(places) if _is_prefix(at, self._size) and tensor.shape[d] >= self._cut.length]
@@ -252,7 +253,8 @@ def _piece_of(tensor: Tensor) -> Tensor:
 
 
 def _tables(model: nn.Module) -> set[int]:
-    own = [*model.parameters(), *model.buffers()]
+    """What may be a table beside the parameters, which `fully_shard` puts others in the place of while it runs."""
+    own = list(model.buffers())
     plain = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     return {id(tensor) for tensor in (*own, *plain)}
 
