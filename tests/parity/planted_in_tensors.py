@@ -112,6 +112,22 @@ products._keys = keys
 """,
     ),
     Misplaced(
+        name="a ring over the wrong heads",
+        layout="cp=2,tp=2",
+        ranks=4,
+        should="Under tp the keys that go round the ring are the next head's: qkv of the first block and all after it.",
+        says=("qkv|attention|head|blocks.0", "output|forward|loss"),
+        code="""
+from paceline.place.context_mode import ContextMode
+_around = ContextMode._around
+
+def around(self, query, key, value, *, heads, **given):
+    return _around(self, query, key if heads is None else key.roll(1, -3), value, heads=heads, **given)
+
+ContextMode._around = around
+""",
+    ),
+    Misplaced(
         name="columns of another rank at the start",
         layout="tp",
         should="Start weights differ: tp rank 1 holds rank 0's half of blocks.1.up.weight.",
