@@ -128,6 +128,25 @@ ContextMode._around = around
 """,
     ),
     Misplaced(
+        name="pieces of a sequence that leave a unit without their history",
+        layout="dp_shard=2,tp=2,sequence=true",
+        ranks=4,
+        should="What is cut along the sequence comes out of fsdp's hooks detached: all before the last norm is not trained.",
+        parameters=("blocks.", "embed"),
+        says=("not trained", "gradient is zero|no gradient"),
+        code="""
+from paceline.place.tensor import seam
+_back = seam._Laid.put_back
+
+def put_back(self, values):
+    leaves, shape = seam.tree_flatten(values)
+    along = {n for n, split in self._cut.items() if split.cut.dim == 1}
+    return _back(self, seam.tree_unflatten([leaf.detach() if n in along else leaf for n, leaf in enumerate(leaves)], shape))
+
+seam._Laid.put_back = put_back
+""",
+    ),
+    Misplaced(
         name="columns of another rank at the start",
         layout="tp",
         should="Start weights differ: tp rank 1 holds rank 0's half of blocks.1.up.weight.",

@@ -6,6 +6,7 @@ The ranks are threads of one process, in float64; `tests/matrix` does the same i
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.errors import LayoutError
 from paceline.place import context_mode
 from paceline.place.context import ContextParallel
 from paceline.place.context_cut import Cut
@@ -21,6 +23,7 @@ from paceline.place.exchange import Played, Table
 from paceline.place.tensor.cut import even_cut
 from paceline.place.tensor.derive import derive_plan
 from paceline.place.tensor.placed import split_over
+from paceline.place.tensor.seam import shown_pieces
 from paceline.place.tensor.split import Split
 from paceline.place.tensor.trial import Meeting, ThreadWire
 
@@ -170,3 +173,41 @@ def test_a_table_that_fully_shard_gathers_gives_the_part_s_rows() -> None:
         with ContextMode(exchange=over, cut=cut, model=nn.Identity()):
             rows = table[: cut.size(rank)]
         assert rows[:, 0].tolist() == cut.positions(rank).tolist()
+
+
+class Seen(torch.autograd.Function):
+    """What `fully_shard` puts before a unit: an identity that hears when the gradient has passed."""
+
+    @staticmethod
+    def forward(ctx: Any, told: list[str], x: Tensor) -> Tensor:
+        ctx.told = told
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.told.append("input")
+        return None, *grads
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_hooks_that_know_no_cut_see_the_piece(shown: bool) -> None:
+    wire = ThreadWire(rank=1, size=TP, meeting=Meeting(TP), sequence=True)
+    local, cut = torch.randn(2, 3, 4, requires_grad=True), even_cut(6, ranks=TP, dim=1)
+    unit, told = nn.GELU(), list[str]()
+
+    def after(_: Any, __: Any, output: Tensor) -> None:
+        assert type(output) is Tensor
+        output.register_hook(lambda grad: told.append("output"))
+
+    with shown_pieces(unit) if shown else nullcontext():
+        unit.register_forward_hook(after)
+        unit.register_forward_pre_hook(lambda _, args: (Seen.apply(told, args[0]), *args[1:]), prepend=True)
+    if not shown:
+        with pytest.raises(LayoutError, match="Seen is an autograd function of its own"):
+            unit(Split.of(local, cut, wire))
+        return
+    found = unit(Split.of(local, cut, wire, origins=["w"]))
+    assert isinstance(found, Split) and found.shape == (2, 6, 4) and found.origins == {"w"}
+    found.local.sum().backward()
+    assert told == ["output", "input"] and local.grad is not None and local.grad.abs().sum() > 0
+    assert type(unit(local)) is Tensor, "what is whole stays so"
