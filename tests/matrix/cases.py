@@ -103,6 +103,7 @@ MIXTURES: dict[int, list[str]] = {
         "dp_replicate=2,dp_shard=2,cp=2",
         "dp_shard=2,cp=2,tp=2",
         "pp=2,dp_shard=2,cp=2",
+        "pp=2,cp=2,tp=2",
         "dp_replicate=2,dp_shard=4,ep=2",
         "pp=4,dp_shard=2,zero=1",
         "fsdp",

@@ -112,6 +112,41 @@ products._keys = keys
 """,
     ),
     Misplaced(
+        name="a ring over the wrong heads",
+        layout="cp=2,tp=2",
+        ranks=4,
+        should="Under tp the keys that go round the ring are the next head's: qkv of the first block and all after it.",
+        says=("qkv|attention|head|blocks.0", "output|forward|loss"),
+        code="""
+from paceline.place.context_mode import ContextMode
+_around = ContextMode._around
+
+def around(self, query, key, value, *, heads, **given):
+    return _around(self, query, key if heads is None else key.roll(1, -3), value, heads=heads, **given)
+
+ContextMode._around = around
+""",
+    ),
+    Misplaced(
+        name="pieces of a sequence that leave a unit without their history",
+        layout="dp_shard=2,tp=2,sequence=true",
+        ranks=4,
+        should="What is cut along the sequence comes out of fsdp's hooks detached: all before the last norm is not trained.",
+        parameters=("blocks.", "embed"),
+        says=("not trained", "gradient is zero|no gradient"),
+        code="""
+from paceline.place.tensor import seam
+_back = seam._Laid.put_back
+
+def put_back(self, values):
+    leaves, shape = seam.tree_flatten(values)
+    along = {n for n, split in self._cut.items() if split.cut.dim == 1}
+    return _back(self, seam.tree_unflatten([leaf.detach() if n in along else leaf for n, leaf in enumerate(leaves)], shape))
+
+seam._Laid.put_back = put_back
+""",
+    ),
+    Misplaced(
         name="columns of another rank at the start",
         layout="tp",
         should="Start weights differ: tp rank 1 holds rank 0's half of blocks.1.up.weight.",

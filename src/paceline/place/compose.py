@@ -22,8 +22,9 @@ from paceline.place.runs import Runs, block_seconds, tensor_plan
 from paceline.place.sharded import Data
 from paceline.place.tensor.placed import split_model
 from paceline.place.threads import ThreadReducer
-from paceline.place.ties import TiedReducer
+from paceline.place.ties import TiedReducer, Ties
 from paceline.place.units import Named, trainable
+from paceline.place.uses import Uses
 from paceline.spec.layout import Layout
 from paceline.spec.remat import parse_remat
 from paceline.spec.settings import Place
@@ -96,9 +97,13 @@ def compose(
     """
     mesh, how = worlds.mesh, how or Place()
     before, every = all_of(model), trainable(model)
+    uses = Uses(model) if exact else None
     shaped = _shaped(model, asked=asked, worlds=worlds, example=example, how=how, compiles=compiles)
     undos = _wrapped(model, asked=asked, how=how, compiles=compiles, say=say)
-    grid = Grid(names=[member.name for member in every], others=[worlds.pp]) if exact else None
+    grid = None
+    if uses is not None:
+        grid = Grid(names=[member.name for member in every], others=[worlds.pp], uses=uses)
+        _tie(grid, uses, shaped.piped)
     live = _live(every, model, without=shaped.hollow)
     named = [member for member in live if member.name not in shaped.routed]
     hollow = None if shaped.piped is None else shaped.piped.hollow
@@ -123,7 +128,7 @@ def compose(
         named=split.named,
         weights=Holding(world=worlds.every, held=[held_now(one, split, shaped.hollow) for one in before]),
         kept=Holding(world=worlds.every, held=[kept_now(one, shares.get(one.name), shaped.base) for one in every]),
-        reducer=_tied(split, shaped.piped, worlds, exact=exact),
+        reducer=split.reducer if exact else _tied(split, shaped.piped, worlds),
         spread=split.spread,
         leaves=split.leaves,
         piped=shaped.piped,
@@ -185,28 +190,43 @@ def _live(every: Sequence[Named], model: nn.Module, *, without: Collection[str])
     return [replace(member, parameter=now[member.name]) for member in every if member.name not in without]
 
 
-def _tied(split: Split, piped: Piped | None, worlds: Worlds, *, exact: bool) -> Reducer:
+def _tied(split: Split, piped: Piped | None, worlds: Worlds) -> Reducer:
     if piped is None or not piped.ties:
         return split.reducer
-    if exact:
-        raise _tied_exact(piped)
     return TiedReducer(split.reducer, named=split.named, ties=piped.ties, world=worlds.pp)
 
 
-def _tied_exact(piped: Piped) -> LayoutError:
-    name, ranks = next(iter(piped.ties.items()))
-    return LayoutError(
-        f"exact mode with pp: {name} is used on the stages of ranks {', '.join(map(str, ranks))}.",
-        cause="one process adds the gradients of its uses before they are rounded to the grid, stages after",
-        hint="leave --train.exact out, or do not tie the weights",
-    )
+def _tie(grid: Grid, uses: Uses, piped: Piped | None) -> None:
+    """From here on each use of a tied weight is a summand, in one process and on stages alike.
+
+    Raises:
+        LayoutError: what several stages use is no weight of several modules, so its uses can't be told apart.
+    """
+    ties = {} if piped is None else piped.ties
+    for name in sorted(set(ties) - uses.names):
+        raise LayoutError(
+            f"exact mode with pp: {name} is used on the stages of ranks {', '.join(map(str, ties[name]))} by one name.",
+            cause="one process adds the gradients of its uses before they are rounded to the grid, stages after",
+            hint="a module of its own for each use, with the weight tied (head.weight = embed.weight); "
+            "or leave --train.exact out",
+        )
+    if piped is not None and ties:
+        uses.crossing = frozenset(ties)
+        grid.tie(Ties(ties, world=piped.world))
+    uses.watch()
 
 
-def beside(named: Sequence[Named], *, home: Sequence[Named], world: ThreadWorld, grid: Grid | None) -> Placed:
+def beside(
+    model: nn.Module, *, named: Sequence[Named], home: Sequence[Named], world: ThreadWorld, exact: bool
+) -> Placed:
     """A replica in a thread: its gradients end in the first replica's, `home`."""
     reducer: Reducer = ThreadReducer(named=named, home=home, world=world)
-    if grid is not None:
+    grid = None
+    if exact:
+        uses = Uses(model)
+        grid = Grid(names=[member.name for member in named], uses=uses)
         reducer = ExactReducer(named=named, world=world, grid=grid)
+        uses.watch()
     alone = World(device=world.device)
     weights = Holding(world=alone, held=all_shares(named))
     return Placed(named=named, weights=weights, kept=weights, reducer=reducer, spread=nothing, grid=grid)

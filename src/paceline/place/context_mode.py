@@ -23,6 +23,9 @@ from paceline.place.context_heads import heads_attention
 from paceline.place.context_mask import Meaning, meaning
 from paceline.place.context_ring import Ring, ring_attention
 from paceline.place.exchange import Exchange
+from paceline.place.tensor.rules_product import attention_by
+from paceline.place.tensor.split import Split, Unknown
+from paceline.place.tensor.wire import piece
 
 MOST_DRAWS = 2**30
 _CONVOLUTIONS = (torch.conv1d, F.conv1d)
@@ -67,11 +70,17 @@ class ContextMode(TorchFunctionMode):
 
     # -- attention
 
-    def _attention(
+    def _attention(self, *args: Any, **kwargs: Any) -> Any:
+        """Under tensor parallelism each rank's own heads go round a ring of their own."""
+        return attention_by(self._around, args, kwargs)
+
+    def _around(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        *,
+        heads: Split | None,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
@@ -83,11 +92,11 @@ class ContextMode(TorchFunctionMode):
         query, key, value = (
             t.reshape(-1, t.shape[-3] if t.dim() > 2 else 1, *t.shape[-2:]) for t in (query, key, value)
         )
-        batch, heads = query.shape[:2]
-        group = heads // key.shape[1] if enable_gqa else 1
+        batch, own = query.shape[:2]
+        group = own // key.shape[1] if enable_gqa else 1
         if group > 1 and self._padded:  # transformers repeats the heads on ranks whose part has padding, so all do
             key, value, group = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), 1
-        key, value = (t.expand(batch, heads // group, *t.shape[-2:]) for t in (key, value))
+        key, value = (t.expand(batch, own // group, *t.shape[-2:]) for t in (key, value))
         means = self._meaning(attn_mask, is_causal, batch)
         keep = means.keep
         if keep is None and (self._padded or attn_mask is not None):  # the others may have padding
@@ -99,17 +108,19 @@ class ContextMode(TorchFunctionMode):
             causal=means.causal,
             scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else scale,
         )
-        drop = self._dropped(query, dropout_p)
-        grouped = query.reshape(batch, heads // group, group, *query.shape[-2:])
+        drop = self._dropped(query, dropout_p, heads)
+        grouped = query.reshape(batch, own // group, group, *query.shape[-2:])
         found = ring_attention(grouped, key, value, keep=keep, drop=drop, ring=ring)
         return torch.reshape(found, (*lead, self._size, value.shape[-1]))
 
-    def _dropped(self, query: Tensor, p: float) -> Tensor | None:
+    def _dropped(self, query: Tensor, p: float, heads: Split | None) -> Tensor | None:
         """One process's draw over all weights of the attention, of which the rows of this rank's queries are kept."""
         if p == 0.0:
             return None
+        if heads is not None and heads.cut.dim != len(heads.whole) - 3:
+            raise Unknown  # samples are cut, not heads: drawn for all of them
         length = self._cut.length
-        shape = (*query.shape[:2], length, length)
+        shape = (query.shape[0], query.shape[1] if heads is None else heads.whole[-3], length, length)
         if math.prod(shape) > MOST_DRAWS:
             raise LayoutError(
                 f"this attention drops {p:g} of its weights: {math.prod(shape):,} draws on every rank.",
@@ -118,7 +129,8 @@ class ContextMode(TorchFunctionMode):
                 "or dropout_p=0.0 in the call",
             )
         draw = F.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), p, True)
-        return self._cut.take(draw != 0, dim=2, rank=self._exchange.rank)
+        drawn = self._cut.take(draw != 0, dim=2, rank=self._exchange.rank)
+        return drawn if heads is None else piece(drawn, heads.cut.at(1), heads.wire.rank)
 
     def _meaning(self, mask: Tensor | None, is_causal: bool, batch: int) -> Meaning:
         """Each mask is read once a forward: the layers of a model share it."""
@@ -141,7 +153,8 @@ class ContextMode(TorchFunctionMode):
         return positions.to(device=device or torch.get_default_device(), dtype=dtype or torch.int64)
 
     def _table(self, tensor: Tensor, index: Any) -> Any:
-        if id(tensor) not in self._tables:
+        own = _piece_of(tensor)
+        if not isinstance(own, nn.Parameter) and id(own) not in self._tables:
             return NotImplemented
         places = index if isinstance(index, tuple) else (index,)
         dims = [d for d, at in enumerate(places) if _is_prefix(at, self._size) and tensor.shape[d] >= self._cut.length]
@@ -174,6 +187,7 @@ class ContextMode(TorchFunctionMode):
         stride, dilation = _one(stride), _one(dilation)
         span = dilation * (weight.shape[-1] - 1)
         source, left, right = self._padded_from(input)
+        source = source.gathered() if isinstance(source, Split) else source
         more = span // 2 if padding == "same" else 0 if padding == "valid" else _one(padding)
         left, right = left + more, right + (span - span // 2 if padding == "same" else more)
         if span == 0 or stride != 1 or source.shape[-1] != self._size or left + right != span:
@@ -227,14 +241,20 @@ def gather_sequence(part: Tensor, *, dim: int, exchange: Exchange, cut: Cut) -> 
 
 def _ones(shape: Sequence[int], *, like: Tensor) -> Tensor:
     """Laid out in memory as `like` is: draws are made in that order."""
-    strides = torch.empty_like(like).stride()
+    strides = torch.empty_like(_piece_of(like)).stride()
     order = sorted(range(like.dim()), key=lambda d: -strides[d])
     made = torch.ones([shape[d] for d in order], dtype=like.dtype, device=like.device)
     return made.permute([order.index(d) for d in range(like.dim())])
 
 
+def _piece_of(tensor: Tensor) -> Tensor:
+    """What of it lies in this process's memory."""
+    return tensor.local if isinstance(tensor, Split) else tensor
+
+
 def _tables(model: nn.Module) -> set[int]:
-    own = [*model.parameters(), *model.buffers()]
+    """What may be a table beside the parameters, which `fully_shard` puts others in the place of while it runs."""
+    own = list(model.buffers())
     plain = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     return {id(tensor) for tensor in (*own, *plain)}
 

@@ -7,7 +7,6 @@ gradient over *all* microbatches, which does not depend on who computed them.
 """
 
 import math
-import struct
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,7 +14,10 @@ from torch import Tensor
 
 from paceline.errors import RunError
 from paceline.place.replicate import second_gradient
+from paceline.place.rounded import add_rounded, from_sums, scratch_on
+from paceline.place.ties import Ties
 from paceline.place.units import Named, cut_units
+from paceline.place.uses import Uses
 from paceline.world import World
 
 VALUE_BITS = 51
@@ -23,20 +25,44 @@ HEADROOM_BITS = 8
 LEAST_BITS = 24
 LOWEST, HIGHEST = -1074, 971  # a float64 has no bit below the one; adding 1.5 * 2^(52+k) overflows above the other
 MOST_MICROBATCHES = 1 << 12
-_CHUNK = 1 << 16
 
 
 class Grid:
     """The exponent k of every parameter's grid; None before a first gradient was seen. Saved with the run.
 
     `names` are the whole model's trainable parameters; `others` are the worlds whose ranks hold other ones of them:
-    all ranks follow all gradients, since they run a step again together.
+    all ranks follow all gradients, since they run a step again together. `uses` keeps those of tied weights apart,
+    `ties` adds what stages have of them.
     """
 
-    def __init__(self, *, names: Sequence[str], others: Sequence[World] = ()) -> None:
+    def __init__(self, *, names: Sequence[str], others: Sequence[World] = (), uses: Uses | None = None) -> None:
         self.names = list(names)
         self.exponents: list[int | None] = [None] * len(self.names)
         self._others = [world for world in others if world.world_size > 1]
+        self._uses = uses
+        self._ties: Ties | None = None
+
+    def tie(self, ties: Ties) -> None:
+        """Say which of them several stages hold."""
+        self._ties = ties
+
+    def begin(self) -> None:
+        """A step is run."""
+        if self._uses is not None:
+            self._uses.forget()
+
+    def close(self) -> None:
+        """No more steps are run."""
+        if self._uses is not None:
+            self._uses.close()
+
+    def summands(self, name: str, gradient: Tensor) -> list[Tensor]:
+        """What is rounded and added of a parameter's gradient of one microbatch: each use of a tied weight."""
+        return [gradient] if self._uses is None else self._uses.summands(name, gradient)
+
+    def over_stages(self, name: str, sums: Tensor) -> Tensor:
+        """The integers of all stages that hold a parameter; all of them call it, in one order."""
+        return sums if self._ties is None else self._ties.added(name, sums)
 
     def joint(self, sizes: "Sizes", worlds: Sequence[World]) -> list[list[float]]:
         """Of each parameter, over `worlds` and over those that hold others: what `Sizes.joint` says."""
@@ -115,6 +141,7 @@ class ExactReducer:
         self._touched = [False] * len(self._grid.names)
         self._armed = False
         self._next = 0
+        self._grid.begin()
         for unit in self._units:
             unit.ready, unit.wait = 0, None
         for member in self._named:
@@ -142,12 +169,14 @@ class ExactReducer:
             unit.wait()
             for member, part in zip(unit.members, unit.parts, strict=True):
                 if fits:
-                    member.parameter.grad = self._gradient(member, part, largest[member.index], divisor)
+                    total = self._grid.over_stages(member.name, part)
+                    member.parameter.grad = self._gradient(member, total, largest[member.index], divisor)
         self._grid.move(largest)
         return fits
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._grid.close()
         for handle in self._handles:
             handle.remove()
 
@@ -158,17 +187,21 @@ class ExactReducer:
             parameter.grad = None
             if unit.wait is not None:
                 raise second_gradient(member.name)
-            self._sizes.see(member.index, gradient)
-            exponent = self._grid.exponents[member.index]
-            if exponent is not None:
-                first = not self._touched[member.index]
-                add_rounded(gradient.reshape(-1), to=part, exponent=exponent, first=first, scratch=self._scratch)
-                self._touched[member.index] = True
+            for summand in self._grid.summands(member.name, gradient):
+                self._take(member, summand, part)
             unit.ready += self._armed
             while self._next < len(self._units) and self._units[self._next].ready == len(self._units[self._next].parts):
                 self._launch_next()
 
         return add
+
+    def _take(self, member: Named, gradient: Tensor, part: Tensor) -> None:
+        self._sizes.see(member.index, gradient)
+        exponent = self._grid.exponents[member.index]
+        if exponent is not None:
+            first = not self._touched[member.index]
+            add_rounded(gradient.reshape(-1), to=part, exponent=exponent, first=first, scratch=self._scratch)
+            self._touched[member.index] = True
 
     def _launch_next(self) -> None:
         unit = self._units[self._next]
@@ -221,40 +254,6 @@ class Sizes:
         return joint
 
 
-def add_rounded(gradient: Tensor, *, to: Tensor, exponent: int, first: bool, scratch: Tensor) -> None:
-    """Round to multiples of 2^exponent and add to the int64 sums, in pieces that stay in the cache.
-
-    The step's first gradient is written over what was there.
-    """
-    constant = magic(exponent)
-    offset = bits(constant)
-    for start in range(0, gradient.numel(), _CHUNK):
-        piece, target = gradient[start : start + _CHUNK], to[start : start + _CHUNK]
-        rounded = target.view(torch.float64) if first else scratch[: piece.numel()]
-        rounded.copy_(piece)
-        rounded.add_(constant)
-        if first:
-            target.sub_(offset)
-        else:
-            target.add_(rounded.view(torch.int64).sub_(offset))
-
-
-def from_sums(sums: Tensor, *, to: Tensor, exponent: int, divisor: float | Tensor | None, scratch: Tensor) -> None:
-    """The sums of multiples of 2^exponent, divided, in the target's own type; in pieces that stay in the cache."""
-    flat, unit = to.view(-1), 2.0**exponent
-    for start in range(0, flat.numel(), _CHUNK):
-        value = scratch[: flat[start : start + _CHUNK].numel()]
-        value.copy_(sums[start : start + _CHUNK]).mul_(unit)
-        if divisor is not None:
-            value.div_(divisor)
-        flat[start : start + _CHUNK].copy_(value)
-
-
-def scratch_on(device: torch.device) -> Tensor:
-    """Room for one piece."""
-    return torch.empty(_CHUNK, dtype=torch.float64, device=device)
-
-
 def check_size(name: str, largest: float) -> None:
     """Refuse what no grid holds.
 
@@ -276,13 +275,3 @@ def no_grid(*, step: int, attempts: int) -> RunError:
         cause="a forward or a loss that gives other values for the same batch each time: a counter, a clock",
         hint="the same values for the same weights and batch, or leave --train.exact out",
     )
-
-
-def magic(exponent: int) -> float:
-    """The constant whose addition rounds a float64 to multiples of 2^exponent."""
-    return math.ldexp(1.5, 52 + exponent)
-
-
-def bits(value: float) -> int:
-    """The bits of a float64 as an integer."""
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])

@@ -7,6 +7,7 @@ and replicas of the shards work alike, and a unit may be of any make. With repli
 """
 
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from paceline.place.parts import Part, Parts
 from paceline.place.scatter import ScatterReducer
 from paceline.place.sharded import Data, Sharded, zero
 from paceline.place.share import Cut, Share, cuts, shares_of, view_of
+from paceline.place.tensor.seam import shown_pieces
 from paceline.place.units import Named
 from paceline.place.wrap import Units, find_units, units_of
 from paceline.place.zero import Spread
@@ -75,8 +77,9 @@ def shard_fully(
 
     `hollow` names what other pipeline stages hold. Given, even empty, the model's forward is left in its midst, and
     others run before its backward does: then what is in no unit stays gathered until the step's end.
-    Parameters named in `without` (experts) stay as they are. `rows` are this rank's, by name, where the model's
-    parameters have no memory yet; they are taken out as they are used.
+    Parameters named in `without` (experts) stay as they are. With `parts`, what passes between units may be cut too.
+    `rows` are this rank's, by name, where the model's parameters have no memory yet; they are taken out as they are
+    used.
 
     Raises:
         LayoutError: a parameter that can't be sharded, or a unit that the model does not have.
@@ -93,7 +96,7 @@ def shard_fully(
     base = parts or {m.name: Part.all_of(m.parameter.shape) for m in every}
     kept = {m.name: m.parameter for m in every if not m.parameter.dim()}
     gone = {p for n, p in model.named_parameters() if n in apart}
-    _wrap(model, data, asked, ignored=gone | set(kept.values()), is_left=hollow is not None)
+    _wrap(model, data, asked, ignored=gone | set(kept.values()), is_left=hollow is not None, in_pieces=bool(parts))
     if rows is not None:
         _fill(model, rows, device=torch.device("cpu") if asked.offload else data.shard.device)
     sources = {**kept, **_gathered(model)}
@@ -140,7 +143,9 @@ class _Settle:
             self._left.set_reshard_after_forward(False, recurse=False)
 
 
-def _wrap(model: nn.Module, data: Data, asked: FullySharded, *, ignored: set[nn.Parameter], is_left: bool) -> None:
+def _wrap(
+    model: nn.Module, data: Data, asked: FullySharded, *, ignored: set[nn.Parameter], is_left: bool, in_pieces: bool
+) -> None:
     device = data.shard.device.type
     assert data.shard.group is not None
     mesh = DeviceMesh.from_group(data.shard.group, device, mesh_dim_names=("dp_shard",))
@@ -148,16 +153,17 @@ def _wrap(model: nn.Module, data: Data, asked: FullySharded, *, ignored: set[nn.
     units = [unit for unit in find_units(model, by=asked.units).values() if not ignored.issuperset(unit.parameters())]
     _refuse_mixed([*units, model], model, ignored)
     for unit in [*units, model]:
-        unit.register_forward_hook(lambda _, __, output: _own_memory(output))
         output = torch.float32 if asked.params is not None and unit is model else None
-        fully_shard(
-            unit,
-            mesh=mesh,
-            reshard_after_forward=False if is_left and unit is model else asked.reshard,
-            mp_policy=MixedPrecisionPolicy(param_dtype=asked.params, output_dtype=output),
-            offload_policy=offload,
-            ignored_params=ignored,
-        )
+        with shown_pieces(unit) if in_pieces else nullcontext():
+            unit.register_forward_hook(lambda _, __, output: _own_memory(output))
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=False if is_left and unit is model else asked.reshard,
+                mp_policy=MixedPrecisionPolicy(param_dtype=asked.params, output_dtype=output),
+                offload_policy=offload,
+                ignored_params=ignored,
+            )
     if is_left and isinstance(model, FSDPModule):
         model.set_reshard_after_backward(False, recurse=False)
     _prefetch(model, asked.prefetch)

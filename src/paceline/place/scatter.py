@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from paceline.place.exact import Grid, Sizes, add_rounded, from_sums, scratch_on
+from paceline.place.exact import Grid, Sizes
 from paceline.place.packing import Packing, start_reduce_scatter
 from paceline.place.replicate import second_gradient
+from paceline.place.rounded import add_rounded, from_sums, scratch_on
 from paceline.place.share import Cut, Share
 from paceline.place.units import Named, cut_units
 from paceline.torch_private import add_all, copy_all
@@ -96,6 +97,8 @@ class ScatterReducer:
     def begin(self) -> None:
         """Forget the last step's gradients."""
         self._forget()
+        if self._grid is not None:
+            self._grid.begin()
         for share, source in zip(self._shares, self._sources, strict=True):
             share.parameter.grad = None
             source.grad = None
@@ -133,6 +136,8 @@ class ScatterReducer:
 
     def close(self) -> None:
         """Remove the hooks."""
+        if self._grid is not None:
+            self._grid.close()
         for handle in self._handles:
             handle.remove()
 
@@ -170,19 +175,21 @@ class ScatterReducer:
         return take
 
     def _put(self, unit: _Unit, position: int, member: Named, gradient: Tensor) -> None:
-        exponent = None  # of floats
         if self._grid is not None:
-            index = self._shares[member.index].index
-            self._sizes.see(index, gradient)
-            exponent = self._grid.exponents[index]
-            if exponent is None:
-                return
-        if exponent is None:
+            self._put_rounded(unit, position, member, self._grid.summands(member.name, gradient), self._grid)
+        else:
             pairs = unit.packing.pairs(position, unit.open(), gradient.contiguous())
             copy_all([target for target, _ in pairs], [rows for _, rows in pairs])
-            return
-        for target, rows in unit.packing.by_place(position, unit.open(), gradient):
-            add_rounded(rows, to=target, exponent=exponent, first=True, scratch=self._scratch)
+
+    def _put_rounded(self, unit: _Unit, position: int, member: Named, summands: Sequence[Tensor], grid: Grid) -> None:
+        index = self._shares[member.index].index
+        exponent = grid.exponents[index]
+        for number, gradient in enumerate(summands):
+            self._sizes.see(index, gradient)
+            if exponent is None:
+                continue
+            for target, rows in unit.packing.by_place(position, unit.open(), gradient):
+                add_rounded(rows, to=target, exponent=exponent, first=number == 0, scratch=self._scratch)
 
     def _launch_next(self) -> None:
         unit = self._units[self._next]
@@ -218,8 +225,9 @@ class ScatterReducer:
             for member, part in zip(unit.packing.members, unit.parts, strict=True):
                 share = self._shares[member.index]
                 size, touched = largest[share.index]
+                total = grid.over_stages(share.name, part)
                 if touched:
-                    self._leave(share.parameter, part, size, grid.exponents[share.index] or 0, divisor)
+                    self._leave(share.parameter, total, size, grid.exponents[share.index] or 0, divisor)
         grid.move(largest)
         return fits
 

@@ -1,4 +1,4 @@
-"""Parameters that several stages hold: the gradient of each is the sum over these stages."""
+"""Parameters that several stages hold: the gradient of each is the sum over these stages, of floats or of integers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,6 +11,19 @@ from paceline.place.units import Named
 from paceline.world import World
 
 _TAG = 1 << 20
+
+
+class Ties:
+    """What exact mode adds over the stages: integers, so that the sum is that of one process."""
+
+    def __init__(self, ties: Mapping[str, Sequence[int]], *, world: World) -> None:
+        self._world = world
+        self._of = {name: (place, ranks) for place, (name, ranks) in enumerate(sorted(ties.items()))}
+
+    def added(self, name: str, own: Tensor) -> Tensor:
+        """The sum over the ranks that hold it; all of them call it, for one after another in one order."""
+        place, ranks = self._of.get(name, (0, ()))
+        return over(own, ranks=ranks, place=place, world=self._world) if ranks else own
 
 
 class TiedReducer:
@@ -65,6 +78,12 @@ def added(parameter: nn.Parameter, *, ranks: Sequence[int], place: int, world: W
     if parameter.grad is not None:
         own[:-1] = parameter.grad.flatten()
         own[-1] = 1.0
+    total = over(own, ranks=ranks, place=place, world=world)
+    return total[:-1].view_as(parameter) if total[-1] > 0 else None
+
+
+def over(own: Tensor, *, ranks: Sequence[int], place: int, world: World) -> Tensor:
+    """The sum of what these ranks have, in their order, so that all have the same bits. All of them call it."""
     parts = {rank: own if rank == world.rank else torch.empty_like(own) for rank in ranks}
     others, tag = [rank for rank in ranks if rank != world.rank], _TAG + place
     works = [dist.isend(own, group=world.group, group_dst=rank, tag=tag) for rank in others]
@@ -75,4 +94,4 @@ def added(parameter: nn.Parameter, *, ranks: Sequence[int], place: int, world: W
     total = parts[ranks[0]].clone()
     for rank in ranks[1:]:
         total += parts[rank]
-    return total[:-1].view_as(parameter) if total[-1] > 0 else None
+    return total

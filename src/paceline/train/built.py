@@ -150,7 +150,12 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     unlisted = Unlisted(models[0])
     contracts = [LossContract(job=job, model=model) for model in models]
     if len(own) > 1:
-        placed = [_beside(members, named[0], each, settings) for members, each in zip(named, own, strict=True)]
+        exact = settings.train.exact
+        placed = [
+            beside(model, named=members, home=named[0], world=each.every, exact=exact)
+            for model, members, each in zip(models, named, own, strict=True)
+            if isinstance(each.every, ThreadWorld)
+        ]
     else:
         placed = [_placed(job, settings, plan, models[0], contracts[0], worlds, rules, rows)]
     mirror = Mirror(models=models, grids=[one.grid for one in placed]) if len(own) > 1 else None
@@ -193,13 +198,6 @@ def _begun(job: Job, settings: Settings, worlds: Worlds) -> Begun:
 
 def _stored(job: Job) -> Stored | None:
     return job.model if isinstance(job.model, Stored) else None
-
-
-def _beside(named: Sequence[Named], home: Sequence[Named], worlds: Worlds, settings: Settings) -> Placed:
-    """One of several replicas in this process; `home` is where their gradients end."""
-    assert isinstance(worlds.every, ThreadWorld)
-    grid = Grid(names=[member.name for member in named]) if settings.train.exact else None
-    return beside(named, home=home, world=worlds.every, grid=grid)
 
 
 def _placed(

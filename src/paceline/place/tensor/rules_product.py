@@ -4,6 +4,7 @@
 once, after the sum).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +14,12 @@ from torch import Tensor
 from paceline.place.tensor.cut import Cut, even_cut
 from paceline.place.tensor.rules_math import own_draws
 from paceline.place.tensor.rules_shape import like, positive
-from paceline.place.tensor.split import Split, Unknown, derived, heard, operand, rule
+from paceline.place.tensor.split import Split, Unknown, derived, heard, on_whole, operand, rule, split_in
 from paceline.place.tensor.wire import Wire, copy_in, reduce_out, scatter, take_own
+
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+Attend = Callable[..., Tensor]
+"""Attention on this rank's heads: `heads` is the queries as they are cut, None where all are here."""
 
 
 def summed(partial: Tensor, wire: Wire) -> Any:
@@ -156,8 +161,29 @@ def _check_ids(ids: Tensor, size: int) -> None:
 
 @rule("scaled_dot_product_attention")
 def _attention(func: Any, args: Any, kwargs: Any) -> Any:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return _own_heads(_attend, args, kwargs)
+
+
+def attention_by(attend: Attend, args: Any, kwargs: Any) -> Any:
+    """`F.scaled_dot_product_attention` on heads of which each rank holds some, where `attend` does it on the own ones.
+
+    Where no rule keeps the cut, it is given the whole.
+    """
+
+    def on_all(query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor:
+        given = dict(zip(_ATTENTION[3:], more, strict=False)) | named
+        return attend(query, key, value, heads=None, **given)
+
+    if not split_in(args, kwargs):
+        return on_all(*args, **kwargs)
+    try:
+        return _own_heads(attend, args, kwargs)
+    except Unknown as unknown:
+        return on_whole(on_all, args, kwargs, name=F.scaled_dot_product_attention.__name__, misfit=unknown.misfit)
+
+
+def _own_heads(attend: Attend, args: Any, kwargs: Any) -> Split:
+    given = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
     q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
     if not isinstance(q, Split) or len(q.whole) - q.cut.dim < 3:
         raise Unknown
@@ -165,15 +191,26 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     dim = q.cut.dim - len(q.whole)
     wire, origins = derived(t for t in (q, k, v) if isinstance(t, Split))
     own_k, own_v = (_keys(x, q, dim, grouped=groups) for x in (k, v))
-    own_mask = operand(mask, of=q, dim=dim)
-    drop = given.get("dropout_p", 0.0)
-    named = {"attn_mask": own_mask, "is_causal": given.get("is_causal", False), "scale": given.get("scale")}
-    if drop > 0.0:
-        made = _dropped(q, own_k, own_v, drop, named)
-    else:
-        gqa = q.local.shape[-3] != own_k.shape[-3]
-        made = F.scaled_dot_product_attention(q.local, own_k, own_v, enable_gqa=gqa, **named)
+    made = attend(
+        q.local,
+        own_k,
+        own_v,
+        heads=q,
+        attn_mask=operand(mask, of=q, dim=dim),
+        dropout_p=given.get("dropout_p", 0.0),
+        is_causal=given.get("is_causal", False),
+        scale=given.get("scale"),
+        enable_gqa=q.local.shape[-3] != own_k.shape[-3],
+    )
     return Split.of(made, q.cut, wire, origins=origins)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *, heads: Split | None, **given: Any) -> Tensor:
+    """On the own heads, by torch."""
+    if given["dropout_p"] > 0.0:
+        assert heads is not None
+        return _dropped(heads, key, value, given["dropout_p"], given)
+    return F.scaled_dot_product_attention(query, key, value, **given)
 
 
 def _keys(x: Any, q: Split, dim: int, *, grouped: bool) -> Tensor:
