@@ -59,15 +59,15 @@ Piped.ties = property(lambda self: {})
         should="Stage 0 (rank 0) has the sum of embed.weight's gradients, stage 1 (rank 1) only its own part.",
         says=("stage 1", "rank 1", "not summed|not added|part|copies|copy"),
         code="""
-from paceline.place.ties import TiedReducer
-_sum = TiedReducer._sum
+from paceline.place import ties
+added = ties.added
 
-def total(self, parameter, ranks, place):
+def part(parameter, *, ranks, place, world):
     own = parameter.grad
-    found = _sum(self, parameter, ranks, place)
-    return own if self._world.rank == 1 else found
+    found = added(parameter, ranks=ranks, place=place, world=world)
+    return own if world.rank == 1 else found
 
-TiedReducer._sum = total
+ties.added = part
 """,
     ),
     Misplaced(
