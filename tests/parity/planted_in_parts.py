@@ -14,11 +14,11 @@ IN_PARTS = [
 from paceline.place.replicate import BucketReducer
 _before = BucketReducer.before_backward
 
-def before_backward(self, *, last):
+def before_backward(self, *, last, counts=True):
     if last:
         for member in self._named:
             member.parameter.grad = None
-    _before(self, last=last)
+    _before(self, last=last, counts=counts)
 
 BucketReducer.before_backward = before_backward
 """,
@@ -198,10 +198,10 @@ BucketReducer.begin = begin
         says=("rank 2", "not updated|unchanged|did not (move|change)|stays|update|optimizer"),
         code="""
 from paceline.train import built
-_update = built._update
+_make = built.make_update
 
-def update(job, settings, model, named, plan, world):
-    made, given = _update(job, settings, model, named, plan, world)
+def make_update(job, settings, plan, model, placed, rules, *, world):
+    made, given = _make(job, settings, plan, model, placed, rules, world=world)
     take = made._take
 
     def stale():
@@ -213,7 +213,7 @@ def update(job, settings, model, named, plan, world):
         made._take = stale
     return made, given
 
-built._update = update
+built.make_update = make_update
 """,
     ),
     Planted(
@@ -225,16 +225,16 @@ built._update = update
         says=("clip|norm",),
         code="""
 from paceline.train import built
-_update = built._update
+_make = built.make_update
 
-def update(job, settings, model, named, plan, world):
-    made, given = _update(job, settings, model, named, plan, world)
+def make_update(job, settings, plan, model, placed, rules, *, world):
+    made, given = _make(job, settings, plan, model, placed, rules, world=world)
     whole = made._norm
     if world.world_size > 1:
         made._norm = lambda gradients: whole(gradients[world.rank :: world.world_size])
     return made, given
 
-built._update = update
+built.make_update = make_update
 """,
     ),
     Planted(
@@ -246,15 +246,15 @@ built._update = update
         says=("rank 2", r"\blr\b|learning rate|schedule"),
         code="""
 from paceline.train import built
-_update = built._update
+_make = built.make_update
 
-def update(job, settings, model, named, plan, world):
-    made, given = _update(job, settings, model, named, plan, world)
+def make_update(job, settings, plan, model, placed, rules, *, world):
+    made, given = _make(job, settings, plan, model, placed, rules, world=world)
     if world.world_size > 1 and world.rank == 2:
         made.schedules = made.schedules * 2
     return made, given
 
-built._update = update
+built.make_update = make_update
 """,
     ),
     Planted(
