@@ -18,7 +18,7 @@ from paceline.place.parts import Parts
 from paceline.place.pipe import Piped, cut_model
 from paceline.place.remat import remat
 from paceline.place.replicate import Reducer
-from paceline.place.runs import Runs, block_seconds, tensor_plan
+from paceline.place.runs import Runs, seconds_of, tensor_plan
 from paceline.place.sharded import Data
 from paceline.place.tensor.placed import split_model
 from paceline.place.threads import ThreadReducer
@@ -98,7 +98,7 @@ def compose(
     mesh, how = worlds.mesh, how or Place()
     before, every = all_of(model), trainable(model)
     uses = Uses(model) if exact else None
-    shaped = _shaped(model, asked=asked, worlds=worlds, example=example, how=how, compiles=compiles)
+    shaped = _shaped(model, asked=asked, worlds=worlds, example=example, how=how, compiles=compiles, say=say)
     undos = _wrapped(model, asked=asked, how=how, compiles=compiles, say=say)
     grid = None
     if uses is not None:
@@ -149,7 +149,14 @@ class _Shaped:
 
 
 def _shaped(
-    model: nn.Module, *, asked: Layout, worlds: Worlds, example: Runs | None, how: Place, compiles: bool
+    model: nn.Module,
+    *,
+    asked: Layout,
+    worlds: Worlds,
+    example: Runs | None,
+    how: Place,
+    compiles: bool,
+    say: Callable[[str], None],
 ) -> _Shaped:
     mesh = worlds.mesh
     whole = {one.name: one.part for one in all_of(model) if not one.is_buffer}
@@ -158,9 +165,16 @@ def _shaped(
     if mesh.pp > 1:
         assert example is not None
         splits = mesh.zero != 3 and not parse_remat(asked.remat).is_on and not compiles
-        weights = block_seconds(model, how, worlds.every, example)
         piped = cut_model(
-            model, asked=asked, mesh=mesh, world=worlds.pp, call=example, how=how, splits=splits, weights=weights
+            model,
+            asked=asked,
+            mesh=mesh,
+            world=worlds.pp,
+            call=example,
+            how=how,
+            say=say,
+            splits=splits,
+            seconds=seconds_of(model, how, worlds.every, example),
         )
     experts = split_experts(model=model, world=worlds.ep) if mesh.ep > 1 else None
     tensors = None if plan is None else split_model(model, plan=plan, world=worlds.tp, sequence=asked.sequence)
