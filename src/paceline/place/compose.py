@@ -16,7 +16,7 @@ from paceline.place.holding import Holding, all_of, all_shares
 from paceline.place.meeting import ThreadWorld
 from paceline.place.parts import Parts
 from paceline.place.pipe import Piped, cut_model
-from paceline.place.remat import remat
+from paceline.place.remat import remat, repeated
 from paceline.place.replicate import Reducer
 from paceline.place.runs import Runs, seconds_of, tensor_plan
 from paceline.place.sharded import Data
@@ -99,7 +99,7 @@ def compose(
     before, every = all_of(model), trainable(model)
     uses = Uses(model) if exact else None
     shaped = _shaped(model, asked=asked, worlds=worlds, example=example, how=how, compiles=compiles, say=say)
-    undos = _wrapped(model, asked=asked, how=how, compiles=compiles, say=say)
+    undos = _wrapped(model, asked=asked, how=how, compiles=compiles, piped=shaped.piped, say=say)
     grid = None
     if uses is not None:
         grid = Grid(names=[member.name for member in every], others=[worlds.pp], uses=uses)
@@ -188,12 +188,14 @@ def _shaped(
 
 
 def _wrapped(
-    model: nn.Module, *, asked: Layout, how: Place, compiles: bool, say: Callable[[str], None]
+    model: nn.Module, *, asked: Layout, how: Place, compiles: bool, piped: Piped | None, say: Callable[[str], None]
 ) -> list[Callable[[], None]]:
     """What is wrapped around blocks; the undos."""
     blocks = find_blocks(model, listed=how.blocks) if how.blocks else None
     undos = [remat(model, policy=parse_remat(asked.remat), blocks=blocks)]
-    if compiles:
+    if compiles and not blocks and piped is not None and piped.along_graph and not repeated(model):
+        say("note: no block is compiled: stages along a graph call the model's own modules, and none repeats")
+    elif compiles:
         undos.append(compile_blocks(model, say=say, blocks=blocks))
     return undos
 

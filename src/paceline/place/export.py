@@ -1,4 +1,4 @@
-"""`torch.export` of a model without memory, read as a `Graph`: the second way to cut stages, for models without a chain."""
+"""`torch.export` of a model without memory, read as a `Graph` of its modules' calls: the second way to cut stages."""
 
 import contextlib
 import copy

@@ -18,6 +18,8 @@ from paceline.errors import LayoutError
 from paceline.place.bounds import Bounds
 from paceline.place.graph import Call, Graph, shared, silently_written
 
+_UNKNOWN = 1 << 62
+
 
 @dataclass(frozen=True, kw_only=True)
 class Border:
@@ -288,6 +290,9 @@ def _memory(graph: Graph, directly: bool = False) -> tuple[dict[str, set[str]], 
 
 
 def num_bytes(node: Node) -> int | None:
-    """Of a tensor; None of what is none and can't be sent."""
+    """Of a tensor, more than any where that depends on the data; None of what is no tensor and can't be sent."""
     value = node.meta.get("val")
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else None
+    if not isinstance(value, Tensor):
+        return None
+    numel = value.numel()
+    return numel * value.element_size() if type(numel) is int else _UNKNOWN

@@ -48,6 +48,11 @@ class Piped:
         return self.cut.num_stages - 1 in self.stages.own
 
     @property
+    def along_graph(self) -> bool:
+        """Whether the stages are steps of an exported graph, and no blocks of a chain."""
+        return isinstance(self.stages, GraphStages)
+
+    @property
     def ties(self) -> dict[str, list[int]]:
         """Parameters that several ranks hold, and the ranks."""
         owners = self.forward(1).rank_of_stage
@@ -83,6 +88,7 @@ def cut_model(
     if isinstance(found, Cut):
         stages, hollow = Stages(model, cut=found, own=own), _hollow(model, cut=found, own=own)
     else:
+        _refuse_beside(mesh, found)
         plan = _graph(model, found, num_stages=some.num_stages, call=call, how=how, seconds=seconds)
         stages = GraphStages(model, cut=plan.cut, own=own, bare=plan.bare)
         hollow = _hollow_graph(model, cut=plan.cut, own=own)
@@ -111,7 +117,7 @@ def _chain(
         return plan_cut(model, num_stages=num_stages, call=call, blocks=blocks, bounds=bounds, weights=weights)
     except NoChain as error:
         if how.cut == "chain":
-            raise
+            raise LayoutError(error.what, where=error.where, cause=error.cause, hint=error.hint) from error
         return error
 
 
@@ -130,8 +136,18 @@ def _graph(
         return plan_graph(model, num_stages=num_stages, call=call, blocks=blocks, bounds=bounds, seconds=seconds)
     except LayoutError as error:
         if refused is not None:
-            error.cause += f"; a chain can't be cut either: {refused.what}"
+            error.cause += f" (and the first way: {refused.what.partition(':')[0]})"
         raise
+
+
+def _refuse_beside(mesh: Mesh, refused: NoChain | None) -> None:
+    axis = next((axis for axis in ("cp", "ep") if mesh.size(axis) > 1), None)
+    if axis is not None:
+        raise LayoutError(
+            f"pp with {axis} needs a chain of blocks: {axis} does not see the operations of an exported graph.",
+            cause="--place.cut export" if refused is None else refused.what,
+            hint=f"--layout pp or --layout {axis} alone",
+        )
 
 
 def _told(cut: GraphCut, refused: NoChain | None) -> str:
