@@ -191,6 +191,20 @@ class Hidden(Layers):
         return self.c(self.keep(self.a(x)) + self.keep.last)
 
 
+class Left(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.aside = self.a(x)
+        return self.c(self.b(self.aside))
+
+
+class Counts(Layers):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.c(self.b(self.a(x)) if self.calls < 3 else self.a(x))
+
+
 class Norms(Layers):
     def forward(self, x: Tensor) -> Tensor:
         return self.c(self.norm(self.b(self.norm(self.a(x)))))
@@ -220,8 +234,14 @@ REFUSED: list[tuple[type[nn.Module], dict[str, Any], str]] = [
     (Branch, {}, r"decides by a tensor's value(.|\n)*test_graph_stages.py:"),
     (Luck, {}, "draws from random or numpy"),
     (Hidden, {"blocks": ["a", "keep", "c"]}, r"keep makes a value \(mul\) that it does not return, and add needs it"),
+    (Left, {}, r"keeps a tensor on the model between its modules \(self.aside\)"),
+    (Counts, {}, r"the forward changes self.calls"),
     (Norms, {"bounds": [2, 3]}, "norm is called on several stages, and has buffers"),
-    (Overwritten, {"bounds": [1, 2]}, r"between a and b: a value \(mul\) and a value \(slice\) share memory that is overwritten"),
+    (
+        Overwritten,
+        {"bounds": [1, 2]},
+        r"between a and b: a value \(mul\) and a value \(slice\) share memory that is overwritten",
+    ),
     (Raw, {}, r"2 stages, but the forward calls only 0 modules that hold parameters \(none\)"),
     (Locked, {}, "can't be copied"),
 ]

@@ -1,9 +1,10 @@
 """`torch.export` of a model without memory, read as a `Graph` of its modules' calls: the second way to cut stages."""
 
 import contextlib
-import copy
 import io
 import logging
+import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,29 +18,8 @@ from paceline.place.graph import Call, Graph, Operation, Source, Step, Value, sh
 from paceline.streams import host_states, preserved
 
 _ROOT = "L__self__"
+_OWN_TENSOR = re.compile(r"\bself\.([\w.]*\w)")
 _CHECKS = {torch.ops.aten._assert_tensor_metadata.default}
-
-
-def skeleton(model: nn.Module) -> nn.Module:
-    """The same model without the memory of its parameters and buffers, to export from when they are gone.
-
-    Raises:
-        LayoutError: it can't be copied.
-    """
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        empty = torch.empty_like(tensor.detach())
-        empty.untyped_storage().resize_(0)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise LayoutError(
-            f"the model can't be copied ({type(error).__name__}: {error}), so its forward can't be exported.",
-            cause="a lock, a file or a tensor with a graph that the model keeps as an attribute",
-            hint="make it in the forward, or leave it out of the model",
-        ) from error
 
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, units: Sequence[str]) -> Graph:
@@ -48,8 +28,11 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
     Raises:
         LayoutError: the forward is no graph, with the place in the user's code.
     """
-    with preserved(), torch.enable_grad(), _quiet(), _plain():
+    with preserved(), torch.enable_grad(), _quiet(), _plain(), contextlib.ExitStack() as caught:
         before = host_states()
+        plain = _plain_state(model, units)
+        told = caught.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
         try:
             program = torch.export.export(
                 model, args, kwargs, strict=False, preserve_module_call_signature=tuple(units)
@@ -62,7 +45,38 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
                 cause="stochastic depth or augmentation by Python's own generators",
                 hint="draw with torch, and compute with what was drawn: x * (torch.rand(()) > 0.5)",
             )
+    changed = [name for name, value in _plain_state(model, units).items() if plain.get(name, value) != value]
+    if changed:
+        raise LayoutError(
+            f"the forward changes self.{changed[0]}, and an exported graph would keep the value that it was made with.",
+            cause="a counter or a flag that decides what the forward does",
+            hint="register_buffer for it, and compute with it: torch.where(self.steps < 10, a, b)",
+        )
+    _refuse_left([str(warning.message) for warning in told], units)
     return _Reader(program, units).graph()
+
+
+def _plain_state(model: nn.Module, units: Sequence[str]) -> dict[str, Any]:
+    """Numbers and texts that modules keep, and how many there are in their lists; not of modules that stay whole."""
+    return {
+        f"{name}.{key}".lstrip("."): len(value) if isinstance(value, list | dict) else value
+        for name, module in model.named_modules()
+        if not any(name == unit or name.startswith(f"{unit}.") for unit in units)
+        for key, value in {**vars(type(module)), **vars(module)}.items()
+        if not key.startswith("_") and isinstance(value, bool | int | float | str | list | dict)
+    }
+
+
+def _refuse_left(told: Sequence[str], units: Sequence[str]) -> None:
+    """A tensor that the forward keeps on a module which is opened would be kept once, when it is exported."""
+    names = [name for text in told if "assigned during export" in text for name in _OWN_TENSOR.findall(text)]
+    left = [name for name in names if not any(name.startswith(f"{unit}.") for unit in units)]
+    if left:
+        raise LayoutError(
+            f"the forward keeps a tensor on the model between its modules (self.{left[0]}), which a graph does not do.",
+            cause="a value that is left for code outside of the forward, such as a loss beside the output",
+            hint="return it from the forward, or register_buffer for what goes on from step to step",
+        )
 
 
 class _Reader:

@@ -1,10 +1,13 @@
 """Giving up the memory of what other stages hold; names, shapes and types stay as they are."""
 
+import copy
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import LayoutError
 from paceline.place.cut import Cut
 from paceline.place.graph_cut import GraphCut
 
@@ -65,6 +68,28 @@ def hollow_parameters(model: nn.Module, *, cut: Cut | GraphCut, own: Sequence[in
     """The parameters without memory: what sharding, optimizers and checkpoints of this process leave out."""
     held = frozenset().union(*(cut.parts[stage].parameters for stage in own))
     return {parameter for name, parameter in model.named_parameters() if name not in held}
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """The same model without the memory of its parameters and buffers, to export from when they are gone.
+
+    Raises:
+        LayoutError: it can't be copied.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        empty = torch.empty_like(tensor.detach())
+        empty.untyped_storage().resize_(0)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise LayoutError(
+            f"the model can't be copied ({type(error).__name__}: {error}), so its forward can't be exported.",
+            cause="a lock, a file or a tensor with a graph that the model keeps as an attribute",
+            hint="make it in the forward, or leave it out of the model",
+        ) from error
 
 
 def _empty(parameter: nn.Parameter, *, on_device: bool) -> nn.Parameter:
