@@ -1,9 +1,13 @@
 """A model without a chain, cut along its exported graph, is the same model: losses, gradients, draws, buffers, names."""
 
 import copy
+import os
 import random
 import re
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +22,7 @@ from paceline.place.stages import Sent
 from paceline.schedule import SCHEDULES
 from paceline.streams import Streams
 from tests.parity.graph_models import CASES, INPUTS, built
-from tests.parity.staged_ranks import run_ranks
+from tests.parity.staged_ranks import ROOT, run_ranks
 
 MICRO = 4
 
@@ -270,6 +274,58 @@ def test_a_shape_that_goes_another_way_is_refused() -> None:
     assert isinstance(stages.run(0, None, lambda: model(torch.ones(3, 8))), Sent)
     with pytest.raises(LayoutError, match="with these inputs stage 0 uses c, which it does not hold"):
         stages.run(0, None, lambda: model(torch.ones(2, 8)))
+
+
+JOB = """
+import torch, torch.nn.functional as F
+import paceline as pl
+from tests.parity.graph_models import Unet
+
+def loss(output, batch):
+    return F.cross_entropy(output["out"].mean((2, 3)), batch[1], reduction="sum"), len(batch[1])
+
+def make_job(lost: bool = False) -> pl.Job:
+    if lost:
+        from paceline.place.graph_stages import GraphStages
+        plain = GraphStages._unpacked
+        def dropped(*given):
+            values = plain(*given)
+            return {**values, next(iter(values)): torch.zeros_like(next(iter(values.values())))}
+        GraphStages._unpacked = dropped
+    x = torch.randn(17, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    return pl.Job(
+        model=Unet,
+        loss=loss,
+        train_data=torch.utils.data.TensorDataset(x, (x.sum((1, 2, 3)) > 0).long()),
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
+        global_batch_size=8,
+        micro_batch_size=2,
+    )
+"""
+
+
+def paceline(folder: Path, *words: str) -> tuple[int, str]:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "paceline", *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.soak
+def test_the_command_verifies_resumes_and_finds_what_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    code, text = paceline(tmp_path, "verify", "job.py", "--layout", "pp", "--ranks", "2", "--steps", "3")
+    assert code == 0 and "stages are cut along the exported graph (no chain of blocks)" in text, text
+    lost = ("--job.lost", "true")
+    code, text = paceline(tmp_path, "verify", "job.py", "--layout", "pp", "--ranks", "2", "--steps", "1", *lost)
+    assert code == 4 and "DIFFERENT at step 1" in text, text
+    train = ("train", "job.py", "--layout", "pp,schedule=zb_h1", "--ranks", "2", "--run-dir")
+    assert paceline(tmp_path, *train, "whole", "--train.steps", "4")[0] == 0
+    assert paceline(tmp_path, *train, "halves", "--train.steps", "2")[0] == 0
+    assert paceline(tmp_path, *train, "halves", "--train.steps", "4", "--resume")[0] == 0
+    pair = [f"{run}/checkpoints/step-00000004" for run in ("whole", "halves")]
+    code, text = paceline(tmp_path, "ckpt", "diff", *pair)
+    assert code == 0 and "every tensor is the same, bit for bit" in text, text
 
 
 @pytest.mark.soak
