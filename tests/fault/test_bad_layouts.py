@@ -141,7 +141,7 @@ LATE: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "a draw of Python's": ("job_of(Luck)", "pp", (), "draws from random or numpy"),
     "cp along a graph": (f"job_of(Attributes, {_BOTH})", "pp=2,cp=2", (), "pp with cp needs a chain of blocks"),
     "more stages than calls": (
-        "job_of(Attributes)", "pp,schedule=interleaved,virtual=7", (), "14 stages, but the forward calls only"),
+        "job_of(Attributes)", "pp,schedule=interleaved,virtual=9", (), "18 stages, but the forward calls only"),
     "blocks that run twice": ("job_of(Twice)", "pp", ("--place.cut=chain",), "the block layers.0 is called twice"),
     "a forward without its model": (
         "job_of(forward=lambda m, b: F.one_hot(b[0], VOCAB) * m.head.weight.sum())", "pp", (), "does not call the block"),

@@ -100,10 +100,7 @@ def compose(
     uses = Uses(model) if exact else None
     shaped = _shaped(model, asked=asked, worlds=worlds, example=example, how=how, compiles=compiles, say=say)
     undos = _wrapped(model, asked=asked, how=how, compiles=compiles, piped=shaped.piped, say=say)
-    grid = None
-    if uses is not None:
-        grid = Grid(names=[member.name for member in every], others=[worlds.pp], uses=uses)
-        _tie(grid, uses, shaped.piped)
+    grid = None if uses is None else _grid(every, uses, shaped.piped, worlds)
     live = _live(every, model, without=shaped.hollow)
     named = [member for member in live if member.name not in shaped.routed]
     hollow = None if shaped.piped is None else shaped.piped.hollow
@@ -210,6 +207,13 @@ def _tied(split: Split, piped: Piped | None, worlds: Worlds) -> Reducer:
     if piped is None or not piped.ties:
         return split.reducer
     return TiedReducer(split.reducer, named=split.named, ties=piped.ties, world=worlds.pp)
+
+
+def _grid(every: Sequence[Named], uses: Uses, piped: Piped | None, worlds: Worlds) -> Grid:
+    """What exact mode adds gradients on."""
+    grid = Grid(names=[member.name for member in every], others=[worlds.pp], uses=uses)
+    _tie(grid, uses, piped)
+    return grid
 
 
 def _tie(grid: Grid, uses: Uses, piped: Piped | None) -> None:
