@@ -1,5 +1,6 @@
 """Models, losses and optimizers that some layout can't have; also the beginning of a job file."""
 
+import random
 from typing import Any
 
 import torch
@@ -100,6 +101,24 @@ class Attributes(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         found: Tensor = self.head(self.two(self.one(self.embed(ids))))
+        return found
+
+
+class Fork(Attributes):
+    """Blocks in no list, and a branch between them."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.one(self.embed(ids))
+        found: Tensor = self.head(self.two(x) if x.sum() > 0 else x)
+        return found
+
+
+class Luck(Attributes):
+    """Blocks in no list, of which Python's own generator skips one."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.one(self.embed(ids))
+        found: Tensor = self.head(self.two(x) if random.random() < 0.5 else x)
         return found
 
 

@@ -135,12 +135,17 @@ LATE: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "a compiled model": ("job_of(lambda: torch.compile(Tiny()))", "pp", (), "that torch.compile has wrapped"),
     "more stages than blocks": (
         "job_of()", "pp=2,schedule=interleaved,virtual=4", (), "8 stages, but the model has only 4 blocks"),
-    "a skip connection over a cut": ("job_of(Skip)", "pp", (), "a skip connection crosses the cut before layers.2"),
+    "a skip connection over a cut": ("job_of(Skip)", "pp", ("--place.cut=chain",), "a skip connection crosses the cut before layers.2"),
     "a branch on data": ("job_of(Branch)", "pp", (), "bad_models.py:"),
-    "blocks that run twice": ("job_of(Twice)", "pp", (), "the block layers.0 is called twice"),
+    "a branch on data without a chain": ("job_of(Fork)", "pp", (), "the forward decides by a tensor's value"),
+    "a draw of Python's": ("job_of(Luck)", "pp", (), "draws from random or numpy"),
+    "cp along a graph": (f"job_of(Attributes, {_BOTH})", "pp=2,cp=2", (), "pp with cp needs a chain of blocks"),
+    "more stages than calls": (
+        "job_of(Attributes)", "pp,schedule=interleaved,virtual=9", (), "18 stages, but the forward calls only"),
+    "blocks that run twice": ("job_of(Twice)", "pp", ("--place.cut=chain",), "the block layers.0 is called twice"),
     "a forward without its model": (
         "job_of(forward=lambda m, b: F.one_hot(b[0], VOCAB) * m.head.weight.sum())", "pp", (), "does not call the block"),
-    "no repeated block": ("job_of(Attributes)", "pp", (), "no chain of blocks"),
+    "no repeated block": ("job_of(Attributes)", "pp", ("--place.cut=chain",), "no chain of blocks"),
     "stages that are too few": ("job_of()", "pp", ("--place.stages=1,1",), "2 stages with 2 blocks"),
     "stages that are too many": ("job_of()", "pp", ("--place.stages=2,1,1",), "3 stages with 4 blocks"),
     "blocks of no name": ("job_of()", "pp", ("--place.blocks=layers.0,layers.9",), "list 'layers.9'"),

@@ -36,7 +36,7 @@ Stages._block_gate = block_gate
         says=("dropout|random|stream|draw", "stage 1|border|rank 1|stages"),
         code="""
 from paceline.place import stages
-stages._set_stream = lambda state, device: torch.manual_seed(len(state))
+stages.take_stream = lambda state, device: torch.manual_seed(len(state))
 """,
     ),
     Misplaced(

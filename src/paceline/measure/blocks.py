@@ -110,13 +110,13 @@ class _Round:
 
 
 def _detached(value: Any, live: list[Tensor], cut: list[Tensor]) -> Any:
-    """The same outside of the graph; what it was is added to `live`, what it becomes to `cut`."""
+    """The same outside of the graph, as a copy; what it was is added to `live`, what it becomes to `cut`."""
     if isinstance(value, Tensor):
         if not value.requires_grad:
             return value
         live.append(value)
         cut.append(value.detach().requires_grad_())
-        return cut[-1]
+        return cut[-1].clone()
     if isinstance(value, Mapping):
         parts = {key: _detached(part, live, cut) for key, part in value.items()}
         return parts if type(value) is dict else type(value)(parts)  # type: ignore[call-arg]

@@ -12,6 +12,10 @@ from paceline.spec.words import did_you_mean
 _LISTS = nn.ModuleList | nn.Sequential
 
 
+class NoChain(LayoutError):
+    """The model's blocks form no chain that could be cut here; another way of cutting may do it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Block:
     """One block under its FQN; `index` counts the blocks of the whole model in execution order."""
@@ -101,7 +105,7 @@ def _candidates(lists: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module
 def _largest(lists: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     found = _candidates(lists)
     if not found:
-        raise LayoutError(
+        raise NoChain(
             "no chain of blocks: no nn.ModuleList or nn.Sequential has two entries that hold parameters.",
             cause="layers that are attributes of their own (self.layer1, ...), or one layer used again and again",
             hint="name them in the order of the forward: --place.blocks layer1,layer2",

@@ -16,9 +16,9 @@ from paceline.place.holding import Holding, all_of, all_shares
 from paceline.place.meeting import ThreadWorld
 from paceline.place.parts import Parts
 from paceline.place.pipe import Piped, cut_model
-from paceline.place.remat import remat
+from paceline.place.remat import remat, repeated
 from paceline.place.replicate import Reducer
-from paceline.place.runs import Runs, block_seconds, tensor_plan
+from paceline.place.runs import Runs, seconds_of, tensor_plan
 from paceline.place.sharded import Data
 from paceline.place.tensor.placed import split_model
 from paceline.place.threads import ThreadReducer
@@ -98,12 +98,9 @@ def compose(
     mesh, how = worlds.mesh, how or Place()
     before, every = all_of(model), trainable(model)
     uses = Uses(model) if exact else None
-    shaped = _shaped(model, asked=asked, worlds=worlds, example=example, how=how, compiles=compiles)
-    undos = _wrapped(model, asked=asked, how=how, compiles=compiles, say=say)
-    grid = None
-    if uses is not None:
-        grid = Grid(names=[member.name for member in every], others=[worlds.pp], uses=uses)
-        _tie(grid, uses, shaped.piped)
+    shaped = _shaped(model, asked=asked, worlds=worlds, example=example, how=how, compiles=compiles, say=say)
+    undos = _wrapped(model, asked=asked, how=how, compiles=compiles, piped=shaped.piped, say=say)
+    grid = None if uses is None else _grid(every, uses, shaped.piped, worlds)
     live = _live(every, model, without=shaped.hollow)
     named = [member for member in live if member.name not in shaped.routed]
     hollow = None if shaped.piped is None else shaped.piped.hollow
@@ -149,7 +146,14 @@ class _Shaped:
 
 
 def _shaped(
-    model: nn.Module, *, asked: Layout, worlds: Worlds, example: Runs | None, how: Place, compiles: bool
+    model: nn.Module,
+    *,
+    asked: Layout,
+    worlds: Worlds,
+    example: Runs | None,
+    how: Place,
+    compiles: bool,
+    say: Callable[[str], None],
 ) -> _Shaped:
     mesh = worlds.mesh
     whole = {one.name: one.part for one in all_of(model) if not one.is_buffer}
@@ -158,9 +162,16 @@ def _shaped(
     if mesh.pp > 1:
         assert example is not None
         splits = mesh.zero != 3 and not parse_remat(asked.remat).is_on and not compiles
-        weights = block_seconds(model, how, worlds.every, example)
         piped = cut_model(
-            model, asked=asked, mesh=mesh, world=worlds.pp, call=example, how=how, splits=splits, weights=weights
+            model,
+            asked=asked,
+            mesh=mesh,
+            world=worlds.pp,
+            call=example,
+            how=how,
+            say=say,
+            splits=splits,
+            seconds=seconds_of(model, how, worlds.every, example),
         )
     experts = split_experts(model=model, world=worlds.ep) if mesh.ep > 1 else None
     tensors = None if plan is None else split_model(model, plan=plan, world=worlds.tp, sequence=asked.sequence)
@@ -174,12 +185,14 @@ def _shaped(
 
 
 def _wrapped(
-    model: nn.Module, *, asked: Layout, how: Place, compiles: bool, say: Callable[[str], None]
+    model: nn.Module, *, asked: Layout, how: Place, compiles: bool, piped: Piped | None, say: Callable[[str], None]
 ) -> list[Callable[[], None]]:
     """What is wrapped around blocks; the undos."""
     blocks = find_blocks(model, listed=how.blocks) if how.blocks else None
     undos = [remat(model, policy=parse_remat(asked.remat), blocks=blocks)]
-    if compiles:
+    if compiles and not blocks and piped is not None and piped.along_graph and not repeated(model):
+        say("note: no block is compiled: stages along a graph call the model's own modules, and none repeats")
+    elif compiles:
         undos.append(compile_blocks(model, say=say, blocks=blocks))
     return undos
 
@@ -194,6 +207,13 @@ def _tied(split: Split, piped: Piped | None, worlds: Worlds) -> Reducer:
     if piped is None or not piped.ties:
         return split.reducer
     return TiedReducer(split.reducer, named=split.named, ties=piped.ties, world=worlds.pp)
+
+
+def _grid(every: Sequence[Named], uses: Uses, piped: Piped | None, worlds: Worlds) -> Grid:
+    """What exact mode adds gradients on."""
+    grid = Grid(names=[member.name for member in every], others=[worlds.pp], uses=uses)
+    _tie(grid, uses, piped)
+    return grid
 
 
 def _tie(grid: Grid, uses: Uses, piped: Piped | None) -> None:

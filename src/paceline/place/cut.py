@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.errors import LayoutError
-from paceline.place.blocks import Block, find_blocks
+from paceline.place.blocks import Block, NoChain, find_blocks
 from paceline.place.bounds import Bounds, checked_bounds, even_bounds
 from paceline.place.dummies import Form, form_of
 from paceline.place.flow import Flow, Key, watch
@@ -187,7 +186,7 @@ def _check_seen(
     for key in keys:
         if not any(sight[0] < start for sight in sights.get(key, ())):
             node = flow.nodes[key[0]]
-            raise LayoutError(
+            raise NoChain(
                 f"stage {index} needs a value ({node.name}, made before {flow.blocks[start].name}) "
                 "that no block of an earlier stage takes or gives, so it can't be carried there.",
                 hint="cut elsewhere with bounds=, or hand it to the blocks as an argument",

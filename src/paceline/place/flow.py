@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.errors import LayoutError
-from paceline.place.blocks import Block
+from paceline.place.blocks import Block, NoChain
 from paceline.place.values import Path, tensors_in
 from paceline.streams import preserved, random_blocks
 from paceline.torch_modes import WatchedOps, written
@@ -129,7 +129,7 @@ class _Watcher:
     def _begin(self, block: Block) -> None:
         if self._inside is not None or block in self._order:
             inside = "" if self._inside is None else f" inside {self._order[self._inside].name}"
-            raise LayoutError(
+            raise NoChain(
                 f"the block {block.name} is called{inside or ' twice'} in one forward, so the blocks are no chain.",
                 cause="layers that share their weights by being one module, or a loop over all of them",
                 hint="list other blocks, of which each is called once",

@@ -1,11 +1,15 @@
 """Giving up the memory of what other stages hold; names, shapes and types stay as they are."""
 
+import copy
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import LayoutError
 from paceline.place.cut import Cut
+from paceline.place.graph_cut import GraphCut
 
 
 def glue(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -42,10 +46,50 @@ def hollow(model: nn.Module, *, cut: Cut, own: Sequence[int], blocks: Sequence[n
                     module._buffers[key] = torch.empty_like(buffer, device="meta")
 
 
-def hollow_parameters(model: nn.Module, *, cut: Cut, own: Sequence[int]) -> set[nn.Parameter]:
+def hollow_graph(model: nn.Module, *, cut: GraphCut, own: Sequence[int]) -> None:
+    """Move what none of this process's stages holds to the device "meta"; buffers of modules that none calls too."""
+    empty = {id(parameter) for parameter in hollow_parameters(model, cut=cut, own=own)}
+    new: dict[int, nn.Parameter] = {}
+    for module in list(model.modules()):
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) in empty:
+                if id(parameter) not in new:
+                    new[id(parameter)] = _empty(parameter, on_device=False)
+                setattr(module, key, new[id(parameter)])
+    mine = {name for stage in own for name in cut.parts[stage].modules}
+    theirs = {name for part in cut.parts for name in part.modules} - mine
+    for module in [part for name in sorted(theirs) for part in model.get_submodule(name).modules()]:
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = torch.empty_like(buffer, device="meta")
+
+
+def hollow_parameters(model: nn.Module, *, cut: Cut | GraphCut, own: Sequence[int]) -> set[nn.Parameter]:
     """The parameters without memory: what sharding, optimizers and checkpoints of this process leave out."""
     held = frozenset().union(*(cut.parts[stage].parameters for stage in own))
     return {parameter for name, parameter in model.named_parameters() if name not in held}
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """The same model without the memory of its parameters and buffers, to export from when they are gone.
+
+    Raises:
+        LayoutError: it can't be copied.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        empty = torch.empty_like(tensor.detach())
+        empty.untyped_storage().resize_(0)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise LayoutError(
+            f"the model can't be copied ({type(error).__name__}: {error}), so its forward can't be exported.",
+            cause="a lock, a file or a tensor with a graph that the model keeps as an attribute",
+            hint="make it in the forward, or leave it out of the model",
+        ) from error
 
 
 def _empty(parameter: nn.Parameter, *, on_device: bool) -> nn.Parameter:

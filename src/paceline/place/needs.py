@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from paceline.errors import LayoutError
+from paceline.place.blocks import NoChain
 from paceline.place.flow import Flow, Key, Node
 from paceline.place.values import Path
 
@@ -87,8 +88,8 @@ class _Stage:
             raise self._skip(missing, user)
         self.needs.parameters |= parameters
 
-    def _skip(self, missing: int, user: str) -> LayoutError:
-        return LayoutError(
+    def _skip(self, missing: int, user: str) -> NoChain:
+        return NoChain(
             f"a skip connection crosses the cut before {self.flow.blocks[self.start].name}: {user} needs "
             f"{self._maker(missing)}.",
             cause="a value that goes around the blocks between, such as a U-Net's skip or collected hidden states",

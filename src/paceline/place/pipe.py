@@ -1,12 +1,17 @@
 """A model as the stages of a pipeline: which this rank runs, and in what order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from torch import nn
 
+from paceline.errors import LayoutError
+from paceline.place.blocks import NoChain, find_blocks
 from paceline.place.cut import Cut, plan_cut
+from paceline.place.graph_cut import GraphCut
+from paceline.place.graph_plan import GraphPlan, plan_graph
+from paceline.place.graph_stages import GraphStages
 from paceline.place.hollow import glue, hollow_parameters
 from paceline.place.stages import Stages
 from paceline.plan.mesh import Mesh
@@ -19,6 +24,7 @@ from paceline.spec.settings import Place
 from paceline.world import World
 
 Programs = Callable[[int], Program]
+Seconds = Callable[[Mapping[str, nn.Module]], Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +34,8 @@ class Piped:
     `splits`: whether a stage's backward can be had in halves, as zero-bubble schedules ask for it.
     """
 
-    stages: Stages
-    cut: Cut
+    stages: Stages | GraphStages
+    cut: Cut | GraphCut
     world: World
     program: Programs
     forward: Programs
@@ -40,6 +46,11 @@ class Piped:
     def has_loss(self) -> bool:
         """Whether this rank runs the last stage."""
         return self.cut.num_stages - 1 in self.stages.own
+
+    @property
+    def along_graph(self) -> bool:
+        """Whether the stages are steps of an exported graph, and no blocks of a chain."""
+        return isinstance(self.stages, GraphStages)
 
     @property
     def ties(self) -> dict[str, list[int]]:
@@ -57,31 +68,101 @@ def cut_model(
     world: World,
     call: Callable[[], object],
     how: Place,
+    say: Callable[[str], None] = lambda line: None,
     splits: bool = True,
-    weights: Sequence[float] | None = None,
+    seconds: Seconds | None = None,
 ) -> Piped:
     """Cut a whole model in place; `call` runs forward and loss of one microbatch. `how` may list blocks and stages.
 
-    `weights` are what each block costs, where stages are to be of equal cost.
+    A model without a chain of blocks is cut along its graph, and `say` hears of it. `seconds` are what modules cost,
+    where stages are to be of equal cost.
 
     Raises:
         LayoutError: what can't be cut, by name.
     """
     program = cache(lambda num_micro: program_of(asked, mesh, num_micro=num_micro))
     some = read(asked.schedule) if is_file(asked.schedule) else program(1)
-    blocks, bounds = how.blocks or None, how.stages or None
-    cut = plan_cut(model, num_stages=some.num_stages, call=call, blocks=blocks, bounds=bounds, weights=weights)
     own = some.stages_of(world.rank)
-    stages = Stages(model, cut=cut, own=own)
+    found = _chain(model, num_stages=some.num_stages, call=call, how=how, seconds=seconds)
+    stages: Stages | GraphStages
+    if isinstance(found, Cut):
+        stages, hollow = Stages(model, cut=found, own=own), _hollow(model, cut=found, own=own)
+    else:
+        _refuse_beside(mesh, found)
+        plan = _graph(model, found, num_stages=some.num_stages, call=call, how=how, seconds=seconds)
+        stages = GraphStages(model, cut=plan.cut, own=own, bare=plan.bare)
+        hollow = _hollow_graph(model, cut=plan.cut, own=own)
+        say(_told(plan.cut, found))
     return Piped(
         stages=stages,
-        cut=cut,
+        cut=stages.cut,
         world=world,
         program=program,
         forward=cache(lambda num_micro: forward_only(rank_of_stage=some.rank_of_stage, micro=num_micro)),
-        hollow=_hollow(model, cut=cut, own=own),
+        hollow=hollow,
         splits=splits,
     )
+
+
+def _chain(
+    model: nn.Module, *, num_stages: int, call: Callable[[], object], how: Place, seconds: Seconds | None
+) -> Cut | NoChain | None:
+    """The first way; why it can't be gone, or None where it was not asked for."""
+    if how.cut == "export":
+        return None
+    blocks, bounds = how.blocks or None, how.stages or None
+    try:
+        chain = {block.name: block.module for block in find_blocks(model, listed=blocks)}
+        weights = None if seconds is None else seconds(chain)
+        return plan_cut(model, num_stages=num_stages, call=call, blocks=blocks, bounds=bounds, weights=weights)
+    except NoChain as error:
+        if how.cut == "chain":
+            raise LayoutError(error.what, where=error.where, cause=error.cause, hint=error.hint) from error
+        return error
+
+
+def _graph(
+    model: nn.Module,
+    refused: NoChain | None,
+    *,
+    num_stages: int,
+    call: Callable[[], object],
+    how: Place,
+    seconds: Seconds | None,
+) -> GraphPlan:
+    """The second way; where neither can be gone, what was wrong with the first is told too."""
+    blocks, bounds = how.blocks or None, how.stages or None
+    try:
+        return plan_graph(model, num_stages=num_stages, call=call, blocks=blocks, bounds=bounds, seconds=seconds)
+    except LayoutError as error:
+        if refused is not None:
+            error.cause += f" (and the first way: {refused.what.partition(':')[0]})"
+        raise
+
+
+def _refuse_beside(mesh: Mesh, refused: NoChain | None) -> None:
+    axis = next((axis for axis in ("cp", "ep") if mesh.size(axis) > 1), None)
+    if axis is not None:
+        raise LayoutError(
+            f"pp with {axis} needs a chain of blocks: {axis} does not see the operations of an exported graph.",
+            cause="--place.cut export" if refused is None else refused.what,
+            hint=f"--layout pp or --layout {axis} alone",
+        )
+
+
+def _told(cut: GraphCut, refused: NoChain | None) -> str:
+    """For the console and the log."""
+    why = "asked for" if refused is None else refused.what.partition(":")[0]
+    borders = ", ".join(f"{border.after} +{border.steps}" if border.steps else border.after for border in cut.borders)
+    return f"note: stages are cut along the exported graph ({why}); borders after {borders}"
+
+
+def _hollow_graph(model: nn.Module, *, cut: GraphCut, own: tuple[int, ...]) -> frozenset[str]:
+    """Parameters and buffers that are other ranks' alone."""
+    empty = hollow_parameters(model, cut=cut, own=own)
+    found = {name for name, parameter in model.named_parameters() if parameter in empty}
+    found |= {name for name, buffer in model.named_buffers() if buffer.is_meta}
+    return frozenset(found | {name for name, stage in cut.buffers.items() if stage not in own})
 
 
 def _hollow(model: nn.Module, *, cut: Cut, own: tuple[int, ...]) -> frozenset[str]:

@@ -1,12 +1,12 @@
 """What a model is asked with before it is placed: one microbatch, and the settings of tensor plans."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from paceline.measure.blocks import time_blocks
-from paceline.place.blocks import find_blocks
 from paceline.place.tensor.derive import choose_plan
 from paceline.place.tensor.plan import TensorPlan
 from paceline.spec.settings import Place
@@ -23,15 +23,20 @@ class Runs(Protocol):
         """Of this model, as it is; its sums."""
 
 
-def block_seconds(model: nn.Module, how: Place, world: World, example: Runs) -> list[float] | None:
+def seconds_of(
+    model: nn.Module, how: Place, world: World, example: Runs
+) -> Callable[[Mapping[str, nn.Module]], list[float]] | None:
     """What stages are balanced by, where they are: rank 0's times of each block, forward and backward."""
     if how.balance != "measured" or how.stages:
         return None
-    found = None
-    if world.is_main:
-        blocks = {block.name: block.module for block in find_blocks(model, listed=how.blocks or None)}
-        found = list(time_blocks(model, blocks=blocks, call=lambda: _scalar(example())).both)
-    return list(world.share_json(found))
+
+    def seconds(blocks: Mapping[str, nn.Module]) -> list[float]:
+        found = None
+        if world.is_main:
+            found = list(time_blocks(model, blocks=blocks, call=lambda: _scalar(example())).both)
+        return list(world.share_json(found))
+
+    return seconds
 
 
 def _scalar(terms: Any) -> Tensor:

@@ -154,7 +154,7 @@ class Stages:
         assert run.received is not None, "a stage after the first runs on what it received"
         output, streams = run.received.spec
         if streams:
-            _set_stream(run.received.tensors[-1], run.received.tensors[0].device)
+            take_stream(run.received.tensors[-1], run.received.tensors[0].device)
         tensors = [tensor.clone() for tensor in run.received.tensors] if run.part.copies else run.received.tensors
         return unflattened(output, iter(tensors), self.cut.kinds)
 
@@ -200,7 +200,7 @@ class Stages:
         tensors += [run.seen[carried] for carried in run.part.gives]
         streams = self.cut.parts[run.part.index + 1].takes_stream and self.model.training
         if streams:
-            tensors.append(_stream(tensors[0].device))
+            tensors.append(stream_of(tensors[0].device))
         return Sent(tensors=tensors, spec=[spec, int(streams)])
 
     # -- what stands outside the blocks
@@ -229,11 +229,13 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _stream(device: torch.device) -> Tensor:
+def stream_of(device: torch.device) -> Tensor:
+    """The state of the random generator that draws on a device."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _set_stream(state: Tensor, device: torch.device) -> None:
+def take_stream(state: Tensor, device: torch.device) -> None:
+    """Go on drawing where `stream_of` was taken."""
     state = state.clone()  # torch reads the storage from its beginning: a view of a message's buffer is another state
     if device.type == "cuda":
         torch.cuda.set_rng_state(state.cpu(), device)

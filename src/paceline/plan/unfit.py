@@ -42,6 +42,7 @@ def refuse_homeless(layout: Layout, mesh: Mesh, settings: Settings, *, asked: Co
         "prefetch": (mesh.zero == 3, "how far ahead parameters are gathered", "--layout fsdp"),
         "stages": (mesh.pp > 1, "how many blocks each stage has", "--layout pp"),
         "balance": (mesh.pp > 1, "how stages are balanced", "--layout pp"),
+        "cut": (mesh.pp > 1, "how stages are cut", "--layout pp"),
         "tensor_plan": (mesh.tp > 1, "which weights are cut", "--layout tp"),
         "replicate": (mesh.tp > 1, "which weights are not cut", "--layout tp"),
         "blocks": (blocks, "what is cut, computed again or compiled", f"--layout {_with_remat(layout)}"),

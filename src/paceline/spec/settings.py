@@ -98,7 +98,7 @@ class Place:
     """How the model is placed, beside what the layout says.
 
     `units` are class names, FQN patterns, or one number of elements; `blocks` FQNs in the order of the forward;
-    `stages` blocks in each stage; `replicate` FQN patterns of what tp keeps whole.
+    `stages` blocks in each stage; `cut` the way to cut them; `replicate` FQN patterns of what tp keeps whole.
     """
 
     units: tuple[str, ...] = ()
@@ -107,6 +107,7 @@ class Place:
     blocks: tuple[str, ...] = ()
     stages: tuple[Blocks, ...] = ()
     balance: Literal["even", "measured"] = "even"
+    cut: Literal["auto", "chain", "export"] = "auto"
     tensor_plan: str | None = None
     replicate: tuple[str, ...] = ()
 

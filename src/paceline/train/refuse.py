@@ -49,6 +49,7 @@ def unheard_placing(how: Place, plan: Plan) -> list[str]:
         "place.prefetch": ("fsdp gathers", mesh.zero == 3),
         "place.stages": ("pp cuts stages", mesh.pp > 1),
         "place.balance": ("pp cuts stages", mesh.pp > 1),
+        "place.cut": ("pp cuts stages", mesh.pp > 1),
         "place.tensor_plan": ("tp splits modules", mesh.tp > 1),
         "place.replicate": ("tp splits modules", mesh.tp > 1),
     }

@@ -1,0 +1,341 @@
+"""A model without a chain, cut along its exported graph, is the same model: losses, gradients, draws, buffers, names."""
+
+import copy
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import JobError, LayoutError, RunError
+from paceline.place.graph_plan import GraphPlan, plan_graph
+from paceline.place.graph_stages import GraphStages
+from paceline.place.hollow import hollow_parameters
+from paceline.place.stages import Sent
+from paceline.schedule import SCHEDULES
+from paceline.streams import Streams
+from tests.parity.graph_models import CASES, INPUTS, built
+from tests.parity.staged_ranks import ROOT, run_ranks
+
+MICRO = 4
+
+
+def streamed(model: nn.Module) -> Streams:
+    streams = Streams(seed=3)
+    streams.arm(model)
+    return streams
+
+
+def whole(name: str, model: nn.Module) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """One process: each microbatch's loss, the sums of gradients, and the buffers."""
+    model = copy.deepcopy(model)
+    streams, losses = streamed(model), []
+    for microbatch in range(MICRO):
+        streams.enter(step=0, microbatch=microbatch)
+        losses.append(CASES[name].loss(model, microbatch))
+        losses[-1].backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return losses, gradients, dict(model.named_buffers())
+
+
+class Ranks:
+    """Every stage in a model object of its own, as on ranks of their own, in one process."""
+
+    def __init__(self, name: str, model: nn.Module, plan: GraphPlan) -> None:
+        self.name, self.cut = name, plan.cut
+        self.models = [copy.deepcopy(model) for _ in plan.cut.parts]
+        self.streams = [streamed(each) for each in self.models]
+        self.stages = [
+            GraphStages(each, cut=plan.cut, own=[index], bare=plan.bare) for index, each in enumerate(self.models)
+        ]
+
+    def forward(self, microbatch: int) -> tuple[list[Any], list[Sent | None]]:
+        received, sent, taken = None, [], []
+        for index, stages in enumerate(self.stages):
+            self.streams[index].enter(step=0, microbatch=microbatch)
+            taken.append(received)
+            output = stages.run(index, received, lambda m=self.models[index]: CASES[self.name].loss(m, microbatch))
+            sent.append(output)
+            received = output.received() if isinstance(output, Sent) else None
+        return sent, taken
+
+    def train(self, microbatch: int) -> Tensor:
+        sent, taken = self.forward(microbatch)
+        sent[-1].backward()
+        for out, then in zip(sent[-2::-1], taken[:0:-1], strict=True):
+            pairs = [(t, r.grad) for t, r in zip(out.tensors, then.tensors, strict=True) if r.grad is not None]
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        return sent[-1]
+
+    def gradients(self) -> dict[str, Tensor]:
+        total: dict[str, Tensor] = {}
+        for part, model in zip(self.cut.parts, self.models, strict=True):
+            for name, p in model.named_parameters():
+                if p.grad is not None:
+                    assert name in part.parameters
+                    total[name] = total[name] + p.grad if name in total else p.grad
+        return total
+
+
+def planned(name: str, num_stages: int, **how: Any) -> tuple[nn.Module, GraphPlan]:
+    model = built(name)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    state = torch.get_rng_state()
+    plan = plan_graph(model, num_stages=num_stages, call=lambda: CASES[name].loss(model, 0), **how)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items()), "cutting leaves no trace"
+    return model, plan
+
+
+QUICK = (("unet", 2), ("shared", 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages"),
+    [pytest.param(n, s, marks=[] if (n, s) in QUICK else pytest.mark.soak) for n in CASES for s in (2, 3, 4)],
+)
+def test_stages_along_the_graph_are_the_whole_model(name: str, num_stages: int) -> None:
+    model, plan = planned(name, num_stages)
+    losses, right, buffers = whole(name, model)
+    ranks = Ranks(name, model, plan)
+    for microbatch, loss in enumerate(losses):
+        assert torch.equal(ranks.train(microbatch), loss)
+    found = ranks.gradients()
+    assert found.keys() == right.keys()
+    for n, gradient in right.items():
+        if n in plan.cut.ties:
+            assert (found[n] - gradient).norm() <= 1e-6 * gradient.norm(), n
+        else:
+            assert torch.equal(found[n], gradient), n
+    for part, each in zip(plan.cut.parts, ranks.models, strict=True):
+        assert each.state_dict().keys() == model.state_dict().keys()
+        assert {
+            n for n, p in each.named_parameters() if p in hollow_parameters(each, cut=plan.cut, own=[part.index])
+        } == {n for n, p in each.named_parameters() if p.is_meta}
+    for n, buffer in buffers.items():
+        stages = [i for i, part in enumerate(plan.cut.parts) if any(n.startswith(f"{m}.") for m in part.modules)]
+        home = plan.cut.buffers.get(n, *stages)
+        assert torch.equal(dict(ranks.models[home].named_buffers())[n], buffer), n
+
+
+def test_a_border_is_where_the_fewest_bytes_are_alive() -> None:
+    _, plan = planned("named", 2, bounds=[2, 2])
+    assert [(border.after, border.steps) for border in plan.cut.borders] == [("fc2", 0)]
+    _, plan = planned("unet", 2, blocks=["one", "two", "middle", "up_two", "up_one"], bounds=[2, 3])
+    assert [(border.after, border.steps) for border in plan.cut.borders] == [("two", 0)]
+    _, plan = planned("unet", 2, blocks=["one", "middle"], bounds=[1, 1])
+    assert plan.cut.borders[0].after == "one"
+    assert plan.cut.blocks == ("one", "middle")
+
+
+def test_a_value_that_is_lost_at_a_border_is_another_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = planned("unet", 2)
+    right, *_ = whole("unet", model)
+    ranks = Ranks("unet", model, plan)
+    plain = GraphStages._unpacked
+
+    def dropped(*given: Any) -> dict[str, Tensor]:
+        values = plain(*given)
+        assert len(values) > 1, "a skip crosses too"
+        return {**values, next(iter(values)): torch.zeros_like(next(iter(values.values())))}
+
+    monkeypatch.setattr(GraphStages, "_unpacked", dropped)
+    assert not torch.equal(ranks.forward(0)[0][-1], right[0])
+
+
+def test_every_stage_tells_what_it_has_no_graph_for() -> None:
+    model, plan = planned("named", 2)
+    ranks = Ranks("named", model, plan)
+    with pytest.raises(RunError, match="holds the stages \\[0\\] of 2 only"):
+        ranks.models[0](INPUTS[0])
+    with pytest.raises(JobError, match="without a call of the model"):
+        ranks.stages[0].run(0, None, lambda: None)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.norm, self.keep = nn.BatchNorm1d(8), Keep()
+
+
+class Keep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x * 2
+        return self.inner(x)
+
+
+class Branch(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        if x.sum() > 0:
+            x = self.b(x)
+        return self.c(x)
+
+
+class Luck(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.c(self.b(x) if random.random() < 0.5 else x)
+
+
+class Hidden(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.keep(self.a(x)) + self.keep.last)
+
+
+class Left(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.aside = self.a(x)
+        return self.c(self.b(self.aside))
+
+
+class Counts(Layers):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.c(self.b(self.a(x)) if self.calls < 3 else self.a(x))
+
+
+class Norms(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.norm(self.b(self.norm(self.a(x)))))
+
+
+class Overwritten(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        part = x[:, :4]
+        y = self.b(self.a(x.detach().clone()))
+        part.mul_(2.0)
+        return self.c(x + y + nn.functional.pad(part, (0, 4)))
+
+
+class Raw(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.a.weight @ self.b.weight
+
+
+class Locked(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+REFUSED: list[tuple[type[nn.Module], dict[str, Any], str]] = [
+    (Branch, {}, r"decides by a tensor's value(.|\n)*test_graph_stages.py:"),
+    (Luck, {}, "draws from random or numpy"),
+    (Hidden, {"blocks": ["a", "keep", "c"]}, r"keep makes a value \(mul\) that it does not return, and add needs it"),
+    (Left, {}, r"keeps a tensor on the model between its modules \(self.aside\)"),
+    (Counts, {}, r"the forward changes self.calls"),
+    (Norms, {"bounds": [2, 3]}, "norm is called on several stages, and has buffers"),
+    (
+        Overwritten,
+        {"bounds": [1, 2]},
+        r"between a and b: a value \(mul\) and a value \(slice\) share memory that is overwritten",
+    ),
+    (Raw, {}, r"2 stages, but the forward calls only 0 modules that hold parameters \(none\)"),
+    (Locked, {}, "can't be copied"),
+]
+
+
+@pytest.mark.parametrize(("kind", "how", "said"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_has_no_graph_is_refused_by_name(kind: type[nn.Module], how: dict[str, Any], said: str) -> None:
+    model = kind()
+    with pytest.raises(LayoutError) as found:
+        plan_graph(model, num_stages=2, call=lambda: model(torch.ones(3, 8)), **how)
+    assert re.search(said, str(found.value)), str(found.value)
+
+
+class Shapes(Layers):
+    """Another way for another shape: the border is kept, a module of another stage is not to be had."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.c(self.b(x)) if len(x) == 3 else self.b(self.c(x).repeat(1, 4))
+
+
+def test_a_shape_that_goes_another_way_is_refused() -> None:
+    model = Shapes()
+    plan = plan_graph(model, num_stages=2, call=lambda: model(torch.ones(3, 8)), bounds=[2, 1])
+    stages = GraphStages(model, cut=plan.cut, own=[0, 1], bare=plan.bare)
+    assert isinstance(stages.run(0, None, lambda: model(torch.ones(3, 8))), Sent)
+    with pytest.raises(LayoutError, match="with these inputs stage 0 uses c, which it does not hold"):
+        stages.run(0, None, lambda: model(torch.ones(2, 8)))
+
+
+JOB = """
+import torch, torch.nn.functional as F
+import paceline as pl
+from tests.parity.graph_models import Unet
+
+def loss(output, batch):
+    return F.cross_entropy(output["out"].mean((2, 3)), batch[1], reduction="sum"), len(batch[1])
+
+def make_job(lost: bool = False) -> pl.Job:
+    if lost:
+        from paceline.place.graph_stages import GraphStages
+        plain = GraphStages._unpacked
+        def dropped(*given):
+            values = plain(*given)
+            return {**values, next(iter(values)): torch.zeros_like(next(iter(values.values())))}
+        GraphStages._unpacked = dropped
+    x = torch.randn(17, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    return pl.Job(
+        model=Unet,
+        loss=loss,
+        train_data=torch.utils.data.TensorDataset(x, (x.sum((1, 2, 3)) > 0).long()),
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
+        global_batch_size=8,
+        micro_batch_size=2,
+    )
+"""
+
+
+def paceline(folder: Path, *words: str) -> tuple[int, str]:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "paceline", *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.soak
+def test_the_command_verifies_resumes_and_finds_what_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    code, text = paceline(tmp_path, "verify", "job.py", "--layout", "pp", "--ranks", "2", "--steps", "3")
+    assert code == 0 and "stages are cut along the exported graph (no chain of blocks)" in text, text
+    lost = ("--job.lost", "true")
+    code, text = paceline(tmp_path, "verify", "job.py", "--layout", "pp", "--ranks", "2", "--steps", "1", *lost)
+    assert code == 4 and "DIFFERENT at step 1" in text, text
+    train = ("train", "job.py", "--layout", "pp,schedule=zb_h1", "--ranks", "2", "--run-dir")
+    assert paceline(tmp_path, *train, "whole", "--train.steps", "4")[0] == 0
+    assert paceline(tmp_path, *train, "halves", "--train.steps", "2")[0] == 0
+    assert paceline(tmp_path, *train, "halves", "--train.steps", "4", "--resume")[0] == 0
+    pair = [f"{run}/checkpoints/step-00000004" for run in ("whole", "halves")]
+    code, text = paceline(tmp_path, "ckpt", "diff", *pair)
+    assert code == 0 and "every tensor is the same, bit for bit" in text, text
+
+
+@pytest.mark.soak
+def test_ranks_along_the_graph_are_one_process_under_every_schedule() -> None:
+    names = [name for name, row in SCHEDULES.items() if row.virtual == 1 or name in ("zbv", "interleaved")]
+    words = [*(f"unet:{n}" for n in names), "named:1f1b", "named:zb_h1", "shared:1f1b", "shared:zb_h1", "around:zbv"]
+    for rank, mine in enumerate(run_ranks(words, ranks=2, module="tests.parity.graph_ranks", timeout=600)):
+        for word, answer in mine.items():
+            where = f"{word} on rank {rank}: {answer}"
+            assert answer["losses"] and answer["looked"], where
+            assert set(answer["differs"]) <= set(answer["ties"]) and answer["far"] < 1e-6, where
+    broken = run_ranks(["unet:1f1b:lost"], ranks=2, module="tests.parity.graph_ranks", timeout=600)
+    assert max(mine["unet:1f1b:lost"]["far"] for mine in broken) > 1e-3
