@@ -16,11 +16,18 @@ def glue(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[str, n
             yield name, module
 
 
-def hollow(model: nn.Module, *, cut: Cut, own: Sequence[int], blocks: Sequence[nn.Module]) -> None:
+def hollow(
+    model: nn.Module,
+    *,
+    cut: Cut,
+    own: Sequence[int],
+    blocks: Sequence[nn.Module],
+    device: torch.device | None = None,
+) -> None:
     """Move what none of this process's stages holds to the device "meta".
 
     A parameter that belongs to a module around the blocks, whose forward runs on every stage, becomes NaN without
-    memory instead: its code can go on. Tied parameters stay tied.
+    memory instead: its code can go on, on `device` where the model has none yet. Tied parameters stay tied.
     """
     held = frozenset().union(*(cut.parts[stage].parameters for stage in own))
     first = {id(p): name for name, p in model.named_parameters()}
@@ -32,7 +39,7 @@ def hollow(model: nn.Module, *, cut: Cut, own: Sequence[int], blocks: Sequence[n
         for key, parameter in list(module._parameters.items()):
             if parameter is not None and id(parameter) in first and first[id(parameter)] not in held:
                 if id(parameter) not in new:
-                    new[id(parameter)] = _empty(parameter, on_device=around)
+                    new[id(parameter)] = _empty(parameter, device=(device or parameter.device) if around else None)
                 setattr(module, key, new[id(parameter)])
     theirs = [block for stage in cut.parts if stage.index not in own for block in blocks[stage.start : stage.stop]]
     for block in theirs:
@@ -48,9 +55,9 @@ def hollow_parameters(model: nn.Module, *, cut: Cut, own: Sequence[int]) -> set[
     return {parameter for name, parameter in model.named_parameters() if name not in held}
 
 
-def _empty(parameter: nn.Parameter, *, on_device: bool) -> nn.Parameter:
-    if on_device and parameter.is_floating_point():
-        value: Tensor = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+def _empty(parameter: nn.Parameter, *, device: torch.device | None) -> nn.Parameter:
+    if device is not None and parameter.is_floating_point():
+        value: Tensor = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
         value = value.expand(parameter.shape)
     else:
         value = torch.empty_like(parameter.detach(), device="meta")

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from torch import nn
 
 from paceline.place.cut import Cut, plan_cut
 from paceline.place.hollow import glue, hollow_parameters
+from paceline.place.late import Late
 from paceline.place.stages import Stages
 from paceline.plan.mesh import Mesh
 from paceline.plan.pipeline import is_file, program_of
@@ -59,10 +60,11 @@ def cut_model(
     how: Place,
     splits: bool = True,
     weights: Sequence[float] | None = None,
+    late: Late | None = None,
 ) -> Piped:
     """Cut a whole model in place; `call` runs forward and loss of one microbatch. `how` may list blocks and stages.
 
-    `weights` are what each block costs, where stages are to be of equal cost.
+    `weights` are what each block costs, where stages are to be of equal cost. `late`: the model has no memory yet.
 
     Raises:
         LayoutError: what can't be cut, by name.
@@ -70,9 +72,12 @@ def cut_model(
     program = cache(lambda num_micro: program_of(asked, mesh, num_micro=num_micro))
     some = read(asked.schedule) if is_file(asked.schedule) else program(1)
     blocks, bounds = how.blocks or None, how.stages or None
-    cut = plan_cut(model, num_stages=some.num_stages, call=call, blocks=blocks, bounds=bounds, weights=weights)
+    plan = partial(
+        plan_cut, model, num_stages=some.num_stages, call=call, blocks=blocks, bounds=bounds, weights=weights
+    )
+    cut = plan() if late is None else late.planned(plan)
     own = some.stages_of(world.rank)
-    stages = Stages(model, cut=cut, own=own)
+    stages = Stages(model, cut=cut, own=own, device=world.device)
     return Piped(
         stages=stages,
         cut=cut,
