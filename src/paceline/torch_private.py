@@ -11,7 +11,7 @@ storages, by which `fully_shard` lets gathered weights go; what a failing compil
 memory that stands for one cut over ranks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,9 +124,13 @@ def of_type(data: Tensor, *, like: Tensor) -> Tensor:
     return made
 
 
-def give_memory(model: nn.Module, *, device: torch.device) -> None:
-    """Uninitialised memory for what has none; `to_empty` would also forget what has."""
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+def give_memory(model: nn.Module, *, device: torch.device, without: Collection[int] = ()) -> None:
+    """Uninitialised memory for what has none, but not for tensors of these ids; `to_empty` would forget what has."""
+
+    def memory(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta and id(tensor) not in without else tensor
+
+    model._apply(memory)
 
 
 def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -65,8 +65,10 @@ def _chosen(asked: argparse.Namespace) -> list[cases.Case]:
         more["micro"] = asked.micro
     if asked.params:
         more["params"] = asked.params
-    if asked.exact:
-        more["settings"] = {"train.exact": True}
+    settings = {"train.exact": True} if asked.exact else {}
+    settings |= {"init.limit": asked.limit} if asked.limit else {}
+    if settings:
+        more["settings"] = settings
     if asked.case:
         named = [word.split(":") for word in asked.case]
         found = [cases.make(model, layout, int(ranks), **more) for model, layout, ranks in named]
@@ -89,6 +91,7 @@ def _read(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--checks", nargs="+")
     parser.add_argument("--params", type=json.loads, help='of the model, as JSON: {"depth": 8}')
     parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--limit", type=int, help="init.limit: a model above it is whole nowhere at the start")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--json", help="write the answers there")
     parser.add_argument("--read", nargs="+", default=[], help="run nothing: the answers of earlier runs")

@@ -11,6 +11,17 @@ import pytest
 from tests.matrix.cases import MODELS, SCHEDULES, SINGLES, is_single
 from tests.parity.test_matrix import one_digest, run, wrong
 
+ABOVE = (
+    "single:1",
+    "ddp:2",
+    "fsdp:2",
+    "pp,schedule=zb_v:2",
+    "tp:2",
+    "cp:2",
+    "ep:2",
+    "dp_shard=2,ep=2:2",
+    "pp=2,tp=2:4",
+)
 EXACT = ("text", "llama")
 SHORT = (
     "single:1", "ddp:2", "fsdp:2", "zero2:2", "pp,schedule=zb_v:2", "hsdp,zero=1:4", "pp=2,dp_shard=2:4",
@@ -81,3 +92,18 @@ def test_every_layout_starts_with_the_weights_of_one_plain_build(tmp_path: Path)
     for model in MODELS:
         assert sum(one["model"] == model and is_single(one["asked"]) for one in built) >= 6, model
     one_digest(built, "start", models=MODELS)
+
+
+@pytest.mark.soak
+def test_every_layout_starts_alike_above_the_limit(tmp_path: Path) -> None:
+    """Where no process has the whole: parts of one digest, which is not that of the plain build; and one training."""
+    words = [f"{model}:{layout}" for layout in (*ABOVE, *START) for model in MODELS]
+    answers = run(
+        tmp_path, "--case", *words, "--limit", "1000", "--checks", "start", "float64", "--seconds", "240", seconds=7200
+    )
+    assert not wrong(answers)
+    built = [one for one in answers if one["state"] != "refused"]
+    assert len(built) > len(MODELS) * 6
+    one_digest(built, "start", models=MODELS)
+    plain = run(tmp_path, "--case", *(f"{model}:single:1" for model in MODELS), "--checks", "start", seconds=900)
+    assert not {one["start"] for one in plain} & {one["start"] for one in built}

@@ -9,8 +9,9 @@ from torch import nn
 from paceline.errors import LayoutError
 from paceline.measure import blocks as measured
 from paceline.place import runs
+from paceline.place.blocks import find_blocks
 from paceline.place.pipe import cut_model
-from paceline.place.runs import block_seconds
+from paceline.place.runs import seconds_of
 from paceline.place.start.hollow import tensor_bytes
 from paceline.place.wrap import find_units, units_of
 from paceline.plan.mesh import mesh_of
@@ -104,10 +105,12 @@ def test_stages_are_as_listed_or_as_measured() -> None:
 
 def test_blocks_are_timed_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     model, world = Chain(), World.alone()
-    assert block_seconds(model, Place(), world, Sums(model)) is None
-    assert block_seconds(model, Place(balance="measured", stages=(2, 2)), world, Sums(model)) is None
-    found = block_seconds(model, Place(balance="measured"), world, Sums(model))
-    assert found is not None and len(found) == 4 and min(found) > 0
+    assert seconds_of(model, Place(), world, Sums(model)) is None
+    assert seconds_of(model, Place(balance="measured", stages=(2, 2)), world, Sums(model)) is None
+    seconds = seconds_of(model, Place(balance="measured"), world, Sums(model))
+    assert seconds is not None
+    found = seconds({block.name: block.module for block in find_blocks(model)})
+    assert len(found) == 4 and min(found) > 0
     assert runs.time_blocks is measured.time_blocks
 
 

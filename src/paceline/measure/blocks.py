@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -29,15 +30,22 @@ class BlockTimes:
 
 
 def time_blocks(
-    model: nn.Module, *, blocks: Mapping[str, nn.Module], call: Callable[[], Tensor], repeats: int = 5
+    model: nn.Module,
+    *,
+    blocks: Mapping[str, nn.Module],
+    call: Callable[[], Tensor],
+    repeats: int = 5,
+    held: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
 ) -> BlockTimes:
     """Time a forward that ends in a scalar, block by block. `blocks` are in the order of the forward.
+
+    While a block is timed it is `held`: then it may have no memory otherwise.
 
     Each block runs on inputs cut off from the graph, so that its backward is timed alone. Parameters get no gradient,
     buffers and random streams go on as in any forward.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    rounds = [_Round(model, blocks, device).run(call) for _ in range(repeats + 1)][1:]
+    rounds = [_Round(model, blocks, device, held).run(call) for _ in range(repeats + 1)][1:]
     middle = [median(column) for column in zip(*(each.seconds() for each in rounds), strict=True)]
     forward, backward = middle[::2], middle[1::2]
     return BlockTimes(
@@ -50,8 +58,14 @@ def time_blocks(
 
 
 class _Round:
-    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], device: torch.device) -> None:
-        self._model, self._blocks, self._device = model, blocks, device
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        device: torch.device,
+        held: Callable[[nn.Module], AbstractContextManager[object]],
+    ) -> None:
+        self._model, self._blocks, self._device, self._held = model, blocks, device, held
         self._first = (0.0, 0.0)
         self._last = (0.0, 0.0)
         self._each: dict[str, tuple[float, float]] = {}
@@ -81,17 +95,22 @@ class _Round:
             args, kwargs = _detached((args, kwargs), live, cut)
             if not self._each:
                 self._first = (before, self._backward(live, list(self._model.parameters())))
-            began = self._now()
-            output = call(*args, **kwargs)
-            forward = self._now() - began
-            found: list[Tensor] = []
-            output = _detached(output, found, [])
-            weights = [p for p in self._blocks[name].parameters() if p.requires_grad]
-            self._each[name] = (forward, self._backward(found, [*cut, *weights]))
+            with self._held(self._blocks[name]):
+                output = self._block(name, cut, lambda: call(*args, **kwargs))
             self._began = self._now()
             return output
 
         return gate
+
+    def _block(self, name: str, cut: Sequence[Tensor], call: Callable[[], Any]) -> Any:
+        began = self._now()
+        output = call()
+        forward = self._now() - began
+        found: list[Tensor] = []
+        output = _detached(output, found, [])
+        weights = [p for p in self._blocks[name].parameters() if p.requires_grad]
+        self._each[name] = (forward, self._backward(found, [*cut, *weights]))
+        return output
 
     def _backward(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> float:
         live = [tensor for tensor in outputs if tensor.requires_grad and tensor.grad_fn is not None]

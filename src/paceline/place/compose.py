@@ -1,9 +1,9 @@
 """From a whole model to this rank's share of it, in the one order in which placements go together."""
 
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.errors import LayoutError
 from paceline.place.blocks import find_blocks
@@ -12,7 +12,9 @@ from paceline.place.context import ContextParallel
 from paceline.place.divide import Sharding, Split, divided, held_now, kept_now, nothing, with_experts
 from paceline.place.exact import ExactReducer, Grid
 from paceline.place.experts import split_experts
+from paceline.place.fsdp import Rows
 from paceline.place.holding import Holding, all_of, all_shares
+from paceline.place.late import Late
 from paceline.place.meeting import ThreadWorld
 from paceline.place.parts import Parts
 from paceline.place.pipe import Piped, cut_model
@@ -85,12 +87,13 @@ def compose(
     compiles: bool = False,
     whole: Sequence[str] = (),
     context: ContextParallel | None = None,
-    rows: MutableMapping[str, Tensor] | None = None,
+    rows: Rows | None = None,
+    late: Late | None = None,
 ) -> Placed:
     """Place a model that is whole on every rank. `example` runs forward and loss on one microbatch; pp needs it.
 
-    `whole` names parameters whose update rule looks at all of them; `say` hears what is to be told. `rows` are this
-    rank's rows of parameters that have no memory yet, for a model that is sharded and nothing else.
+    `whole` names parameters whose update rule looks at all of them; `say` hears what is told. `rows` are this rank's of
+    parameters without memory; `late` gives a model without memory its values when this rank's parts are known.
 
     Raises:
         LayoutError: something in the model can't be placed so.
@@ -98,12 +101,12 @@ def compose(
     mesh, how = worlds.mesh, how or Place()
     before, every = all_of(model), trainable(model)
     uses = Uses(model) if exact else None
-    shaped = _shaped(model, asked=asked, worlds=worlds, example=example, how=how, compiles=compiles, say=say)
+    shaped = _shaped(model, asked=asked, worlds=worlds, example=example, how=how, compiles=compiles, say=say, late=late)
+    rows = rows if late is None else _filled(model, late, shaped, worlds)
     undos = _wrapped(model, asked=asked, how=how, compiles=compiles, piped=shaped.piped, say=say)
     grid = None if uses is None else _grid(every, uses, shaped.piped, worlds)
     live = _live(every, model, without=shaped.hollow)
     named = [member for member in live if member.name not in shaped.routed]
-    hollow = None if shaped.piped is None else shaped.piped.hollow
     by = Sharding(
         asked=asked,
         how=how,
@@ -111,15 +114,14 @@ def compose(
         data=Data(all=worlds.summed, shard=worlds.shard, replicas=worlds.mirrors),
         grid=grid,
         base=shaped.base,
-        hollow=hollow,
+        hollow=None if shaped.piped is None else shaped.piped.hollow,
         without=shaped.routed,
         whole=whole,
         rows=rows,
     )
     split = divided(model, named=named, by=by)
     if shaped.routed:
-        theirs = [member for member in live if member.name in shaped.routed]
-        split = with_experts(split, theirs=theirs, peers=worlds.peers, routed=shaped.routed)
+        split = with_experts(split, live=live, peers=worlds.peers, routed=shaped.routed)
     shares = {share.name: share for share in split.named}
     return Placed(
         named=split.named,
@@ -154,10 +156,11 @@ def _shaped(
     how: Place,
     compiles: bool,
     say: Callable[[str], None],
+    late: Late | None,
 ) -> _Shaped:
     mesh = worlds.mesh
     whole = {one.name: one.part for one in all_of(model) if not one.is_buffer}
-    plan = tensor_plan(model, how, mesh.tp, example) if mesh.tp > 1 else None
+    plan = tensor_plan(model, how, mesh.tp, example, late) if mesh.tp > 1 else None
     piped = None
     if mesh.pp > 1:
         assert example is not None
@@ -171,7 +174,8 @@ def _shaped(
             how=how,
             say=say,
             splits=splits,
-            seconds=seconds_of(model, how, worlds.every, example),
+            seconds=seconds_of(model, how, worlds.every, example, late),
+            late=late,
         )
     experts = split_experts(model=model, world=worlds.ep) if mesh.ep > 1 else None
     tensors = None if plan is None else split_model(model, plan=plan, world=worlds.tp, sequence=asked.sequence)
@@ -182,6 +186,11 @@ def _shaped(
     hollow = frozenset[str]() if piped is None else piped.hollow
     hollow |= {name for name, part in routed.items() if part.local is None}
     return _Shaped(piped=piped, base=base, routed=routed, hollow=hollow)
+
+
+def _filled(model: nn.Module, late: Late, shaped: _Shaped, worlds: Worlds) -> Rows:
+    shard = worlds.shard if worlds.mesh.zero == 3 and worlds.shard.world_size > 1 else None
+    return late.fill(model, base=shaped.base, hollow=shaped.hollow, routed=shaped.routed, shard=shard)
 
 
 def _wrapped(

@@ -1,6 +1,6 @@
 """What becomes of a model's parameters: what its optimizers work on, and whose gradients are added where."""
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from paceline.place.both import BothReducers
 from paceline.place.exact import ExactReducer, Grid
-from paceline.place.fsdp import chosen, shard_fully
+from paceline.place.fsdp import Rows, chosen, shard_fully
 from paceline.place.holding import Held
 from paceline.place.parts import Part, Parts
 from paceline.place.replicate import BucketReducer, LocalReducer, Reducer
@@ -57,7 +57,7 @@ class Sharding:
     hollow: Collection[str] | None
     without: Collection[str]
     whole: Sequence[str]
-    rows: MutableMapping[str, Tensor] | None
+    rows: Rows | None
 
 
 def divided(model: nn.Module, *, named: Sequence[Named], by: Sharding) -> Split:
@@ -100,8 +100,9 @@ def _in_rows(model: nn.Module, named: Sequence[Named], by: Sharding) -> Sharded:
     return zero(stage=by.stage, model=model, named=named, data=by.data, grid=by.grid, parts=parts, whole=by.whole)
 
 
-def with_experts(split: Split, *, theirs: Sequence[Named], peers: World, routed: Parts) -> Split:
+def with_experts(split: Split, *, live: Sequence[Named], peers: World, routed: Parts) -> Split:
     """Experts stay as they are held: a token's gradient has come to them, so only their other holders add theirs."""
+    theirs = [member for member in live if member.name in routed]
     own = reducer_of(theirs, peers, None)
     return replace(
         split,

@@ -21,6 +21,8 @@ from paceline.streams import preserved, random_blocks
 from paceline.torch_modes import WatchedOps, written
 from paceline.torch_private import Interception
 
+OUR_FILES = ("place/flow.py", "torch_private.py", "torch_modes.py", "start/record.py", "start/sketch.py")
+
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, str]
 Key = tuple[int, Geometry]
 
@@ -204,7 +206,7 @@ def _line() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/torch/" not in file and not file.endswith(("place/flow.py", "torch_private.py", "torch_modes.py")):
+        if "/torch/" not in file and not file.endswith(OUR_FILES):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

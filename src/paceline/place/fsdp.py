@@ -6,10 +6,10 @@ and replicas of the shards work alike, and a unit may be of any make. With repli
 "PyTorch FSDP", VLDB 2023) only the rows' sums cross them.
 """
 
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,14 @@ from paceline.spec.layout import Layout
 from paceline.spec.settings import Place
 from paceline.torch_private import give_memory, is_view
 from paceline.world import World
+
+
+class Rows(Protocol):
+    """A rank's rows of parameters that have no memory yet, by name: a dict, or what makes them when they are taken."""
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def pop(self, name: str, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +79,7 @@ def shard_fully(
     asked: FullySharded | None = None,
     hollow: Collection[str] | None = None,
     without: Collection[str] = (),
-    rows: MutableMapping[str, Tensor] | None = None,
+    rows: Rows | None = None,
 ) -> Sharded:
     """Shard the model in place; every rank holds the same whole weights before. On one rank nothing is sharded.
 
@@ -98,7 +106,9 @@ def shard_fully(
     gone = {p for n, p in model.named_parameters() if n in apart}
     _wrap(model, data, asked, ignored=gone | set(kept.values()), is_left=hollow is not None, in_pieces=bool(parts))
     if rows is not None:
-        _fill(model, rows, device=torch.device("cpu") if asked.offload else data.shard.device)
+        where = torch.device("cpu") if asked.offload else data.shard.device
+        others = {id(buffer) for buffer in model.buffers() if buffer.is_meta}
+        _fill(model, rows, device=where, without={id(p) for p in gone} | others)
     sources = {**kept, **_gathered(model)}
     now = {n: p for n, p in model.named_parameters() if n not in apart}
     shares = [_share(member, now[member.name], cut, data.shard.rank, base) for member in named]
@@ -169,15 +179,20 @@ def _wrap(
     _prefetch(model, asked.prefetch)
 
 
-def row_parts(model: nn.Module, *, world: World) -> Parts:
-    """What each rank of `world` will hold of the parameters that are cut; a scalar is whole on all."""
-    every = [Named(index=i, name=n, parameter=p) for i, (n, p) in enumerate(model.named_parameters()) if p.dim()]
+def row_parts(model: nn.Module, *, world: World, base: Parts | None = None) -> Parts:
+    """What each rank of `world` will hold of the parameters that are cut; a scalar is whole on all.
+
+    `base`: those that are to be cut, and which part of the whole each is before; None: all of them, each whole.
+    """
+    before = {n: Part.all_of(p.shape) for n, p in model.named_parameters()} if base is None else base
+    some = [(n, p) for n, p in model.named_parameters() if p.dim() and n in before]
+    every = [Named(index=i, name=n, parameter=p) for i, (n, p) in enumerate(some)]
     cut = cuts(every, places=world.world_size)
-    return {m.name: cut[m.name].part(Part.all_of(m.parameter.shape), world.rank) for m in every}
+    return {m.name: cut[m.name].part(before[m.name], world.rank) for m in every}
 
 
-def _fill(model: nn.Module, rows: MutableMapping[str, Tensor], *, device: torch.device) -> None:
-    give_memory(model, device=device)
+def _fill(model: nn.Module, rows: Rows, *, device: torch.device, without: set[int]) -> None:
+    give_memory(model, device=device, without=without)
     for name, parameter in model.named_parameters():
         if name in rows:
             _local(parameter).copy_(rows.pop(name))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from paceline.errors import JobError, LayoutError
@@ -33,11 +34,13 @@ def plan_graph(
     *,
     num_stages: int,
     call: Callable[[], Any],
+    device: torch.device | None = None,
     blocks: Sequence[str] | None = None,
     bounds: Sequence[int] | None = None,
     seconds: Callable[[Mapping[str, nn.Module]], Sequence[float]] | None = None,
 ) -> GraphPlan:
-    """Cut a whole model along its graph. `call` runs its forward on one example microbatch.
+    """Cut a whole model along its graph. `call` runs its forward on one example microbatch;
+    it is on `device` where the model has no memory yet.
 
     `blocks` names the modules between whose calls borders may lie, `bounds` the number of their calls in each stage;
     else these are balanced over parameters, or over `seconds` of each module.
@@ -46,7 +49,7 @@ def plan_graph(
         LayoutError: no graph, fewer calls than stages, or a value would have to cross that can't.
     """
     args, kwargs, modes = _first_call(model, call)
-    bare = skeleton(model)
+    bare = skeleton(model, device=device)
     for name, module in bare.named_modules():
         module.training = modes[name]
     listed = [block.name for block in find_blocks(model, listed=blocks)] if blocks else []

@@ -20,11 +20,18 @@ def glue(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[str, n
             yield name, module
 
 
-def hollow(model: nn.Module, *, cut: Cut, own: Sequence[int], blocks: Sequence[nn.Module]) -> None:
+def hollow(
+    model: nn.Module,
+    *,
+    cut: Cut,
+    own: Sequence[int],
+    blocks: Sequence[nn.Module],
+    device: torch.device | None = None,
+) -> None:
     """Move what none of this process's stages holds to the device "meta".
 
     A parameter that belongs to a module around the blocks, whose forward runs on every stage, becomes NaN without
-    memory instead: its code can go on. Tied parameters stay tied.
+    memory instead: its code can go on, on `device` where the model has none yet. Tied parameters stay tied.
     """
     held = frozenset().union(*(cut.parts[stage].parameters for stage in own))
     first = {id(p): name for name, p in model.named_parameters()}
@@ -36,7 +43,7 @@ def hollow(model: nn.Module, *, cut: Cut, own: Sequence[int], blocks: Sequence[n
         for key, parameter in list(module._parameters.items()):
             if parameter is not None and id(parameter) in first and first[id(parameter)] not in held:
                 if id(parameter) not in new:
-                    new[id(parameter)] = _empty(parameter, on_device=around)
+                    new[id(parameter)] = _empty(parameter, device=(device or parameter.device) if around else None)
                 setattr(module, key, new[id(parameter)])
     theirs = [block for stage in cut.parts if stage.index not in own for block in blocks[stage.start : stage.stop]]
     for block in theirs:
@@ -54,7 +61,7 @@ def hollow_graph(model: nn.Module, *, cut: GraphCut, own: Sequence[int]) -> None
         for key, parameter in list(module._parameters.items()):
             if parameter is not None and id(parameter) in empty:
                 if id(parameter) not in new:
-                    new[id(parameter)] = _empty(parameter, on_device=False)
+                    new[id(parameter)] = _empty(parameter, device=None)
                 setattr(module, key, new[id(parameter)])
     mine = {name for stage in own for name in cut.parts[stage].modules}
     theirs = {name for part in cut.parts for name in part.modules} - mine
@@ -70,15 +77,17 @@ def hollow_parameters(model: nn.Module, *, cut: Cut | GraphCut, own: Sequence[in
     return {parameter for name, parameter in model.named_parameters() if name not in held}
 
 
-def skeleton(model: nn.Module) -> nn.Module:
+def skeleton(model: nn.Module, *, device: torch.device | None = None) -> nn.Module:
     """The same model without the memory of its parameters and buffers, to export from when they are gone.
+
+    What never had any is said to be on `device`.
 
     Raises:
         LayoutError: it can't be copied.
     """
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        empty = torch.empty_like(tensor.detach())
+        empty = torch.empty_like(tensor.detach(), device=device if tensor.is_meta else None)
         empty.untyped_storage().resize_(0)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
@@ -92,9 +101,9 @@ def skeleton(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _empty(parameter: nn.Parameter, *, on_device: bool) -> nn.Parameter:
-    if on_device and parameter.is_floating_point():
-        value: Tensor = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+def _empty(parameter: nn.Parameter, *, device: torch.device | None) -> nn.Parameter:
+    if device is not None and parameter.is_floating_point():
+        value: Tensor = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
         value = value.expand(parameter.shape)
     else:
         value = torch.empty_like(parameter.detach(), device="meta")

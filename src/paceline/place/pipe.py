@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
+import torch
 from torch import nn
 
 from paceline.errors import LayoutError
@@ -13,6 +14,7 @@ from paceline.place.graph_cut import GraphCut
 from paceline.place.graph_plan import GraphPlan, plan_graph
 from paceline.place.graph_stages import GraphStages
 from paceline.place.hollow import glue, hollow_parameters
+from paceline.place.late import Late
 from paceline.place.stages import Stages
 from paceline.plan.mesh import Mesh
 from paceline.plan.pipeline import is_file, program_of
@@ -71,11 +73,12 @@ def cut_model(
     say: Callable[[str], None] = lambda line: None,
     splits: bool = True,
     seconds: Seconds | None = None,
+    late: Late | None = None,
 ) -> Piped:
     """Cut a whole model in place; `call` runs forward and loss of one microbatch. `how` may list blocks and stages.
 
     A model without a chain of blocks is cut along its graph, and `say` hears of it. `seconds` are what modules cost,
-    where stages are to be of equal cost.
+    where stages are to be of equal cost. `late`: the model has no memory yet.
 
     Raises:
         LayoutError: what can't be cut, by name.
@@ -83,13 +86,16 @@ def cut_model(
     program = cache(lambda num_micro: program_of(asked, mesh, num_micro=num_micro))
     some = read(asked.schedule) if is_file(asked.schedule) else program(1)
     own = some.stages_of(world.rank)
-    found = _chain(model, num_stages=some.num_stages, call=call, how=how, seconds=seconds)
+    found = _chain(model, num_stages=some.num_stages, call=call, how=how, seconds=seconds, late=late)
     stages: Stages | GraphStages
     if isinstance(found, Cut):
-        stages, hollow = Stages(model, cut=found, own=own), _hollow(model, cut=found, own=own)
+        stages = Stages(model, cut=found, own=own, device=world.device)
+        hollow = _hollow(model, cut=found, own=own)
     else:
         _refuse_beside(mesh, found)
-        plan = _graph(model, found, num_stages=some.num_stages, call=call, how=how, seconds=seconds)
+        plan = _graph(
+            model, found, num_stages=some.num_stages, call=call, how=how, seconds=seconds, device=world.device
+        )
         stages = GraphStages(model, cut=plan.cut, own=own, bare=plan.bare)
         hollow = _hollow_graph(model, cut=plan.cut, own=own)
         say(_told(plan.cut, found))
@@ -105,7 +111,13 @@ def cut_model(
 
 
 def _chain(
-    model: nn.Module, *, num_stages: int, call: Callable[[], object], how: Place, seconds: Seconds | None
+    model: nn.Module,
+    *,
+    num_stages: int,
+    call: Callable[[], object],
+    how: Place,
+    seconds: Seconds | None,
+    late: Late | None,
 ) -> Cut | NoChain | None:
     """The first way; why it can't be gone, or None where it was not asked for."""
     if how.cut == "export":
@@ -114,7 +126,8 @@ def _chain(
     try:
         chain = {block.name: block.module for block in find_blocks(model, listed=blocks)}
         weights = None if seconds is None else seconds(chain)
-        return plan_cut(model, num_stages=num_stages, call=call, blocks=blocks, bounds=bounds, weights=weights)
+        plan = partial(plan_cut, model, num_stages=num_stages, call=call, blocks=blocks, bounds=bounds, weights=weights)
+        return plan() if late is None else late.planned(plan)
     except NoChain as error:
         if how.cut == "chain":
             raise LayoutError(error.what, where=error.where, cause=error.cause, hint=error.hint) from error
@@ -129,11 +142,14 @@ def _graph(
     call: Callable[[], object],
     how: Place,
     seconds: Seconds | None,
+    device: torch.device,
 ) -> GraphPlan:
     """The second way; where neither can be gone, what was wrong with the first is told too."""
     blocks, bounds = how.blocks or None, how.stages or None
     try:
-        return plan_graph(model, num_stages=num_stages, call=call, blocks=blocks, bounds=bounds, seconds=seconds)
+        return plan_graph(
+            model, num_stages=num_stages, call=call, device=device, blocks=blocks, bounds=bounds, seconds=seconds
+        )
     except LayoutError as error:
         if refused is not None:
             error.cause += f" (and the first way: {refused.what.partition(':')[0]})"

@@ -1,12 +1,14 @@
 """What a model is asked with before it is placed: one microbatch, and the settings of tensor plans."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from paceline.measure.blocks import time_blocks
+from paceline.measure.blocks import BlockTimes, time_blocks
+from paceline.place.late import Late
 from paceline.place.tensor.derive import choose_plan
 from paceline.place.tensor.plan import TensorPlan
 from paceline.spec.settings import Place
@@ -24,19 +26,31 @@ class Runs(Protocol):
 
 
 def seconds_of(
-    model: nn.Module, how: Place, world: World, example: Runs
+    model: nn.Module, how: Place, world: World, example: Runs, late: Late | None = None
 ) -> Callable[[Mapping[str, nn.Module]], list[float]] | None:
-    """What stages are balanced by, where they are: rank 0's times of each block, forward and backward."""
+    """What stages are balanced by, where they are: rank 0's times of each block, forward and backward.
+
+    A model without memory has the values of one block at a time, beside those of what stands around the blocks.
+    """
     if how.balance != "measured" or how.stages:
         return None
 
     def seconds(blocks: Mapping[str, nn.Module]) -> list[float]:
         found = None
         if world.is_main:
-            found = list(time_blocks(model, blocks=blocks, call=lambda: _scalar(example())).both)
+            found = list(_timed(model, blocks, example, late).both)
         return list(world.share_json(found))
 
     return seconds
+
+
+def _timed(model: nn.Module, blocks: Mapping[str, nn.Module], example: Runs, late: Late | None) -> BlockTimes:
+    timed = partial(time_blocks, model, blocks=blocks, call=lambda: _scalar(example()))
+    if late is None:
+        return timed()
+    inside = {id(parameter) for block in blocks.values() for parameter in block.parameters()}
+    with late.held([parameter for parameter in model.parameters() if id(parameter) not in inside]):
+        return timed(held=lambda block: late.held(block.parameters()))
 
 
 def _scalar(terms: Any) -> Tensor:
@@ -44,8 +58,9 @@ def _scalar(terms: Any) -> Tensor:
     return total
 
 
-def tensor_plan(model: nn.Module, how: Place, ranks: int, example: Runs | None) -> TensorPlan:
+def tensor_plan(model: nn.Module, how: Place, ranks: int, example: Runs | None, late: Late | None = None) -> TensorPlan:
     """The user's file, else derived from the example, else the model's own."""
     file = None if how.tensor_plan is None else Path(how.tensor_plan)
     run = None if example is None else example.run
-    return choose_plan(model, ranks=ranks, run=run, file=file, replicate=how.replicate)
+    plan = partial(choose_plan, model, ranks=ranks, run=run, file=file, replicate=how.replicate)
+    return plan() if late is None else late.planned(plan)

@@ -56,10 +56,11 @@ class Stages:
     """The stages that this process runs of one model; the others' parameters and buffers give up their memory.
 
     Several stages of one process (interleaved, V) share the model object. Build it before sharding, compiling or
-    hooking the model; its gates stand outside of all that comes later.
+    hooking the model; its gates stand outside of all that comes later. `device` is where a model that has no memory
+    yet is going to run.
     """
 
-    def __init__(self, model: nn.Module, *, cut: Cut, own: Sequence[int]) -> None:
+    def __init__(self, model: nn.Module, *, cut: Cut, own: Sequence[int], device: torch.device | None = None) -> None:
         self.model = model
         self.cut = cut
         self.own = tuple(own)
@@ -78,7 +79,7 @@ class Stages:
             for name, parameters in outside.items()
             if parameters
         ]
-        hollow(model, cut=cut, own=self.own, blocks=blocks)
+        hollow(model, cut=cut, own=self.own, blocks=blocks, device=device)
 
     def run(self, stage: int, received: Sent | None, call: Callable[[], Any]) -> Any:
         """Run `call`, the forward of one microbatch, on one stage.

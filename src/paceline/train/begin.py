@@ -1,5 +1,6 @@
-"""The model of a run before it is placed: whole on every rank, or where ranks hold rows of a large one, rows alone."""
+"""The model of a run before it is placed: whole on every rank, or where ranks hold parts of a large one, those."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from paceline.errors import JobError
 from paceline.place.fsdp import row_parts
-from paceline.place.start.draft import draft, whole_start
+from paceline.place.late import Late
+from paceline.place.start.draft import draft, drawn_start, unbuilt
 from paceline.place.start.hollow import named_tensors, put_tensors, tensor_bytes, with_data
 from paceline.place.start.stored import Stored
 from paceline.plan.mesh import Mesh
+from paceline.streams import get_states, set_states
 from paceline.worlds import Worlds
 
 SMALL_BYTES = 256 << 20
@@ -23,15 +26,25 @@ Build = Callable[[], nn.Module]
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """A model and, where its cut parameters have no memory yet, this rank's rows of them. `notes` say how it began."""
+    """A model and, where its cut parameters have no memory yet, this rank's rows of them.
+
+    Where it has to be run to know how it is cut, no parameter has memory yet: `late` gives it this rank's values when
+    it is known. `notes` say how the model began.
+    """
 
     model: nn.Module
     rows: dict[str, Tensor] | None = None
+    late: Late | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the model is here."""
+        return self.rows is None and self.late is None
 
     def on(self, device: torch.device) -> nn.Module:
         """The model where it is to be; rows and what is whole beside them are there already."""
-        return self.model if self.rows is not None else self.model.to(device)
+        return self.model.to(device) if self.is_whole else self.model
 
 
 class _Large(BaseException):
@@ -39,25 +52,32 @@ class _Large(BaseException):
 
 
 def begin_whole(build: Build, *, seed: int, limit_bytes: int, stored: Stored | None = None) -> nn.Module:
-    """The whole model: a plain build, or above the limit each tensor's values by name.
+    """The whole model: a plain build, left before it is above the limit, or each tensor's values by name.
 
     Raises:
         JobError: `build` gives no model. UsageError: above the limit, and the constructor can't be recorded.
     """
-    return build() if stored is not None else whole_start(build, seed=seed, limit_bytes=limit_bytes)
+    if stored is not None:
+        return build()
+    model = _built(build, most=limit_bytes)
+    if model is not None and tensor_bytes(model) <= limit_bytes:
+        return model
+    del model
+    gc.collect()  # a module that is left in its constructor may be in a circle
+    return drawn_start(build, seed=seed, limit_bytes=limit_bytes)
 
 
 def begin(build: Build, *, seed: int, limit_bytes: int, worlds: Worlds, stored: Stored | None = None) -> Begun:
     """The model of this rank; every rank calls this. `build` is the plain build, seeded.
 
-    Up to `SMALL_BYTES` each rank builds it whole, as it does where it holds all of it.
+    Up to `SMALL_BYTES` each rank builds it whole, as it does where it holds all of it. Where ranks hold parts that are
+    found by running the model, it is whole up to the limit.
 
     Raises:
         JobError, UsageError, DesyncError: no model, one that can't be had so, or another one on other ranks.
     """
-    if not holds_rows(worlds.mesh):
-        whole = begin_whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored)
-        return Begun(model=whole, notes=_by_name(whole, limit_bytes) if stored is None else ())
+    if not holds_parts(worlds.mesh):
+        return _whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored)
     model = _built(build, most=min(SMALL_BYTES, limit_bytes))
     if model is not None and tensor_bytes(model) > limit_bytes:
         model = None
@@ -65,13 +85,25 @@ def begin(build: Build, *, seed: int, limit_bytes: int, worlds: Worlds, stored: 
         assert model is not None
         return Begun(model=model)
     del model
+    if not holds_rows(worlds.mesh):
+        found = unbuilt(build, seed=seed, world=worlds.every, limit_bytes=limit_bytes, stored=stored)
+        if found is None:
+            return _whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored)
+        return Begun(model=found.model, late=Late(draft=found, device=worlds.every.device), notes=found.notes)
     made = draft(build, seed=seed, world=worlds.every, limit_bytes=limit_bytes, stored=stored)
+    if made.source.apiece:
+        return Begun(model=made.model, late=Late(draft=made, device=worlds.every.device), notes=made.notes)
     parts = row_parts(made.model, world=worlds.shard)
     values, notes = made.values(parts)
     old = named_tensors(made.model)
     put_tensors(made.model, {n: with_data(old[n], value) for n, value in values.items() if n not in parts})
     rows = {name: value for name, value in values.items() if name in parts}
     return Begun(model=made.model, rows=rows, notes=(*made.notes, *notes))
+
+
+def _whole(build: Build, *, seed: int, limit_bytes: int, stored: Stored | None) -> Begun:
+    whole = begin_whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored)
+    return Begun(model=whole, notes=_by_name(whole, limit_bytes) if stored is None else ())
 
 
 def _by_name(model: nn.Module, limit_bytes: int) -> tuple[str, ...]:
@@ -81,6 +113,11 @@ def _by_name(model: nn.Module, limit_bytes: int) -> tuple[str, ...]:
     return (f"start values: {num_bytes:,} bytes are above init.limit: each tensor's are drawn alone, for its name",)
 
 
+def holds_parts(mesh: Mesh) -> bool:
+    """Whether no rank's model is all of it."""
+    return mesh.zero == 3 or mesh.pp > 1 or mesh.tp > 1 or mesh.ep > 1
+
+
 def holds_rows(mesh: Mesh) -> bool:
     """Whether a rank's model is rows of the parameters and nothing else: then it need never be whole."""
     return mesh.zero == 3 and mesh.pp == mesh.tp == mesh.cp == mesh.ep == 1
@@ -88,10 +125,12 @@ def holds_rows(mesh: Mesh) -> bool:
 
 def _built(build: Build, *, most: int) -> nn.Module | None:
     """A plain build; None where it has come to more bytes than `most`."""
+    states = get_states()
     with _gauge(most):
         try:
             model = build()
         except _Large:
+            set_states(states)  # the next build is the first
             return None
     if not isinstance(model, nn.Module):
         raise JobError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.errors import JobError
 from paceline.job import Job
@@ -37,7 +37,7 @@ from paceline.talk import say
 from paceline.torch_private import guard_hooks
 from paceline.train.apart import Unlisted
 from paceline.train.begin import Begun, begin, begin_whole
-from paceline.train.context import context_of
+from paceline.train.context import UNTRIED, context_of
 from paceline.train.example import Example
 from paceline.train.fit import refuse_unfit
 from paceline.train.options import Options
@@ -139,13 +139,12 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     worlds = Worlds.of(world, mesh=plan.mesh) if plan.processes > 1 else Worlds.of_replicas(world)
     own = _own(plan, settings, worlds)
     begun = [_begun(job, settings, each) for each in own]
-    rows = begun[0].rows
     models = [one.on(each.every.device) for one, each in zip(begun, own, strict=True)]
     refuse_unfit(job, models[0])
     refuse_foreign(models[0], plan)
     named = [trainable(model) for model in models]
     notes = [*unheard_placing(settings.place, plan), *begun[0].notes]
-    notes += _equal_start(models[0], world) if rows is None else []
+    notes += _equal_start(models[0], world) if begun[0].is_whole else []
     rules = learn_rules(job, named[0], plan=plan, exact=settings.train.exact)
     unlisted = Unlisted(models[0])
     contracts = [LossContract(job=job, model=model) for model in models]
@@ -157,7 +156,8 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
             if isinstance(each.every, ThreadWorld)
         ]
     else:
-        placed = [_placed(job, settings, plan, models[0], contracts[0], worlds, rules, rows)]
+        placed = [_placed(job, settings, plan, begun[0], models[0], contracts[0], worlds, rules)]
+        notes += begun[0].late.notes if begun[0].late is not None else []
     mirror = Mirror(models=models, grids=[one.grid for one in placed]) if len(own) > 1 else None
     update, given = make_update(job, settings, plan, models[0], placed[0], rules, world=world)
     turns = None if mirror is None else SharedTurns(gpu=shared_gpu([each.every.device for each in own]))
@@ -204,19 +204,20 @@ def _placed(
     job: Job,
     settings: Settings,
     plan: Plan,
+    begun: Begun,
     model: nn.Module,
     contract: LossContract,
     worlds: Worlds,
     rules: Rules | None,
-    rows: dict[str, Tensor] | None,
 ) -> Placed:
     exact = settings.train.exact
     whole = list(rules.whole(exact=exact)) if rules is not None and plan.mesh.zero in (1, 2) else []
     example = Example(job=job, settings=settings, plan=plan, model=model, contract=contract, device=worlds.every.device)
     if set(plan.mesh.split) - set(DATA):
-        example.learn()
+        example.learn() if begun.late is None else begun.late.valued(example.learn)
     context = context_of(job, model=model, contract=contract, worlds=worlds, example=example)
-    compiles = settings.train.compile
+    if begun.late is not None and context is not None:
+        begun.late.notes.append(UNTRIED)
     return compose(
         model,
         asked=plan.asked,
@@ -225,10 +226,11 @@ def _placed(
         say=say,
         how=settings.place,
         exact=exact,
-        compiles=compiles,
+        compiles=settings.train.compile,
         whole=whole,
         context=context,
-        rows=rows,
+        rows=begun.rows,
+        late=begun.late,
     )
 
 

@@ -73,7 +73,7 @@ def place(
     if tensor_bytes(model) > chosen.init.limit:  # drawn by name: the next model is another all the same
         torch.set_rng_state(state)
         torch.rand(1)
-    if begun.rows is None:
+    if begun.is_whole:
         equal_start(model, world=here)
     every = [replace(member, parameter=_without_memory(member.parameter)) for member in trainable(model)]
     placed = compose(
@@ -85,6 +85,7 @@ def place(
         how=chosen.place,
         compiles=chosen.train.compile,
         rows=begun.rows,
+        late=begun.late,
     )
     return PlacedModel(model=model, placed=placed, worlds=worlds, asked=asked, every=every)
 

@@ -26,14 +26,17 @@ from paceline.place.start.hollow import (
 from paceline.place.start.node import HandedOut, first_of_node, refuse_unequal, same_models
 from paceline.place.start.stored import Stored, from_files
 from paceline.place.start.tape import Unrecordable
-from paceline.streams import key, seed_all
+from paceline.streams import key, preserved, seed_all
 from paceline.world import World
 
 Wanted = Callable[[nn.Module], Parts]
 
 
 class Source(Protocol):
-    """Where start values come from."""
+    """Where start values come from. `apiece`: whether a rank can ask alone, and for one tensor at a time as cheaply."""
+
+    @property
+    def apiece(self) -> bool: ...
 
     def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
         """This rank's parts, by the first name of each tensor (absent where it holds none), and notes."""
@@ -56,6 +59,10 @@ class Draft:
         whole = {name: Part.all_of(tensor.shape) for name, tensor in named_tensors(self.model).items()}
         return self.source.values({**whole, **parts})
 
+    def without_values(self) -> Parts:
+        """None of any tensor."""
+        return {name: Part.none_of(tensor.shape) for name, tensor in named_tensors(self.model).items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
@@ -63,6 +70,7 @@ class Replayed:
 
     recorded: Recorded
     device: torch.device
+    apiece: bool = True
 
     def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
         """Computed here, one whole tensor after another, of which the part is kept."""
@@ -115,6 +123,30 @@ def draft(
     return Draft(model=model, source=HandedOut(model=model, held=held, world=world), notes=tuple(notes))
 
 
+def unbuilt(
+    build: Callable[[], nn.Module], *, seed: int, world: World, limit_bytes: int, stored: Stored | None = None
+) -> Draft | None:
+    """The model without memory where it is above the limit, for any rank alone to ask values of, as often as it wants.
+
+    None where it is below, or where some rank can't record the constructor.
+
+    Raises:
+        DesyncError: another model on other ranks. UsageError: it keeps too much that can't be drawn.
+    """
+    if stored is not None:
+        seed_all(key(seed, "build"))
+        source, notes = from_files(stored, seed=key(seed, "build"), device=world.device)
+        if tensor_bytes(source.model) <= limit_bytes:
+            return None
+        return Draft(model=source.model, source=source.apart(), notes=tuple(notes))
+    with preserved():
+        recorded, reason = _tried(build, seed)
+    if any(world.gather_json(reason)) or recorded is None or recorded.num_bytes <= limit_bytes:
+        return None
+    refuse_unequal(recorded.model, world=world)
+    return _replayed(recorded, world, limit_bytes)
+
+
 def whole_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) -> nn.Module:
     """The whole model in this process, for `single` and `ddp`: a plain build, or above the limit its values by name.
 
@@ -122,16 +154,28 @@ def whole_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) 
         UsageError: above the limit, and the constructor can't be recorded.
     """
     model = _checked(build())
-    num_bytes = tensor_bytes(model)
-    if num_bytes <= limit_bytes:
+    if tensor_bytes(model) <= limit_bytes:
         return model
     del model
-    recorded, reason = _tried(build, seed)
-    if recorded is None:
-        raise _too_large(num_bytes, limit_bytes, reason)
-    made = _replayed(recorded, World.alone(), limit_bytes)
-    fill(made.model, made.values({})[0])
-    return made.model
+    return drawn_start(build, seed=seed, limit_bytes=limit_bytes)
+
+
+def drawn_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) -> nn.Module:
+    """`whole_start` of what is likely to be above the limit: it is not built first to see whether it is.
+
+    Raises:
+        UsageError: above the limit, and the constructor can't be recorded.
+    """
+    with preserved():
+        recorded, reason = _tried(build, seed)
+    if recorded is not None and recorded.num_bytes > limit_bytes:
+        made = _replayed(recorded, World.alone(), limit_bytes)
+        fill(made.model, made.values({})[0])
+        return made.model
+    model = _checked(build())
+    if tensor_bytes(model) > limit_bytes:
+        raise _too_large(tensor_bytes(model), limit_bytes, reason)
+    return model
 
 
 def build_parts(
@@ -191,7 +235,7 @@ def _too_large(num_bytes: int, limit_bytes: int, reason: str) -> UsageError:
     return UsageError(
         f"the model has {num_bytes:,} bytes, init.limit is {limit_bytes:,}, and the constructor can't be recorded.",
         cause=reason,
-        hint=f"--init.limit {num_bytes} to let one process of each node hold it whole at the start",
+        hint=f"--init.limit {num_bytes} to let it be built whole at the start",
     )
 
 

@@ -90,6 +90,7 @@ class HandedOut:
     model: nn.Module
     held: dict[str, Tensor]
     world: World
+    apiece: bool = False
 
     def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
         """This rank's, each received for itself; no other rank than the first ever holds more than its parts."""

@@ -24,16 +24,16 @@ _READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 def recording(tape: Tape) -> Iterator[list[str]]:
     """Build inside; gives what a plain build may have done otherwise, in words: empty where nothing."""
     doubts: list[str] = []
-    with _Record(tape, doubts) as record, _AsIfOnCpu(record):
+    with _Record(tape, doubts) as record, AsIfOn(_CPU, record.read):
         yield doubts
 
 
-class _AsIfOnCpu(TorchFunctionMode):
-    """Tensors without memory say that they are on the CPU, stay where they are told to go there, and can be read."""
+class AsIfOn(TorchFunctionMode):
+    """Tensors without memory say that they are on a device, stay where they are told to go there, and can be read."""
 
-    def __init__(self, record: "_Record") -> None:
+    def __init__(self, device: torch.device, read: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self._record = record
+        self._device, self._read = device, read
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -43,17 +43,22 @@ class _AsIfOnCpu(TorchFunctionMode):
         if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
             return False
         if func == Tensor.device.__get__:
-            return _CPU
+            return self._device
         if func in _READING:
-            return func(self._record.read(first), *args[1:], **kwargs)
+            return func(self._read(first), *args[1:], **kwargs)
         if func is Tensor.cpu:
             return first
         if func is Tensor.to:
-            args = (first, *(arg for arg in args[1:] if not _is_cpu(arg)))
-            kwargs = {name: value for name, value in kwargs.items() if not (name == "device" and _is_cpu(value))}
+            args = (first, *(arg for arg in args[1:] if not self._is_here(arg)))
+            kwargs = {name: value for name, value in kwargs.items() if not (name == "device" and self._is_here(value))}
             kwargs = {name: value for name, value in kwargs.items() if not (name == "device" and value is None)}
             return func(*args, **kwargs) if len(args) > 1 or set(kwargs) - {"non_blocking", "copy"} else first
         return func(*args, **kwargs)
+
+    def _is_here(self, value: Any) -> bool:
+        if isinstance(value, torch.device):
+            return value.type == "cpu" or value == self._device
+        return isinstance(value, str) and value in ("cpu", str(self._device))
 
 
 class _Record(TorchDispatchMode):
@@ -81,12 +86,12 @@ class _Record(TorchDispatchMode):
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if given and not any(hollow(tensor) for tensor in given):
             if draws:
-                self._doubts.append(f"it draws into a tensor that was made elsewhere ({_name(func)})")
+                self._doubts.append(f"it draws into a tensor that was made elsewhere ({name_of(func)})")
             return func(*args, **kwargs)
-        is_seen = _name(func) == "_to_copy" and kwargs.get("device") == _CPU  # code inside torch wants the numbers
-        if is_seen or _answers(func):
+        is_seen = name_of(func) == "_to_copy" and kwargs.get("device") == _CPU  # code inside torch wants the numbers
+        if is_seen or answers(func):
             return self._for_real(func, args, kwargs)
-        if _name(func) == "resize_":
+        if name_of(func) == "resize_":
             raise Unrecordable("resize_ changes how much memory a tensor has")
         written = _written(func, args, kwargs)
         if any(not hollow(tensor) for tensor in written):
@@ -102,19 +107,19 @@ class _Record(TorchDispatchMode):
     def _recorded(
         self, func: Any, args: Any, kwargs: Any, given: list[Tensor], written: list[Tensor], draws: bool
     ) -> Any:
-        if "device" in _arguments(func):
+        if "device" in arguments_of(func):
             on_meta: dict[str, Any] = {**kwargs, "device": torch.device("meta")}
         else:
             on_meta = dict(kwargs)
         try:
-            found = func(*mapped(args, _meta), **mapped(on_meta, _meta))
+            found = func(*mapped(args, as_meta), **mapped(on_meta, as_meta))
         except NotImplementedError as error:
             if written:
-                raise Unrecordable(f"{_name(func)} has no form without memory") from error
+                raise Unrecordable(f"{name_of(func)} has no form without memory") from error
             return self._for_real(func, args, kwargs)
         reads = frozenset(View.of(tensor).memory for tensor in given if hollow(tensor))
         makes = tuple(self._made(tensor, reads) for tensor in tensors_in(found))
-        if _name(func).startswith("set_") or not (written or any(makes)):
+        if name_of(func).startswith("set_") or not (written or any(makes)):
             return found
         kept_kwargs = {**kwargs, **{name: value for name, value in _ELSEWHERE.items() if name in kwargs}}
         overwrites = _overwritten(func, given)
@@ -152,15 +157,16 @@ class _Record(TorchDispatchMode):
 
 def hollow(tensor: Tensor) -> bool:
     """Whether it has no memory, whatever it says of itself."""
-    return tensor.layout is torch.strided and tensor.untyped_storage().device.type == "meta"
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.layout is torch.strided and tensor.untyped_storage().device.type == "meta"
 
 
-def _answers(func: Any) -> bool:
+def answers(func: Any) -> bool:
     """Whether it gives a number or a yes rather than tensors."""
     return any("Tensor" not in str(value.type) for value in func._schema.returns)
 
 
-def _arguments(func: Any) -> set[str]:
+def arguments_of(func: Any) -> set[str]:
     """The names that an operation takes."""
     return {argument.name for argument in func._schema.arguments}
 
@@ -177,7 +183,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 def _overwritten(func: Any, given: list[Tensor]) -> int | None:
     """The memory of which nothing that it held before is left."""
     target = given[0] if given else None
-    if target is None or not hollow(target) or _name(func) not in OVERWRITING:
+    if target is None or not hollow(target) or name_of(func) not in OVERWRITING:
         return None
     view = View.of(target)
     is_all = target.nbytes == target.untyped_storage().nbytes() and 0 not in view.stride
@@ -185,15 +191,11 @@ def _overwritten(func: Any, given: list[Tensor]) -> int | None:
     return view.memory if is_all and not reads_itself else None
 
 
-def _meta(value: Any) -> Any:
+def as_meta(value: Any) -> Any:
     if isinstance(value, Tensor) and not hollow(value):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return value
 
 
-def _is_cpu(value: Any) -> bool:
-    return (isinstance(value, torch.device) and value.type == "cpu") or value == "cpu"
-
-
-def _name(func: Callable[..., Any]) -> str:
+def name_of(func: Callable[..., Any]) -> str:
     return str(getattr(func, "__name__", func)).partition(".")[0]

@@ -1,6 +1,7 @@
 """A model whose weights lie in files: each rank reads its own parts, and nobody builds or holds the whole."""
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -37,6 +38,11 @@ class FromFiles:
     views: dict[str, View]
     real: dict[str, Tensor]
     device: torch.device
+    apiece: bool = False
+
+    def apart(self) -> "FromFiles":
+        """The same for a model that is going to be cut: names and shapes of the files are those of a copy of it."""
+        return replace(self, model=copy.deepcopy(self.model))
 
     def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
         """This rank's, and notes."""
