@@ -1,0 +1,110 @@
+"""Exact mode adds each use of a tied weight by itself, in one process too: that is what the stages of a pipeline have."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.errors import LayoutError
+from paceline.place.exact import ExactReducer, Grid
+from paceline.place.units import trainable
+from paceline.place.uses import Uses
+from paceline.world import World
+
+
+class Tied(nn.Module):
+    def __init__(self, *, tied: bool = True, reads: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight.data.copy_(self.embed.weight.data)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.reads = reads
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).tanh()
+        found: Tensor = self.head(x)
+        return found + F.linear(x, self.embed.weight) if self.reads else found
+
+
+MICRO = [torch.randint(0, 16, (3, 5), generator=torch.Generator().manual_seed(n)) for n in range(5)]
+
+
+def loss(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.roll(1).flatten(), reduction="sum")
+
+
+def summed(model: nn.Module, uses: Uses) -> Tensor:
+    """The gradient of the embedding, of all microbatches."""
+    named = trainable(model)
+    grid = Grid(names=[member.name for member in named], uses=uses)
+    reducer = ExactReducer(named=named, world=World(device=torch.device("cpu")), grid=grid)
+    for _ in range(2):
+        reducer.begin()
+        for place, ids in enumerate(MICRO):
+            reducer.before_backward(last=place == len(MICRO) - 1)
+            loss(model, ids).backward()
+            reducer.after_backward()
+        if reducer.finish(divisor=None):
+            break
+    found = named[0].parameter.grad
+    reducer.close()
+    assert found is not None
+    return found
+
+
+def test_each_use_is_a_summand() -> None:
+    apart = Tied(tied=False)
+    each: list[Tensor] = []
+    for ids in MICRO:
+        apart.zero_grad()
+        loss(apart, ids).backward()
+        each += [p.grad.double() for p in apart.parameters() if p.grad is not None]
+    wanted = torch.stack(each).sum(0).float()
+    model = Tied()
+    uses = Uses(model)
+    assert uses.names == {"embed.weight"} and not Uses(apart).names
+    together = summed(model, uses)
+    uses.watch()
+    assert torch.equal(summed(model, uses), wanted)
+    assert not torch.equal(together, wanted), "autograd's own sum has the same bits: this shows nothing"
+    assert model.head.weight is model.embed.weight and not vars(model.head).get("weight"), (
+        "it was shown, and is not now"
+    )
+
+
+def test_a_read_beside_the_modules_that_hold_it_is_one_more() -> None:
+    model = Tied(reads=True)
+    uses = Uses(model)
+    uses.watch()
+    exact = summed(model, uses)
+    plain = Tied(reads=True)
+    for ids in MICRO:
+        loss(plain, ids).backward()
+    assert plain.embed.weight.grad is not None and torch.allclose(exact, plain.embed.weight.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_read_by_name_of_what_crosses_stages_is_refused() -> None:
+    model = Tied(reads=True)
+    uses = Uses(model)
+    uses.watch()
+    uses.crossing = uses.names
+    with pytest.raises(LayoutError, match=r"embed.weight is read on several stages, and by a module that does not hold"):
+        summed(model, uses)
+
+
+def test_without_gradients_nothing_is_shown() -> None:
+    model = Tied()
+    uses = Uses(model)
+    uses.watch()
+    seen: list[Any] = []
+    model.head.register_forward_pre_hook(lambda module, _: seen.append(vars(module).get("weight")))
+    with torch.no_grad():
+        model(MICRO[0])
+    model(MICRO[0])
+    assert seen[0] is None and seen[1] is not None
+    uses.close()
+    assert not model.embed._forward_pre_hooks
