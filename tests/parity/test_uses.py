@@ -92,7 +92,9 @@ def test_a_read_by_name_of_what_crosses_stages_is_refused() -> None:
     uses = Uses(model)
     uses.watch()
     uses.crossing = uses.names
-    with pytest.raises(LayoutError, match=r"embed.weight is read on several stages, and by a module that does not hold"):
+    with pytest.raises(
+        LayoutError, match=r"embed.weight is read on several stages, and by a module that does not hold"
+    ):
         summed(model, uses)
 
 

@@ -100,10 +100,7 @@ def compose(
     uses = Uses(model) if exact else None
     shaped = _shaped(model, asked=asked, worlds=worlds, example=example, how=how, compiles=compiles)
     undos = _wrapped(model, asked=asked, how=how, compiles=compiles, say=say)
-    grid = None
-    if uses is not None:
-        grid = Grid(names=[member.name for member in every], others=[worlds.pp], uses=uses)
-        _tie(grid, uses, shaped.piped)
+    grid = None if uses is None else _grid(every, uses, shaped.piped, worlds)
     live = _live(every, model, without=shaped.hollow)
     named = [member for member in live if member.name not in shaped.routed]
     hollow = None if shaped.piped is None else shaped.piped.hollow
@@ -196,8 +193,8 @@ def _tied(split: Split, piped: Piped | None, worlds: Worlds) -> Reducer:
     return TiedReducer(split.reducer, named=split.named, ties=piped.ties, world=worlds.pp)
 
 
-def _tie(grid: Grid, uses: Uses, piped: Piped | None) -> None:
-    """From here on each use of a tied weight is a summand, in one process and on stages alike.
+def _grid(every: Sequence[Named], uses: Uses, piped: Piped | None, worlds: Worlds) -> Grid:
+    """Of exact mode. From here on each use of a tied weight is a summand, in one process and on stages alike.
 
     Raises:
         LayoutError: what several stages use is no weight of several modules, so its uses can't be told apart.
@@ -210,10 +207,12 @@ def _tie(grid: Grid, uses: Uses, piped: Piped | None) -> None:
             hint="a module of its own for each use, with the weight tied (head.weight = embed.weight); "
             "or leave --train.exact out",
         )
-    if piped is not None and ties:
+    grid = Grid(names=[member.name for member in every], others=[worlds.pp], uses=uses)
+    if ties:
         uses.crossing = frozenset(ties)
-        grid.tie(Ties(ties, world=piped.world))
+        grid.tie(Ties(ties, world=worlds.pp))
     uses.watch()
+    return grid
 
 
 def beside(
