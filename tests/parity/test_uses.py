@@ -1,5 +1,6 @@
-"""Exact mode adds each use of a tied weight by itself, in one process too: that is what the stages of a pipeline have."""
+"""Exact mode's order of sums: a tied weight's use by use, as stages have it; what units of fsdp share, as one process."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.errors import LayoutError
 from paceline.place.exact import ExactReducer, Grid
+from paceline.place.one_input import one_input
 from paceline.place.units import trainable
 from paceline.place.uses import Uses
 from paceline.world import World
@@ -110,3 +112,53 @@ def test_without_gradients_nothing_is_shown() -> None:
     assert seen[0] is None and seen[1] is not None
     uses.close()
     assert not model.embed._forward_pre_hooks
+
+
+class Reads(nn.Module):
+    """A unit that reads a value which others read too, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(64)) for _ in range(2))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return (x + memory * self.a) * (memory * self.b).cos()
+
+
+class Identity(torch.autograd.Function):
+    """As `fully_shard` puts it in front of a unit."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Any:
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads
+
+
+def through(_: nn.Module, args: Any) -> Any:
+    grads = [a for a in args if a.requires_grad]
+    found = iter(Identity.apply(*grads))
+    return tuple(next(found) if a.requires_grad else a for a in args)
+
+
+def memory_grad(*, hooked: bool, alone: bool) -> Tensor:
+    torch.manual_seed(0)
+    units, memory = [Reads() for _ in range(4)], torch.randn(64, requires_grad=True)
+    x = torch.randn(64, requires_grad=True) * 1.0
+    for unit in units if hooked else ():
+        with one_input(unit) if alone else nullcontext():
+            unit.register_forward_pre_hook(through, prepend=True)
+    for unit in units:
+        x = unit(x, memory)
+    x.sum().backward()
+    assert memory.grad is not None
+    return memory.grad
+
+
+def test_a_unit_s_identity_leaves_the_order_of_sums_alone() -> None:
+    wanted = memory_grad(hooked=False, alone=False)
+    assert torch.equal(memory_grad(hooked=True, alone=True), wanted)
+    unit_by_unit = memory_grad(hooked=True, alone=False)
+    assert torch.allclose(unit_by_unit, wanted, rtol=1e-3) and not torch.equal(unit_by_unit, wanted)
