@@ -87,6 +87,17 @@ class Twice(Tiny):
         return found
 
 
+class ReadByName(Tiny):
+    """The head is the embedding, read where no module holds it; `tied`, beside one that does."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        found = F.linear(x, self.embed.weight)
+        return found + self.head(x)
+
+
 class Attributes(nn.Module):
     """Blocks in no list."""
 

@@ -154,8 +154,10 @@ LATE: dict[str, tuple[str, str, tuple[str, ...], str]] = {
         "job_of()", "pp,schedule=./two.txt", ("--train.micro_batch_size=1",), "is for 2 microbatches"),
     "a microbatch beyond the batch": ("job_of()", "pp", ("--train.micro_batch_size=9",), "micro_batch_size 9"),
     "a generator": ("job_of(train_data=iter(rows()))", "pp", (), "train_data is a generator"),
-    "exact and tied over stages": (
-        "job_of(lambda: Tiny(tied=True))", "pp", ("--train.exact",), "embed.weight is used on the stages of ranks 0, 1"),
+    "exact and one weight by one name on two stages": (
+        "job_of(ReadByName)", "pp", ("--train.exact",), "is used on the stages of ranks 0, 1 by one name"),
+    "exact and a tied weight read elsewhere too": (
+        "job_of(lambda: ReadByName(tied=True))", "pp", ("--train.exact",), "by a module that does not hold it"),
     "a whole batch over stages": ("job_of(loss=mean, loss_over='batch')", "pp", (), 'loss_over="batch" with pp'),
     "a whole batch on shards": ("job_of(loss=mean, loss_over='batch')", "fsdp", (), 'loss_over="batch" with fsdp'),
     "a whole batch in pieces": (

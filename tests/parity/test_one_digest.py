@@ -26,6 +26,13 @@ EXACT = ("text", "llama")
 SHORT = (
     "single:1", "ddp:2", "fsdp:2", "zero2:2", "pp,schedule=zb_v:2", "hsdp,zero=1:4", "pp=2,dp_shard=2:4",
 )  # fmt: skip
+TIED = ("single:1", "pp,schedule=zb_v:2", "pp=2,dp_shard=2:4")
+TIED_LONG = (
+    *("single:1", "threads:2", "ddp:2", "zero1:2", "zero2:2", "pp:3"),
+    *(f"pp,schedule={schedule}:2" for schedule in SCHEDULES),
+    *("pp=2,dp_replicate=2:4", "pp=2,dp_shard=2,zero=1:4", "pp=2,dp_shard=2,zero=2,schedule=zb_h1:4"),
+)  # fmt: skip
+FULLY = ("fsdp:2", "hsdp:4", "pp=2,dp_shard=2:4", "pp=2,dp_shard=2,schedule=zb_v:4")
 LONG = (
     *("single:1", "threads:2", "ddp:2", "ddp:3", "ddp:8", "zero1:2", "zero1:4", "zero2:2", "zero2:3", "fsdp:2"),
     *("fsdp:3", "fsdp:8", "fsdp,remat=full:4", "hsdp:4", "hsdp,zero=1:4", "hsdp,zero=2:4", "pp:3", "pp:4"),
@@ -45,9 +52,8 @@ START = (
 )
 
 
-def exact(folder: Path, layouts: tuple[str, ...], seconds: float) -> list[dict[str, Any]]:
+def exact(folder: Path, words: list[str], seconds: float) -> list[dict[str, Any]]:
     """Four steps, the third of one sample and the fourth in the next epoch, one sample a microbatch."""
-    words = [f"{model}:{layout}" for layout in layouts for model in EXACT]
     return run(
         folder, "--case", *words, "--exact", "--micro", "1", "--steps", "4", "--checks", "start", "final",
         seconds=seconds,
@@ -55,16 +61,18 @@ def exact(folder: Path, layouts: tuple[str, ...], seconds: float) -> list[dict[s
 
 
 def test_exact_mode_ends_in_one_digest(tmp_path: Path) -> None:
-    answers = exact(tmp_path, SHORT, 400)
-    assert len(answers) == len(SHORT) * len(EXACT)
+    words = [f"{model}:{layout}" for layout in SHORT for model in EXACT]
+    words += [f"gpt2:{layout}" for layout in TIED]
+    answers = exact(tmp_path, words, 400)
+    assert len(answers) == len(words)
     for what in ("start", "final"):
-        one_digest(answers, what, models=EXACT)
+        one_digest(answers, what, models=(*EXACT, "gpt2"))
     assert all(one["start"] != one["final"] for one in answers)
 
 
 @pytest.mark.soak
 def test_exact_mode_ends_in_one_digest_everywhere(tmp_path: Path) -> None:
-    answers = exact(tmp_path, LONG, 3600)
+    answers = exact(tmp_path, [f"{model}:{layout}" for layout in LONG for model in EXACT], 3600)
     assert len(answers) == len(LONG) * len(EXACT)
     for what in ("start", "final"):
         one_digest(answers, what, models=EXACT)
@@ -77,6 +85,15 @@ def test_the_long_list_has_every_size_kind_and_ten_mixtures() -> None:
     assert {word for word, _ in rows} >= {"single", "ddp", "zero1", "zero2", "fsdp", "hsdp"}
     assert {word for word, _ in rows} >= {f"pp,schedule={schedule}" for schedule in SCHEDULES}
     assert len({word for word, _ in rows if word.startswith("pp=") and "dp_" in word}) >= 10
+
+
+@pytest.mark.soak
+def test_tied_weights_end_in_one_digest(tmp_path: Path) -> None:
+    models = ("gpt2", "bert", "nano", "t5")
+    words = [f"{model}:{layout}" for layout in (*TIED_LONG, *FULLY) for model in models]
+    answers = exact(tmp_path, words, 3600)
+    for what in ("start", "final"):
+        one_digest(answers, what, models=models)
 
 
 @pytest.mark.soak

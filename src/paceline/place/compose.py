@@ -219,14 +219,7 @@ def _tied(split: Split, piped: Piped | None, worlds: Worlds) -> Reducer:
 
 
 def _grid(every: Sequence[Named], uses: Uses, piped: Piped | None, worlds: Worlds) -> Grid:
-    """What exact mode adds gradients on."""
-    grid = Grid(names=[member.name for member in every], others=[worlds.pp], uses=uses)
-    _tie(grid, uses, piped)
-    return grid
-
-
-def _tie(grid: Grid, uses: Uses, piped: Piped | None) -> None:
-    """From here on each use of a tied weight is a summand, in one process and on stages alike.
+    """Of exact mode. From here on each use of a tied weight is a summand, in one process and on stages alike.
 
     Raises:
         LayoutError: what several stages use is no weight of several modules, so its uses can't be told apart.
@@ -239,10 +232,12 @@ def _tie(grid: Grid, uses: Uses, piped: Piped | None) -> None:
             hint="a module of its own for each use, with the weight tied (head.weight = embed.weight); "
             "or leave --train.exact out",
         )
-    if piped is not None and ties:
+    grid = Grid(names=[member.name for member in every], others=[worlds.pp], uses=uses)
+    if ties:
         uses.crossing = frozenset(ties)
-        grid.tie(Ties(ties, world=piped.world))
+        grid.tie(Ties(ties, world=worlds.pp))
     uses.watch()
+    return grid
 
 
 def beside(

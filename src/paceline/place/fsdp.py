@@ -6,8 +6,8 @@ and replicas of the shards work alike, and a unit may be of any make. With repli
 "PyTorch FSDP", VLDB 2023) only the rows' sums cross them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.errors import LayoutError
 from paceline.place.exact import Grid
+from paceline.place.one_input import one_input
 from paceline.place.parts import Part, Parts
 from paceline.place.scatter import ScatterReducer
 from paceline.place.sharded import Data, Sharded, zero
@@ -104,7 +105,8 @@ def shard_fully(
     base = parts or {m.name: Part.all_of(m.parameter.shape) for m in every}
     kept = {m.name: m.parameter for m in every if not m.parameter.dim()}
     gone = {p for n, p in model.named_parameters() if n in apart}
-    _wrap(model, data, asked, ignored=gone | set(kept.values()), is_left=hollow is not None, in_pieces=bool(parts))
+    around = [*([shown_pieces] if parts else []), *([one_input] if grid is not None else [])]
+    _wrap(model, data, asked, ignored=gone | set(kept.values()), is_left=hollow is not None, around=around)
     if rows is not None:
         where = torch.device("cpu") if asked.offload else data.shard.device
         others = {id(buffer) for buffer in model.buffers() if buffer.is_meta}
@@ -154,8 +156,15 @@ class _Settle:
 
 
 def _wrap(
-    model: nn.Module, data: Data, asked: FullySharded, *, ignored: set[nn.Parameter], is_left: bool, in_pieces: bool
+    model: nn.Module,
+    data: Data,
+    asked: FullySharded,
+    *,
+    ignored: set[nn.Parameter],
+    is_left: bool,
+    around: Sequence[Callable[[nn.Module], AbstractContextManager[None]]],
 ) -> None:
+    """`around` is put around the hooks of each unit."""
     device = data.shard.device.type
     assert data.shard.group is not None
     mesh = DeviceMesh.from_group(data.shard.group, device, mesh_dim_names=("dp_shard",))
@@ -164,7 +173,9 @@ def _wrap(
     _refuse_mixed([*units, model], model, ignored)
     for unit in [*units, model]:
         output = torch.float32 if asked.params is not None and unit is model else None
-        with shown_pieces(unit) if in_pieces else nullcontext():
+        with ExitStack() as stack:
+            for each in around:
+                stack.enter_context(each(unit))
             unit.register_forward_hook(lambda _, __, output: _own_memory(output))
             fully_shard(
                 unit,
