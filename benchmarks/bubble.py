@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import JobError
-from paceline.place.stages import Sent
+from paceline.place.stage.stages import Sent
 from paceline.schedule import SCHEDULES, Action, Costs, Program, Span, Timeline, build, draw, simulate, write
 from paceline.schedule.text import parse
 from paceline.schedule.theory import Case, bubble_of

@@ -34,7 +34,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from paceline.place.stages import Sent
+from paceline.place.stage.stages import Sent
 from paceline.schedule.build import build
 from paceline.step.pipeline import Pipeline
 from paceline.world import Place, World

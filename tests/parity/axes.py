@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from paceline.examples.text import GPT
 from paceline.examples.text import loss as text_loss
-from paceline.place.context import ContextParallel
-from paceline.place.context_check import InDouble
+from paceline.place.context.check import InDouble
+from paceline.place.context.sequence import ContextParallel
 from paceline.place.exchange import Exchange, Played, Table, play
-from paceline.place.experts import split_experts
+from paceline.place.experts.spread import split_experts
 from paceline.place.parts import Part
 
 SMALL = {

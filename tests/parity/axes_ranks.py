@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.place.context import ContextParallel, context
-from paceline.place.context_check import InDouble
+from paceline.place.context.check import InDouble
+from paceline.place.context.sequence import ContextParallel, context
 from paceline.place.exchange import Sent
-from paceline.place.experts import split_experts
+from paceline.place.experts.spread import split_experts
 from paceline.world import World
 from tests.parity.axes import (
     BERT,

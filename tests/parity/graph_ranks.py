@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from paceline.place.graph_plan import plan_graph
-from paceline.place.graph_stages import GraphStages
+from paceline.place.stage.graph_plan import plan_graph
+from paceline.place.stage.graph_stages import GraphStages
 from paceline.schedule.build import build
 from paceline.schedule.forward import forward_only
 from paceline.step.pipeline import Pipeline

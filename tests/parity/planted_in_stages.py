@@ -11,7 +11,7 @@ IN_STAGES = [
         says=(r"blocks\.2", "no gradient|never|not run|skip|drop|missing", "stage 1|border"),
         quick=True,
         code="""
-from paceline.place.stages import Stages
+from paceline.place.stage.stages import Stages
 _block_gate = Stages._block_gate
 
 def block_gate(self, number, dummy):
@@ -35,7 +35,7 @@ Stages._block_gate = block_gate
         should="Dropout after the last block draws from another stream on stage 1: another mask than one process's.",
         says=("dropout|random|stream|draw", "stage 1|border|rank 1|stages"),
         code="""
-from paceline.place import stages
+from paceline.place.stage import stages
 stages.take_stream = lambda state, device: torch.manual_seed(len(state))
 """,
     ),
@@ -47,7 +47,7 @@ stages.take_stream = lambda state, device: torch.manual_seed(len(state))
         should="embed.weight is tied to the head on stage 1; its gradient is not summed over the stages.",
         says=("tied|tie|both stages|stages 0", "stage", "not summed|not added|sum|part"),
         code="""
-from paceline.place.pipe import Piped
+from paceline.place.stage.pipe import Piped
 Piped.ties = property(lambda self: {})
 """,
     ),
@@ -59,7 +59,7 @@ Piped.ties = property(lambda self: {})
         should="Stage 0 (rank 0) has the sum of embed.weight's gradients, stage 1 (rank 1) only its own part.",
         says=("stage 1", "rank 1", "not summed|not added|part|copies|copy"),
         code="""
-from paceline.place import ties
+from paceline.place.stage import ties
 added = ties.added
 
 def part(parameter, *, ranks, place, world):
@@ -159,7 +159,7 @@ Rerun.again = again
         says=("rank 1", "row", "moved|shift|off by|order|roll|neighbour|places"),
         quick=True,
         code="""
-from paceline.place.scatter import ScatterReducer
+from paceline.place.shard.scatter import ScatterReducer
 _finish = ScatterReducer.finish
 
 def finish(self, *, divisor):
@@ -178,7 +178,7 @@ ScatterReducer.finish = finish
         should="Every gradient is half of what it should be: reduce-scatter averaged over 2 ranks and not summed.",
         says=(r"factor of (0\.5|1/2)|1/2|0\.5|half|2 times too small", "averag|divided|ranks"),
         code="""
-from paceline.place import scatter
+from paceline.place.shard import scatter
 _start = scatter.start_reduce_scatter
 
 def start(buffer, *, out, world):
@@ -200,7 +200,7 @@ scatter.start_reduce_scatter = start
         should="Gradients are summed over dp_shard but not over dp_replicate: ranks 0, 1 and ranks 2, 3 differ.",
         says=("dp_replicate|replica", "not summed|not added|not reduced|a part|own part"),
         code="""
-from paceline.place.scatter import ScatterReducer
+from paceline.place.shard.scatter import ScatterReducer
 _start = ScatterReducer.__init__
 
 def start(self, *, replicas=None, **rest):
@@ -215,7 +215,7 @@ ScatterReducer.__init__ = start
         should="Gradients agree; after the update each rank's model has only its own rows new, the others are stale.",
         says=("stale|not gathered|not updated|unchanged|gather", "rank|rows"),
         code="""
-from paceline.place.zero import Spread
+from paceline.place.shard.zero import Spread
 Spread.__call__ = lambda self: None
 """,
     ),

@@ -118,7 +118,7 @@ products._keys = keys
         should="Under tp the keys that go round the ring are the next head's: qkv of the first block and all after it.",
         says=("qkv|attention|head|blocks.0", "output|forward|loss"),
         code="""
-from paceline.place.context_mode import ContextMode
+from paceline.place.context.mode import ContextMode
 _around = ContextMode._around
 
 def around(self, query, key, value, *, heads, **given):
@@ -204,7 +204,7 @@ Holding.owns = lambda self, name: bool(self.parts(name)[self._world.rank].boxes)
         should="At each border of the sequence's pieces the label is missing or another's: labels moved after the cut.",
         says=("label|target|count", "border|cut|cp|sequence"),
         code="""
-from paceline.place import context
+from paceline.place.context import sequence as context
 _cut_batch = context.cut_batch
 
 def cut_batch(batch, *, sequence, ranks, rank, shift_labels=False):
@@ -224,7 +224,7 @@ context.cut_batch = cut_batch
         says=("places|position", r"\bcp\b|sequence"),
         verdict="refused",
         code="""
-from paceline.place import context_cut
+from paceline.place.context import cut as context_cut
 context_cut.Cut.positions = lambda self, rank, *, device=None: torch.arange(self.size(rank), device=device)
 """,
     ),
@@ -235,7 +235,7 @@ context_cut.Cut.positions = lambda self, rank, *, device=None: torch.arange(self
         says=("attention|qkv|blocks.0", r"\bcp\b|sequence"),
         verdict="refused",
         code="""
-from paceline.place.context_ring import Ring
+from paceline.place.context.ring import Ring
 _pairs = Ring.pairs
 Ring.pairs = lambda self, owner: _pairs(self, owner) if owner == self.exchange.rank else iter(())
 """,
@@ -259,7 +259,7 @@ divide.reducer_of = lambda named, world, grid: _reducer(named, type(world).alone
         says=("expert", "swap|place|other|exchange|mixed"),
         code="""
 from dataclasses import replace
-from paceline.place import experts
+from paceline.place.experts import spread as experts
 _plan_route = experts.plan_route
 
 def plan_route(index, *, ranges, exchange):

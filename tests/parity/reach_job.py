@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import paceline as pl
 from paceline.measure.held import Watch, held_now
-from paceline.place import divide, fsdp, sharded
+from paceline.place import divide
+from paceline.place.shard import fsdp, sharded
 from paceline.spec.task import Task
 from paceline.train.built import build
 from paceline.train.convert import weights_digest

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.place.exact import ExactReducer, Grid
-from paceline.place.fsdp import FullySharded, shard_fully
 from paceline.place.norm import joint_norm
 from paceline.place.parts import Part
 from paceline.place.replicate import LocalReducer
 from paceline.place.rules import learn
-from paceline.place.sharded import Data, Sharded, zero
+from paceline.place.shard.fsdp import FullySharded, shard_fully
+from paceline.place.shard.sharded import Data, Sharded, zero
 from paceline.place.units import trainable
 from paceline.world import World
 
@@ -302,7 +302,7 @@ def train(case: Case, rank: int, size: int) -> dict[str, Any]:
     sharded, optimizers = place(case, model, data, grid)
     _plant(case, sharded, rank)
     if case.offload_state:
-        from paceline.place.offload import offload_state
+        from paceline.place.shard.offload import offload_state
 
         for optimizer in optimizers:
             offload_state(optimizer)

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from paceline.place.cut import plan_cut
-from paceline.place.hollow import hollow_parameters
-from paceline.place.stages import Stages
+from paceline.place.stage.cut import plan_cut
+from paceline.place.stage.hollow import hollow_parameters
+from paceline.place.stage.stages import Stages
 from paceline.schedule.build import build
 from paceline.step.pipeline import Pipeline
 from paceline.step.staged import Staged

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from paceline.place.cut import plan_cut
-from paceline.place.stages import Stages
+from paceline.place.stage.cut import plan_cut
+from paceline.place.stage.stages import Stages
 from paceline.schedule.build import build
 from paceline.schedule.forward import forward_only
 from paceline.step.pipeline import Pipeline

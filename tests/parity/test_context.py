@@ -10,12 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import JobError, LayoutError
-from paceline.place import context, context_cut, context_mode, context_ring
-from paceline.place.context import ContextParallel
-from paceline.place.context_check import check_context
-from paceline.place.context_cut import Cut, cut_batch, shifted
-from paceline.place.context_mask import meaning
-from paceline.place.context_ring import Ring, ring_attention
+from paceline.place.context import cut as context_cut
+from paceline.place.context import mode as context_mode
+from paceline.place.context import ring as context_ring
+from paceline.place.context import sequence as context
+from paceline.place.context.check import check_context
+from paceline.place.context.cut import Cut, cut_batch, shifted
+from paceline.place.context.mask import meaning
+from paceline.place.context.ring import Ring, ring_attention
+from paceline.place.context.sequence import ContextParallel
 from paceline.place.exchange import Exchange, Played, Table, play
 from tests.parity.axes import (
     BERT,

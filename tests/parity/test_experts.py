@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.place import experts, experts_route
 from paceline.place.exchange import Exchange, Played, Table, play
-from paceline.place.experts import Elsewhere, expert_parts, split_experts
-from paceline.place.experts_check import check_experts
-from paceline.place.experts_find import expert_ranges, find_experts
-from paceline.place.experts_route import combine, dispatch, plan_route
+from paceline.place.experts import route as experts_route
+from paceline.place.experts import spread as experts
+from paceline.place.experts.check import check_experts
+from paceline.place.experts.find import expert_ranges, find_experts
+from paceline.place.experts.route import combine, dispatch, plan_route
+from paceline.place.experts.spread import Elsewhere, expert_parts, split_experts
 from tests.parity.axes import (
     MIXTRAL,
     Listed,

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError, LayoutError, RunError
-from paceline.place.graph_plan import GraphPlan, plan_graph
-from paceline.place.graph_stages import GraphStages
-from paceline.place.hollow import hollow_parameters
-from paceline.place.stages import Sent
+from paceline.place.stage.graph_plan import GraphPlan, plan_graph
+from paceline.place.stage.graph_stages import GraphStages
+from paceline.place.stage.hollow import hollow_parameters
+from paceline.place.stage.stages import Sent
 from paceline.schedule import SCHEDULES
 from paceline.streams import Streams
 from tests.parity.graph_models import CASES, INPUTS, built
@@ -286,7 +286,7 @@ def loss(output, batch):
 
 def make_job(lost: bool = False) -> pl.Job:
     if lost:
-        from paceline.place.graph_stages import GraphStages
+        from paceline.place.stage.graph_stages import GraphStages
         plain = GraphStages._unpacked
         def dropped(*given):
             values = plain(*given)

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.place import context_mode
-from paceline.place.context import ContextParallel
-from paceline.place.context_cut import Cut
-from paceline.place.context_mode import ContextMode
+from paceline.place.context import mode as context_mode
+from paceline.place.context.cut import Cut
+from paceline.place.context.mode import ContextMode
+from paceline.place.context.sequence import ContextParallel
 from paceline.place.exchange import Played, Table
 from paceline.place.tensor.cut import even_cut
 from paceline.place.tensor.derive import derive_plan

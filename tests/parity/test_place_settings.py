@@ -10,10 +10,10 @@ from paceline.errors import LayoutError
 from paceline.measure import blocks as measured
 from paceline.place import runs
 from paceline.place.blocks import find_blocks
-from paceline.place.pipe import cut_model
 from paceline.place.runs import seconds_of
+from paceline.place.shard.wrap import find_units, units_of
+from paceline.place.stage.pipe import cut_model
 from paceline.place.start.hollow import tensor_bytes
-from paceline.place.wrap import find_units, units_of
 from paceline.plan.mesh import mesh_of
 from paceline.plan.settle import Cluster, Facts, settle
 from paceline.spec.layout import parse_layout

@@ -59,9 +59,9 @@ def test_what_a_fault_replaces_is_there(name: str) -> None:
 
 
 def test_a_part_that_is_gone_is_missed() -> None:
-    code = "from paceline.place import ties\nfrom paceline.place.ties import TiedReducer, gone\n"
+    code = "from paceline.place import ties\nfrom paceline.place.stage.ties import TiedReducer, gone\n"
     assert list(gone(f"{code}_sum = TiedReducer._sum\nties.added = None\nties.more = None")) == [
-        "paceline.place.ties.gone",
+        "paceline.place.stage.ties.gone",
         "TiedReducer._sum",
         "ties.more",
     ]

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.place.fsdp import FullySharded
-from paceline.place.wrap import Units
+from paceline.place.shard.fsdp import FullySharded
+from paceline.place.shard.wrap import Units
 from tests.parity.shard_bed import CLIP, Case, alone, plain, run, together
 
 LAYOUTS = ("zero1", "zero2", "fsdp")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.place.exact import Grid
-from paceline.place.sharded import Data, zero
+from paceline.place.shard.sharded import Data, zero
 from paceline.place.units import trainable
 from paceline.world import World
 from tests.parity.shard_bed import OPTIMIZERS, Case, batches, build, held, learn, loss_of, run

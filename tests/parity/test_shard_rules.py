@@ -8,9 +8,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import JobError, LayoutError
-from paceline.place.offload import offload_state
 from paceline.place.rules import learn, shared_optimizers
-from paceline.place.share import Share, cuts, shares_of
+from paceline.place.shard.offload import offload_state
+from paceline.place.shard.share import Share, cuts, shares_of
 from paceline.place.units import trainable
 from paceline.torch_private import JointScaler
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from paceline.errors import LayoutError
-from paceline.place.fsdp import FullySharded, shard_fully
-from paceline.place.sharded import Data
+from paceline.place.shard.fsdp import FullySharded, shard_fully
+from paceline.place.shard.sharded import Data
+from paceline.place.shard.wrap import Units, find_units
 from paceline.place.units import trainable
-from paceline.place.wrap import Units, find_units
 from paceline.world import World
 from tests.parity.shard_bed import Block, Gpt, llama
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from paceline.errors import LayoutError, RunError
 from paceline.measure.blocks import time_blocks
 from paceline.place.blocks import find_blocks
-from paceline.place.cut import Cut, plan_cut
-from paceline.place.hollow import hollow_parameters
-from paceline.place.rehearse import rehearse
-from paceline.place.stages import Sent, Stages
+from paceline.place.stage.cut import Cut, plan_cut
+from paceline.place.stage.hollow import hollow_parameters
+from paceline.place.stage.rehearse import rehearse
+from paceline.place.stage.stages import Sent, Stages
 from paceline.plan.balance import balance
 from paceline.streams import Streams
 from tests.parity.staged_models import CASES, HF, OWN, Block, Nano, Pair, built

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.place.cut import plan_cut
 from paceline.place.late import Late
 from paceline.place.runs import seconds_of
+from paceline.place.stage.cut import plan_cut
 from paceline.place.start.draft import unbuilt
 from paceline.place.start.hollow import named_tensors, tensor_bytes
 from paceline.place.start.sketch import Unknown, sketching

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.errors import LayoutError
 from paceline.place.exact import ExactReducer, Grid
-from paceline.place.one_input import one_input
+from paceline.place.shard.one_input import one_input
 from paceline.place.units import trainable
 from paceline.place.uses import Uses
 from paceline.world import World

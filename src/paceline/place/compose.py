@@ -8,23 +8,23 @@ from torch import nn
 from paceline.errors import LayoutError
 from paceline.place.blocks import find_blocks
 from paceline.place.compile import compile_blocks
-from paceline.place.context import ContextParallel
+from paceline.place.context.sequence import ContextParallel
 from paceline.place.divide import Sharding, Split, divided, held_now, kept_now, nothing, with_experts
 from paceline.place.exact import ExactReducer, Grid
-from paceline.place.experts import split_experts
-from paceline.place.fsdp import Rows
+from paceline.place.experts.spread import split_experts
 from paceline.place.holding import Holding, all_of, all_shares
 from paceline.place.late import Late
 from paceline.place.meeting import ThreadWorld
 from paceline.place.parts import Parts
-from paceline.place.pipe import Piped, cut_model
 from paceline.place.remat import remat, repeated
 from paceline.place.replicate import Reducer
 from paceline.place.runs import Runs, seconds_of, tensor_plan
-from paceline.place.sharded import Data
+from paceline.place.shard.fsdp import Rows
+from paceline.place.shard.sharded import Data
+from paceline.place.stage.pipe import Piped, cut_model
+from paceline.place.stage.ties import TiedReducer, Ties
 from paceline.place.tensor.placed import split_model
 from paceline.place.threads import ThreadReducer
-from paceline.place.ties import TiedReducer, Ties
 from paceline.place.units import Named, trainable
 from paceline.place.uses import Uses
 from paceline.spec.layout import Layout

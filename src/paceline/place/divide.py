@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from paceline.place.both import BothReducers
 from paceline.place.exact import ExactReducer, Grid
-from paceline.place.fsdp import Rows, chosen, shard_fully
 from paceline.place.holding import Held
 from paceline.place.parts import Part, Parts
 from paceline.place.replicate import BucketReducer, LocalReducer, Reducer
-from paceline.place.sharded import Data, Sharded, zero
-from paceline.place.share import Share
+from paceline.place.shard.fsdp import Rows, chosen, shard_fully
+from paceline.place.shard.sharded import Data, Sharded, zero
+from paceline.place.shard.share import Share
 from paceline.place.units import Named
 from paceline.spec.layout import Layout
 from paceline.spec.settings import Place

@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.errors import RunError
 from paceline.place.replicate import second_gradient
 from paceline.place.rounded import add_rounded, from_sums, scratch_on
-from paceline.place.ties import Ties
+from paceline.place.stage.ties import Ties
 from paceline.place.units import Named, cut_units
 from paceline.place.uses import Uses
 from paceline.world import World

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import user_line
-from paceline.place.fsdp import row_parts
 from paceline.place.parts import Part, Parts
+from paceline.place.shard.fsdp import row_parts
 from paceline.place.start.draft import Draft
 from paceline.place.start.hollow import named_tensors, put_tensors, with_data
 from paceline.place.start.sketch import Unknown, lending, sketching

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from paceline.errors import JobError, LayoutError
 from paceline.place.blocks import Block, find_blocks, has_blocks
-from paceline.place.caches import Caches
 from paceline.place.kept import Contexts, contexts
+from paceline.place.stage.caches import Caches
 from paceline.place.stand_in import BlockBuffers, Entry
 from paceline.spec.remat import Remat, RematKind
 from paceline.torch_private import NormBase

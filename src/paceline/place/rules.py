@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.errors import JobError, LayoutError
-from paceline.place.share import Share
+from paceline.place.shard.share import Share
 from paceline.place.units import Named
 
 Pairs = list[tuple[str, nn.Parameter]]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.feed.types import StepInput
-from paceline.place.context_cut import Cut
+from paceline.place.context.cut import Cut
 from paceline.place.tensor.split import Split
 from paceline.place.tensor.wire import piece
 from paceline.prove.inquiry import Inquiry

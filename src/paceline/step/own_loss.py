@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError
-from paceline.place.context import moves_labels
+from paceline.place.context.sequence import moves_labels
 from paceline.streams import preserved
 
 IGNORED_LABEL = -100

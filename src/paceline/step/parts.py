@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.place.batchnorm import StatisticsTape
 from paceline.place.buffers import BufferPolicy
-from paceline.place.context import ContextParallel
+from paceline.place.context.sequence import ContextParallel
 from paceline.place.replicate import Reducer
 from paceline.place.sync_bn import Rounds
 from paceline.place.views import write

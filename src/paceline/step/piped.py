@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.place.pipe import Piped
-from paceline.place.stages import Sent
+from paceline.place.stage.pipe import Piped
+from paceline.place.stage.stages import Sent
 from paceline.schedule.program import Action, Op, Program
 from paceline.step.generate import logits
 from paceline.step.given import Given

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import JobError, LayoutError
-from paceline.place.stages import Sent
+from paceline.place.stage.stages import Sent
 from paceline.schedule.program import Action, Op, Program
 from paceline.step.split import Rest, backward_input, backward_weight
 from paceline.step.wire import Edge, Wire

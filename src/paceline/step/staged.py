@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.place.cut import Cut
-from paceline.place.stages import Sent, Stages
-from paceline.place.ties import added
+from paceline.place.stage.cut import Cut
+from paceline.place.stage.stages import Sent, Stages
+from paceline.place.stage.ties import added
 from paceline.world import World
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from paceline.errors import JobError
-from paceline.place.fsdp import row_parts
 from paceline.place.late import Late
+from paceline.place.shard.fsdp import row_parts
 from paceline.place.start.draft import draft, drawn_start, unbuilt
 from paceline.place.start.hollow import named_tensors, put_tensors, tensor_bytes, with_data
 from paceline.place.start.stored import Stored

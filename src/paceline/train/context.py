@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError
 from paceline.job import Job
-from paceline.place.context import ContextParallel
-from paceline.place.context_check import check_context
+from paceline.place.context.check import check_context
+from paceline.place.context.sequence import ContextParallel
 from paceline.step.loss import LossContract
 from paceline.train.example import Example
 from paceline.worlds import Worlds

@@ -12,8 +12,8 @@ from paceline.errors import JobError, LayoutError, NonFiniteError, UsageError, r
 from paceline.place.batchnorm import running
 from paceline.place.compose import Placed
 from paceline.place.norm import joint_norm
-from paceline.place.offload import offload_state
 from paceline.place.rules import learn
+from paceline.place.shard.offload import offload_state
 from paceline.place.units import Named
 from paceline.plan.mesh import label
 from paceline.spec.layout import Layout

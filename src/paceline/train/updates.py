@@ -12,8 +12,8 @@ from paceline.job import Job
 from paceline.place.compose import Placed
 from paceline.place.holding import Holding
 from paceline.place.norm import joint_norm
-from paceline.place.offload import offload_state
 from paceline.place.rules import Rules, learn
+from paceline.place.shard.offload import offload_state
 from paceline.place.units import Named
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.place.packing import Packing, start_all_gather
 from paceline.place.replicate import Reducer
-from paceline.place.share import Cut, Share
+from paceline.place.shard.packing import Packing, start_all_gather
+from paceline.place.shard.share import Cut, Share
 from paceline.place.units import Named, cut_units
 from paceline.world import World
 

@@ -15,8 +15,8 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
 from paceline.errors import LayoutError
-from paceline.place.bounds import Bounds
-from paceline.place.graph import Call, Graph, shared, silently_written
+from paceline.place.stage.bounds import Bounds
+from paceline.place.stage.graph import Call, Graph, shared, silently_written
 
 _UNKNOWN = 1 << 62
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from paceline.errors import LayoutError
-from paceline.place.context import ContextParallel, refuse_model, refuse_window
-from paceline.place.context_cut import Cut, batch_length
+from paceline.place.context.cut import Cut, batch_length
+from paceline.place.context.sequence import ContextParallel, refuse_model, refuse_window
 from paceline.place.exchange import Exchange, play
 
 CLOSE = 1e-9

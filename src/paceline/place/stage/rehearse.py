@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.place.cut import Cut
-from paceline.place.stages import Stages
-from paceline.place.values import Path, tensors_in
+from paceline.place.stage.cut import Cut
+from paceline.place.stage.stages import Stages
+from paceline.place.stage.values import Path, tensors_in
 from paceline.streams import preserved
 
 _ROUNDING = 1e-5

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from paceline.errors import LayoutError
 from paceline.place.exchange import Exchange, Sent
-from paceline.place.experts_find import Experts, expert_ranges, find_experts
-from paceline.place.experts_route import combine, dispatch, plan_route
+from paceline.place.experts.find import Experts, expert_ranges, find_experts
+from paceline.place.experts.route import combine, dispatch, plan_route
 from paceline.place.parts import Part
 from paceline.world import World
 

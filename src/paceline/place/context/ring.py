@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.place.context_cut import Cut, Piece
+from paceline.place.context.cut import Cut, Piece
 from paceline.place.exchange import Exchange
 
 BLOCK = 1024

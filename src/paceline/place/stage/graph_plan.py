@@ -9,11 +9,11 @@ from torch import nn
 
 from paceline.errors import JobError, LayoutError
 from paceline.place.blocks import Block, find_blocks
-from paceline.place.bounds import checked_bounds, even_bounds
-from paceline.place.export import export
-from paceline.place.graph import Call, Graph
-from paceline.place.graph_cut import GraphCut, cut_graph
-from paceline.place.hollow import skeleton
+from paceline.place.stage.bounds import checked_bounds, even_bounds
+from paceline.place.stage.export import export
+from paceline.place.stage.graph import Call, Graph
+from paceline.place.stage.graph_cut import GraphCut, cut_graph
+from paceline.place.stage.hollow import skeleton
 from paceline.streams import random_blocks
 from paceline.torch_private import Interception
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError, LayoutError, RunError
-from paceline.place.export import export
-from paceline.place.graph import Call, Graph
-from paceline.place.graph_cut import GraphCut, Live, parameters_in, place_of
-from paceline.place.hollow import hollow_graph
-from paceline.place.stages import Sent, stream_of, take_stream
+from paceline.place.stage.export import export
+from paceline.place.stage.graph import Call, Graph
+from paceline.place.stage.graph_cut import GraphCut, Live, parameters_in, place_of
+from paceline.place.stage.hollow import hollow_graph
+from paceline.place.stage.stages import Sent, stream_of, take_stream
 from paceline.torch_private import Interception, tree_flatten
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.place.context_cut import Cut, batch_length, cut_batch, is_padded
-from paceline.place.context_mode import ContextMode
+from paceline.place.context.cut import Cut, batch_length, cut_batch, is_padded
+from paceline.place.context.mode import ContextMode
 from paceline.place.exchange import Exchange, Sent
 from paceline.torch_private import NormBase
 from paceline.world import World

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError, LayoutError, RunError
-from paceline.place.cut import Cut, StagePart
-from paceline.place.dummies import Dummy, Form, Pool
-from paceline.place.hollow import glue, hollow
-from paceline.place.values import Spec, flattened, replaced, tensors_in, unflattened
+from paceline.place.stage.cut import Cut, StagePart
+from paceline.place.stage.dummies import Dummy, Form, Pool
+from paceline.place.stage.hollow import glue, hollow
+from paceline.place.stage.values import Spec, flattened, replaced, tensors_in, unflattened
 from paceline.torch_private import Interception
 
 

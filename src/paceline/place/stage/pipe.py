@@ -9,13 +9,13 @@ from torch import nn
 
 from paceline.errors import LayoutError
 from paceline.place.blocks import NoChain, find_blocks
-from paceline.place.cut import Cut, plan_cut
-from paceline.place.graph_cut import GraphCut
-from paceline.place.graph_plan import GraphPlan, plan_graph
-from paceline.place.graph_stages import GraphStages
-from paceline.place.hollow import glue, hollow_parameters
 from paceline.place.late import Late
-from paceline.place.stages import Stages
+from paceline.place.stage.cut import Cut, plan_cut
+from paceline.place.stage.graph_cut import GraphCut
+from paceline.place.stage.graph_plan import GraphPlan, plan_graph
+from paceline.place.stage.graph_stages import GraphStages
+from paceline.place.stage.hollow import glue, hollow_parameters
+from paceline.place.stage.stages import Stages
 from paceline.plan.mesh import Mesh
 from paceline.plan.pipeline import is_file, program_of
 from paceline.schedule.forward import forward_only

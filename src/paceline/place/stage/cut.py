@@ -14,11 +14,11 @@ from typing import Any
 from torch import nn
 
 from paceline.place.blocks import Block, NoChain, find_blocks
-from paceline.place.bounds import Bounds, checked_bounds, even_bounds
-from paceline.place.dummies import Form, form_of
-from paceline.place.flow import Flow, Key, watch
-from paceline.place.needs import Needs, needs_of
-from paceline.place.values import Kinds, Path
+from paceline.place.stage.bounds import Bounds, checked_bounds, even_bounds
+from paceline.place.stage.dummies import Form, form_of
+from paceline.place.stage.flow import Flow, Key, watch
+from paceline.place.stage.needs import Needs, needs_of
+from paceline.place.stage.values import Kinds, Path
 
 Sight = tuple[int, bool, Path]
 

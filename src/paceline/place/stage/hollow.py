@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.place.cut import Cut
-from paceline.place.graph_cut import GraphCut
+from paceline.place.stage.cut import Cut
+from paceline.place.stage.graph_cut import GraphCut
 
 
 def glue(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

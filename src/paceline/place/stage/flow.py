@@ -16,12 +16,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.errors import LayoutError
 from paceline.place.blocks import Block, NoChain
-from paceline.place.values import Path, tensors_in
+from paceline.place.stage.values import Path, tensors_in
 from paceline.streams import preserved, random_blocks
 from paceline.torch_modes import WatchedOps, written
 from paceline.torch_private import Interception
 
-OUR_FILES = ("place/flow.py", "torch_private.py", "torch_modes.py", "start/record.py", "start/sketch.py")
+OUR_FILES = ("place/stage/flow.py", "torch_private.py", "torch_modes.py", "start/record.py", "start/sketch.py")
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, str]
 Key = tuple[int, Geometry]

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from paceline.errors import LayoutError
 from paceline.place.blocks import NoChain
-from paceline.place.flow import Flow, Key, Node
-from paceline.place.values import Path
+from paceline.place.stage.flow import Flow, Key, Node
+from paceline.place.stage.values import Path
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.place.share import Cut
+from paceline.place.shard.share import Cut
 from paceline.place.units import Named
 from paceline.torch_private import copy_all
 from paceline.world import World

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.place.values import Kinds, Path, Spec, flattened, replaced, tensors_in, unflattened
+from paceline.place.stage.values import Kinds, Path, Spec, flattened, replaced, tensors_in, unflattened
 from paceline.torch_private import mute
 
 Kind = tuple[torch.Size, torch.dtype]

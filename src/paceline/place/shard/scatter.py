@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.place.exact import Grid, Sizes
-from paceline.place.packing import Packing, start_reduce_scatter
 from paceline.place.replicate import second_gradient
 from paceline.place.rounded import add_rounded, from_sums, scratch_on
-from paceline.place.share import Cut, Share
+from paceline.place.shard.packing import Packing, start_reduce_scatter
+from paceline.place.shard.share import Cut, Share
 from paceline.place.units import Named, cut_units
 from paceline.torch_private import add_all, copy_all
 from paceline.world import World

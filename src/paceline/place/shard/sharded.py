@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from paceline.place.exact import ExactReducer, Grid
 from paceline.place.parts import Part, Parts
 from paceline.place.replicate import BucketReducer, LocalReducer, Reducer
-from paceline.place.scatter import ScatterReducer
-from paceline.place.share import Cut, Share, cuts, shares_of
+from paceline.place.shard.scatter import ScatterReducer
+from paceline.place.shard.share import Cut, Share, cuts, shares_of
+from paceline.place.shard.zero import RowsReducer, Spread
 from paceline.place.units import Named
-from paceline.place.zero import RowsReducer, Spread
 from paceline.world import World
 
 

@@ -14,7 +14,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import GraphModule, Node
 
 from paceline.errors import LayoutError, user_line
-from paceline.place.graph import Call, Graph, Operation, Source, Step, Value, shared
+from paceline.place.stage.graph import Call, Graph, Operation, Source, Step, Value, shared
 from paceline.streams import host_states, preserved
 
 _ROOT = "L__self__"

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.place.context_check import InDouble, doubled, eager_experts, near, tensors_of
+from paceline.place.context.check import InDouble, doubled, eager_experts, near, tensors_of
 from paceline.place.exchange import Exchange, play
-from paceline.place.experts import split_experts
+from paceline.place.experts.spread import split_experts
 from paceline.place.parts import Part
 
 

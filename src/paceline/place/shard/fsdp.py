@@ -19,15 +19,15 @@ from torch.distributed.tensor import DTensor
 
 from paceline.errors import LayoutError
 from paceline.place.exact import Grid
-from paceline.place.one_input import one_input
 from paceline.place.parts import Part, Parts
-from paceline.place.scatter import ScatterReducer
-from paceline.place.sharded import Data, Sharded, zero
-from paceline.place.share import Cut, Share, cuts, shares_of, view_of
+from paceline.place.shard.one_input import one_input
+from paceline.place.shard.scatter import ScatterReducer
+from paceline.place.shard.sharded import Data, Sharded, zero
+from paceline.place.shard.share import Cut, Share, cuts, shares_of, view_of
+from paceline.place.shard.wrap import Units, find_units, units_of
+from paceline.place.shard.zero import Spread
 from paceline.place.tensor.seam import shown_pieces
 from paceline.place.units import Named
-from paceline.place.wrap import Units, find_units, units_of
-from paceline.place.zero import Spread
 from paceline.spec.layout import Layout
 from paceline.spec.settings import Place
 from paceline.torch_private import give_memory, is_view

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from paceline.errors import LayoutError
-from paceline.place.context_cut import Cut
-from paceline.place.context_heads import heads_attention
-from paceline.place.context_mask import Meaning, meaning
-from paceline.place.context_ring import Ring, ring_attention
+from paceline.place.context.cut import Cut
+from paceline.place.context.heads import heads_attention
+from paceline.place.context.mask import Meaning, meaning
+from paceline.place.context.ring import Ring, ring_attention
 from paceline.place.exchange import Exchange
 from paceline.place.tensor.rules_product import attention_by
 from paceline.place.tensor.split import Split, Unknown

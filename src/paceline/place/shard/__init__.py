@@ -1,0 +1,1 @@
+"""Parameters, gradients and optimizer state in shares: ZeRO and `fully_shard`."""
