@@ -26,7 +26,8 @@ from paceline.place.norm import joint_norm
 from paceline.place.parts import Part
 from paceline.place.replicate import LocalReducer
 from paceline.place.rules import learn
-from paceline.place.shard.fsdp import FullySharded, shard_fully
+from paceline.place.shard.chosen import FullySharded
+from paceline.place.shard.fsdp import shard_fully
 from paceline.place.shard.sharded import Data, Sharded, zero
 from paceline.place.units import trainable
 from paceline.world import World

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.place.shard.fsdp import FullySharded
+from paceline.place.shard.chosen import FullySharded
 from paceline.place.shard.wrap import Units
 from tests.parity.shard_bed import CLIP, Case, alone, plain, run, together
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.place.shard.fsdp import FullySharded, shard_fully
+from paceline.place.shard.chosen import FullySharded
+from paceline.place.shard.fsdp import shard_fully
 from paceline.place.shard.sharded import Sharded, zero
 from paceline.place.units import trainable
 from paceline.torch_private import version

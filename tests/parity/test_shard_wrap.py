@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from paceline.errors import LayoutError
-from paceline.place.shard.fsdp import FullySharded, shard_fully
+from paceline.place.shard.chosen import FullySharded
+from paceline.place.shard.fsdp import shard_fully
 from paceline.place.shard.sharded import Data
 from paceline.place.shard.wrap import Units, find_units
 from paceline.place.units import trainable

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from paceline.place.blocks import Block
+from paceline.place.caches import Caches
 from paceline.place.remat import Rerun, Undo, repeated
-from paceline.place.stage.caches import Caches
 from paceline.place.stand_in import BlockBuffers, Entry
 from paceline.streams import get_states, set_states
 from paceline.torch_private import compile_errors

@@ -11,7 +11,8 @@ from paceline.place.exact import ExactReducer, Grid
 from paceline.place.holding import Held
 from paceline.place.parts import Part, Parts
 from paceline.place.replicate import BucketReducer, LocalReducer, Reducer
-from paceline.place.shard.fsdp import Rows, chosen, shard_fully
+from paceline.place.shard.chosen import chosen
+from paceline.place.shard.fsdp import Rows, shard_fully
 from paceline.place.shard.sharded import Data, Sharded, zero
 from paceline.place.shard.share import Share
 from paceline.place.units import Named

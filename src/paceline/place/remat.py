@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from paceline.errors import JobError, LayoutError
 from paceline.place.blocks import Block, find_blocks, has_blocks
+from paceline.place.caches import Caches
 from paceline.place.kept import Contexts, contexts
-from paceline.place.stage.caches import Caches
 from paceline.place.stand_in import BlockBuffers, Entry
 from paceline.spec.remat import Remat, RematKind
 from paceline.torch_private import NormBase
@@ -75,9 +75,8 @@ class Rerun:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         self._refuse_filled(self._caches.filled(args, kwargs))
-        given, named = self._caches.without(args, kwargs)
         entry = Entry(self._buffers)
-        output = checkpoint(_Once(self, entry), *given, use_reentrant=False, context_fn=self._how, **named)
+        output = checkpoint(_Once(self, entry), *args, use_reentrant=False, context_fn=self._how, **kwargs)
         entry.leave()
         return output
 
@@ -85,7 +84,7 @@ class Rerun:
         """Run all of it again, whatever was to be kept."""
         self._how, self.is_selective = noop_context_fn, False
 
-    def again(self, once: "_Once", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def again(self, once: "_Once", args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The second run."""
         try:
             with once.entry.put_back():
@@ -117,10 +116,11 @@ class _Once:
         self._ran = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given, named = Caches.apart(args, kwargs)
         if self._ran:
-            return self._rerun.again(self, args, kwargs)
+            return self._rerun.again(self, given, named)
         self._ran = True
-        return self.inner(*args, **kwargs)
+        return self.inner(*given, **named)
 
 
 def _wrap(name: str, block: nn.Module, how: Contexts) -> Undo:

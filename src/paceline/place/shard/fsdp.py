@@ -8,7 +8,6 @@ and replicas of the shards work alike, and a unit may be of any make. With repli
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -20,16 +19,15 @@ from torch.distributed.tensor import DTensor
 from paceline.errors import LayoutError
 from paceline.place.exact import Grid
 from paceline.place.parts import Part, Parts
+from paceline.place.shard.chosen import FullySharded
 from paceline.place.shard.one_input import one_input
 from paceline.place.shard.scatter import ScatterReducer
 from paceline.place.shard.sharded import Data, Sharded, zero
 from paceline.place.shard.share import Cut, Share, cuts, shares_of, view_of
-from paceline.place.shard.wrap import Units, find_units, units_of
+from paceline.place.shard.wrap import find_units
 from paceline.place.shard.zero import Spread
 from paceline.place.tensor.seam import shown_pieces
 from paceline.place.units import Named
-from paceline.spec.layout import Layout
-from paceline.spec.settings import Place
 from paceline.torch_private import give_memory, is_view
 from paceline.world import World
 
@@ -40,34 +38,6 @@ class Rows(Protocol):
     def __contains__(self, name: object, /) -> bool: ...
 
     def pop(self, name: str, /) -> Tensor: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class FullySharded:
-    """What can be chosen.
-
-    `reshard`: whether a unit's parameters are freed between forward and backward; None frees all but the model's
-    own, which backward needs first. `prefetch`: how many units ahead are gathered; 0 leaves it to torch.
-    `params`: the type that parameters are gathered and used in, where that is not their own. `offload`: keep
-    parameters, gradients and optimizer state in host memory.
-    """
-
-    units: Units = field(default_factory=Units)
-    reshard: bool | None = None
-    prefetch: int = 0
-    params: torch.dtype | None = None
-    offload: bool = False
-
-
-def chosen(model: nn.Module, *, asked: Layout, how: Place) -> FullySharded:
-    """What layout and settings say of it."""
-    return FullySharded(
-        units=units_of(how.units, model=model),
-        reshard=how.reshard,
-        prefetch=how.prefetch,
-        params=torch.bfloat16 if asked.params == "bf16" else None,
-        offload="parameters" in asked.offload,
-    )
 
 
 def shard_fully(

@@ -1,5 +1,6 @@
 """Caches of keys and values that a model hands from block to block: in training nobody reads them."""
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,15 @@ class Caches:
         given = [self._without(self._name(place), value) for place, value in enumerate(args)]
         return given, {name: self._without(name, value) for name, value in kwargs.items()}
 
+    @staticmethod
+    def apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments with a copy of each cache for one run alone; the tensors in it are the same.
+
+        None in its place would do, but what a cache gives back lies in memory as it does not without one, and kernels
+        may add that in another order.
+        """
+        return [_apart(value) for value in args], {name: _apart(value) for name, value in kwargs.items()}
+
     def filled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """The name of one that holds something for this block."""
         named = [*((self._name(place), value) for place, value in enumerate(args)), *kwargs.items()]
@@ -33,6 +43,16 @@ class Caches:
         if name == "use_cache":
             return False
         return None if _is_cache(value) else value
+
+
+def _apart(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_apart(one) for one in value]
+    if not _is_cache(value):
+        return value
+    made = copy.copy(value)
+    vars(made).update({key: dict(one) if isinstance(one, dict) else _apart(one) for key, one in vars(value).items()})
+    return made
 
 
 def _is_cache(value: Any) -> bool:
