@@ -79,8 +79,7 @@ def shard_fully(
     _wrap(model, data, asked, ignored=gone | set(kept.values()), is_left=hollow is not None, around=around)
     if rows is not None:
         where = torch.device("cpu") if asked.offload else data.shard.device
-        others = {id(buffer) for buffer in model.buffers() if buffer.is_meta}
-        _fill(model, rows, device=where, without={id(p) for p in gone} | others)
+        _fill(model, rows, device=where, without={id(p) for p in gone})
     sources = {**kept, **_gathered(model)}
     now = {n: p for n, p in model.named_parameters() if n not in apart}
     shares = [_share(member, now[member.name], cut, data.shard.rank, base) for member in named]
@@ -173,7 +172,7 @@ def row_parts(model: nn.Module, *, world: World, base: Parts | None = None) -> P
 
 
 def _fill(model: nn.Module, rows: Rows, *, device: torch.device, without: set[int]) -> None:
-    give_memory(model, device=device, without=without)
+    give_memory(model, device=device, without=without | {id(buffer) for buffer in model.buffers() if buffer.is_meta})
     for name, parameter in model.named_parameters():
         if name in rows:
             _local(parameter).copy_(rows.pop(name))
