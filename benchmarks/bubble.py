@@ -35,6 +35,7 @@ from paceline.step.pipeline import Pipeline
 from paceline.store.runs import RunFolder
 from paceline.world import Place, World
 
+WAITED = 2e-3
 Seconds = tuple[float, float, float]
 Row = dict[str, Any]
 
@@ -158,12 +159,15 @@ def one_step(program: Program, *, world: World, seconds: Seconds) -> Row:
 
 
 def own_cost(row: Sequence[Action], spans: Sequence[tuple[int, float, float]], *, slept: float) -> float:
-    """Seconds an action; of receives, which wait, the quickest one's for each."""
+    """Seconds an action; of receives, which wait, the quickest one's for each, or none where all have waited."""
     took = [ended - began for _, began, ended in spans]
     between = spans[-1][2] - spans[0][1] - sum(took)
     receives = [t for action, t in zip(row, took, strict=True) if action.op.is_receive]
-    rest = sum(t for action, t in zip(row, took, strict=True) if not action.op.is_receive) - slept
-    return (between + rest + len(receives) * min(receives, default=0.0)) / len(row)
+    if min(receives, default=WAITED) >= WAITED:
+        receives = []
+    others = [t for action, t in zip(row, took, strict=True) if not action.op.is_receive]
+    spent = between + sum(others) - slept + len(receives) * min(receives, default=0.0)
+    return spent / (len(others) + len(receives))
 
 
 def measured(program: Program, row: Row) -> Timeline:
@@ -231,7 +235,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
     parser.add_argument("--micro", type=int, default=2, help="microbatches a rank (naive has one: they only repeat)")
-    parser.add_argument("--wait", type=float, default=0.02, help="seconds of F, of I and of W")
+    parser.add_argument("--wait", type=float, default=0.1, help="seconds of F, of I and of W")
     parser.add_argument("--picture", type=Path, help="an SVG of the last schedule on the last number of ranks")
     asked = parser.parse_args()
     seconds: Seconds = (asked.wait, asked.wait, asked.wait)

@@ -6,7 +6,7 @@ ratio is one of steps; without it, stages do next to nothing and the cost per ac
 held against torch's. The orders of interleaved and zero-bubble schedules are each side's own; where a backward is in
 halves, the wait is in the gradient of the input.
 
-    python benchmarks/schedule_overhead.py --work 0.02              # each schedule that torch has
+    python benchmarks/schedule_overhead.py --work 0.05              # each schedule that torch has
     python benchmarks/schedule_overhead.py --schedules 1f1b zbv [--micro 8] [--rounds 40] [--width 256]
 """
 
@@ -56,7 +56,7 @@ class Wait(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
         time.sleep(seconds)
-        return x.view_as(x)
+        return x.clone()  # torch's halves of a backward detach outputs in place, which a view forbids
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
