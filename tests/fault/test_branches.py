@@ -38,6 +38,7 @@ def begun(shop: Shop) -> Shop:
     return shop
 
 
+@pytest.mark.soak
 def test_what_came_after_an_older_checkpoint_is_set_aside_and_the_branch_is_gone_on_with(begun: Shop) -> None:
     shop, run = begun, begun.path / "run"
     branch = ("--resume", f"run/{OLDER}", *CHANGED, *WORDS)

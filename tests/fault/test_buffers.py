@@ -24,7 +24,7 @@ JOB = SMALL_JOB.replace("\n        self.second =", BUFFERS).replace("\n        r
     "words",
     [
         pytest.param(("--ranks", "1"), marks=pytest.mark.soak),
-        ("--ranks", "2"),
+        pytest.param(("--ranks", "2"), marks=pytest.mark.soak),
         pytest.param(("--ranks", "2", "--train.buffers", "mean"), marks=pytest.mark.soak),
         pytest.param(("--layout", "threads=2"), marks=pytest.mark.soak),
     ],

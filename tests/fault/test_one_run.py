@@ -36,6 +36,7 @@ except pl.PacelineError as error:
 """
 
 
+@pytest.mark.soak
 def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(shop: Shop) -> None:
     shop.write("own.py", OWN_LOOP)
     first = shop.start("train", "job.py", "--ranks", "2", "--run-dir", "run", *LONG)

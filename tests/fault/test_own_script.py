@@ -150,6 +150,7 @@ def test_a_module_of_a_package_is_started_again_as_that(shop: Shop) -> None:
     assert ended.code == 0 and "below 0 0" in ended.out, ended.text
 
 
+@pytest.mark.soak
 def test_a_second_run_in_started_processes_is_refused_and_the_first_is_whole(shop: Shop) -> None:
     body = SCRIPT.replace('run_dir="run"', "run_dir=folder").replace(
         "    with", "    for folder in ('run', 'two'):\n     with"

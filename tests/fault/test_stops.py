@@ -108,6 +108,7 @@ def test_one_ctrl_c_says_who_holds_it_up_and_a_second_ends_it(shop: Shop) -> Non
     assert process.returncode == 130 and wait_until_gone(mark) == []
 
 
+@pytest.mark.soak
 def test_a_second_ctrl_c_ends_it_though_the_starter_is_stopped(shop: Shop) -> None:
     mark = f"MARK{uuid.uuid4().hex}"
     process = shop.start(*TRAIN, "--train.steps", "100000", environ={"MARK": mark})

@@ -61,6 +61,7 @@ LOSS = PLAIN.replace("best/model", "{folder}/model").replace(
 )
 
 
+@pytest.mark.soak
 def test_what_is_consolidated_is_the_model_that_was_evaluated(shop: Shop) -> None:
     words = ("--job.norm", "true", "--job.dropout", "0.3", "--job.lr", "0.05")
     assert shop.train("plain", *words, steps=9).code == 0

@@ -144,6 +144,7 @@ def test_a_tied_weight_is_consolidated_under_each_of_its_names(tmp_path: Path, t
     assert set(again) == set(stored) and all(torch.equal(again[name], stored[name]) for name in again)
 
 
+@pytest.mark.soak
 def test_expanded_buffers_changed_optimizers_closed_pipes_and_broken_plans(shop: Shop) -> None:
     from tests.conftest import SMALL_JOB
 

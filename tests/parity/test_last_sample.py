@@ -19,6 +19,7 @@ TEXT = (
     *("tp,sequence=true", "fsdp,remat=full", "hsdp,dp_shard=2", "hsdp,zero=1", "hsdp,dp_shard=2,zero=2"),
     *("dp_replicate=2,tp=4", "dp_replicate=4,tp=2", "dp_shard=4,tp=2", "dp_shard=2,tp=4,zero=1", "pp=2,tp=4"),
     *("dp_replicate=4,cp=2", "dp_shard=4,cp=2", "dp_shard=2,cp=4,zero=1", "pp=2,cp=4"),
+    *("cp=4,tp=2", "pp=2,cp=2,tp=2", "dp_shard=2,tp=4,sequence=true"),
     *("pp=2,dp_replicate=4", "pp=2,dp_shard=4", "pp=2,dp_shard=4,zero=1", "pp=4,dp_replicate=2,schedule=zb_v"),
     *("pp=4,dp_shard=2,zero=2,schedule=zb_h1", "pp=2,dp_replicate=2,dp_shard=2,schedule=interleaved_1f1b"),
 )

@@ -24,7 +24,7 @@ ABOVE = (
 )
 EXACT = ("text", "llama")
 SHORT = (
-    "single:1", "ddp:2", "fsdp:2", "zero2:2", "pp,schedule=zb_v:2", "hsdp,zero=1:4", "pp=2,dp_shard=2:4",
+    "single:1", "ddp:2", "fsdp:2", "pp,schedule=zb_v:2", "pp=2,dp_shard=2:4",
 )  # fmt: skip
 TIED = ("single:1", "pp,schedule=zb_v:2", "pp=2,dp_shard=2:4")
 TIED_LONG = (
