@@ -1,6 +1,5 @@
 """A model without a chain, cut along its exported graph, is the same model: losses, gradients, draws, buffers, names."""
 
-import copy
 import os
 import random
 import re
@@ -20,68 +19,20 @@ from paceline.place.stage.graph_stages import GraphStages
 from paceline.place.stage.hollow import hollow_parameters
 from paceline.place.stage.stages import Sent
 from paceline.schedule import SCHEDULES
-from paceline.streams import Streams
 from tests.parity.graph_models import CASES, INPUTS, built
 from tests.parity.staged_ranks import ROOT, run_ranks
+from tests.parity.stages_bed import Ranks, alone
 
 MICRO = 4
 
 
-def streamed(model: nn.Module) -> Streams:
-    streams = Streams(seed=3)
-    streams.arm(model)
-    return streams
-
-
 def whole(name: str, model: nn.Module) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """One process: each microbatch's loss, the sums of gradients, and the buffers."""
-    model = copy.deepcopy(model)
-    streams, losses = streamed(model), []
-    for microbatch in range(MICRO):
-        streams.enter(step=0, microbatch=microbatch)
-        losses.append(CASES[name].loss(model, microbatch))
-        losses[-1].backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return losses, gradients, dict(model.named_buffers())
+    return alone(model, loss=CASES[name].loss, num_micro=MICRO)
 
 
-class Ranks:
-    """Every stage in a model object of its own, as on ranks of their own, in one process."""
-
-    def __init__(self, name: str, model: nn.Module, plan: GraphPlan) -> None:
-        self.name, self.cut = name, plan.cut
-        self.models = [copy.deepcopy(model) for _ in plan.cut.parts]
-        self.streams = [streamed(each) for each in self.models]
-        self.stages = [
-            GraphStages(each, cut=plan.cut, own=[index], bare=plan.bare) for index, each in enumerate(self.models)
-        ]
-
-    def forward(self, microbatch: int) -> tuple[list[Any], list[Sent | None]]:
-        received, sent, taken = None, [], []
-        for index, stages in enumerate(self.stages):
-            self.streams[index].enter(step=0, microbatch=microbatch)
-            taken.append(received)
-            output = stages.run(index, received, lambda m=self.models[index]: CASES[self.name].loss(m, microbatch))
-            sent.append(output)
-            received = output.received() if isinstance(output, Sent) else None
-        return sent, taken
-
-    def train(self, microbatch: int) -> Tensor:
-        sent, taken = self.forward(microbatch)
-        sent[-1].backward()
-        for out, then in zip(sent[-2::-1], taken[:0:-1], strict=True):
-            pairs = [(t, r.grad) for t, r in zip(out.tensors, then.tensors, strict=True) if r.grad is not None]
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        return sent[-1]
-
-    def gradients(self) -> dict[str, Tensor]:
-        total: dict[str, Tensor] = {}
-        for part, model in zip(self.cut.parts, self.models, strict=True):
-            for name, p in model.named_parameters():
-                if p.grad is not None:
-                    assert name in part.parameters
-                    total[name] = total[name] + p.grad if name in total else p.grad
-        return total
+def cutout(name: str, model: nn.Module, plan: GraphPlan) -> Ranks:
+    staged = lambda each, index: GraphStages(each, cut=plan.cut, own=[index], bare=plan.bare)  # noqa: E731
+    return Ranks(model, cut=plan.cut, loss=CASES[name].loss, staged=staged)
 
 
 def planned(name: str, num_stages: int, **how: Any) -> tuple[nn.Module, GraphPlan]:
@@ -104,7 +55,7 @@ QUICK = (("unet", 2), ("shared", 3))
 def test_stages_along_the_graph_are_the_whole_model(name: str, num_stages: int) -> None:
     model, plan = planned(name, num_stages)
     losses, right, buffers = whole(name, model)
-    ranks = Ranks(name, model, plan)
+    ranks = cutout(name, model, plan)
     for microbatch, loss in enumerate(losses):
         assert torch.equal(ranks.train(microbatch), loss)
     found = ranks.gradients()
@@ -138,7 +89,7 @@ def test_a_border_is_where_the_fewest_bytes_are_alive() -> None:
 def test_a_value_that_is_lost_at_a_border_is_another_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan = planned("unet", 2)
     right, *_ = whole("unet", model)
-    ranks = Ranks("unet", model, plan)
+    ranks = cutout("unet", model, plan)
     plain = GraphStages._unpacked
 
     def dropped(*given: Any) -> dict[str, Tensor]:
@@ -152,7 +103,7 @@ def test_a_value_that_is_lost_at_a_border_is_another_loss(monkeypatch: pytest.Mo
 
 def test_every_stage_tells_what_it_has_no_graph_for() -> None:
     model, plan = planned("named", 2)
-    ranks = Ranks("named", model, plan)
+    ranks = cutout("named", model, plan)
     with pytest.raises(RunError, match="holds the stages \\[0\\] of 2 only"):
         ranks.models[0](INPUTS[0])
     with pytest.raises(JobError, match="without a call of the model"):

@@ -1,6 +1,5 @@
 """A model cut into stages is the same model: outputs, gradients, random draws, names; what can't be cut is refused."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,10 @@ from paceline.place.blocks import find_blocks
 from paceline.place.stage.cut import Cut, plan_cut
 from paceline.place.stage.hollow import hollow_parameters
 from paceline.place.stage.rehearse import rehearse
-from paceline.place.stage.stages import Sent, Stages
+from paceline.place.stage.stages import Stages
 from paceline.plan.balance import balance
-from paceline.streams import Streams
 from tests.parity.staged_models import CASES, HF, OWN, Block, Nano, Pair, built
+from tests.parity.stages_bed import Ranks, alone, streamed
 
 HF_SLOW = [
     pytest.param(n, s, marks=[] if (n, s) in (("t5", 4), ("gpt2", 3)) else pytest.mark.soak)
@@ -26,55 +25,14 @@ HF_SLOW = [
 ]
 
 
-def streamed(model: nn.Module) -> Streams:
-    streams = Streams(seed=3)
-    streams.arm(model)
-    return streams
-
-
 def whole(name: str, model: nn.Module, num_micro: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """One process: each microbatch's loss, and the sums of gradients."""
-    model = copy.deepcopy(model)
-    streams = streamed(model)
-    losses = []
-    for microbatch in range(num_micro):
-        streams.enter(step=0, microbatch=microbatch)
-        losses.append(CASES[name].loss(model, microbatch))
-        losses[-1].backward()
-    return losses, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    losses, gradients, _ = alone(model, loss=CASES[name].loss, num_micro=num_micro)
+    return losses, gradients
 
 
-class Cutout:
-    """Every stage in a model object of its own, as on ranks of their own, in one process."""
-
-    def __init__(self, name: str, model: nn.Module, cut: Cut) -> None:
-        self.name, self.cut = name, cut
-        self.models = [copy.deepcopy(model) for _ in cut.parts]
-        self.streams = [streamed(each) for each in self.models]
-        self.stages = [Stages(each, cut=cut, own=[index]) for index, each in enumerate(self.models)]
-
-    def train(self, microbatch: int) -> Tensor:
-        received, sent, taken = None, [], []
-        for index, stages in enumerate(self.stages):
-            self.streams[index].enter(step=0, microbatch=microbatch)
-            taken.append(received)
-            output = stages.run(index, received, lambda m=self.models[index]: CASES[self.name].loss(m, microbatch))
-            sent.append(output)
-            received = output.received() if isinstance(output, Sent) else None
-        sent[-1].backward()
-        for out, then in zip(sent[-2::-1], taken[:0:-1], strict=True):
-            pairs = [(t, r.grad) for t, r in zip(out.tensors, then.tensors, strict=True) if r.grad is not None]
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        return sent[-1]
-
-    def gradients(self) -> dict[str, Tensor]:
-        total: dict[str, Tensor] = {}
-        for part, model in zip(self.cut.parts, self.models, strict=True):
-            for name, p in model.named_parameters():
-                if p.grad is not None:
-                    assert name in part.parameters
-                    total[name] = total[name] + p.grad if name in total else p.grad
-        return total
+def cutout(name: str, model: nn.Module, cut: Cut) -> Ranks:
+    staged = lambda each, index: Stages(each, cut=cut, own=[index])  # noqa: E731
+    return Ranks(model, cut=cut, loss=CASES[name].loss, staged=staged)
 
 
 def check(name: str, num_stages: int) -> Cut:
@@ -83,7 +41,7 @@ def check(name: str, num_stages: int) -> Cut:
     cut = plan_cut(model, num_stages=num_stages, call=lambda: CASES[name].loss(model, 0))
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items()), "cutting leaves no trace"
     losses, right = whole(name, model, 3)
-    staged = Cutout(name, model, cut)
+    staged = cutout(name, model, cut)
     for microbatch, loss in enumerate(losses):
         assert torch.equal(staged.train(microbatch), loss)
     found = staged.gradients()
@@ -146,7 +104,7 @@ def test_blocks_compiled_after_the_cut_stay_in_their_stage() -> None:
     model = built("nano")
     losses, right = whole("nano", model, 1)
     cut = plan_cut(model, num_stages=2, call=lambda: CASES["nano"].loss(model, 0))
-    staged = Cutout("nano", model, cut)
+    staged = cutout("nano", model, cut)
     for each in staged.models:
         for block in each.blocks:
             block.compile(backend="eager")
@@ -276,7 +234,7 @@ def test_a_skip_connection_that_is_an_argument_is_carried() -> None:
     right = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     CASES["unet"] = type(OWN["nano"])(Unet, lambda m, j: m(x).sum())
     try:
-        staged = Cutout("unet", model, cut)
+        staged = cutout("unet", model, cut)
         staged.train(0)
     finally:
         del CASES["unet"]

@@ -17,6 +17,7 @@ from paceline.place.blocks import Block, NoChain, find_blocks
 from paceline.place.stage.bounds import Bounds, checked_bounds, even_bounds
 from paceline.place.stage.dummies import Form, form_of
 from paceline.place.stage.flow import Flow, Key, watch
+from paceline.place.stage.held import holding, tied
 from paceline.place.stage.needs import Needs, needs_of
 from paceline.place.stage.values import Kinds, Path
 
@@ -81,13 +82,11 @@ class Cut:
     @cached_property
     def ties(self) -> Mapping[str, tuple[int, ...]]:
         """Parameters that several stages hold, and which: their gradients are added over these stages."""
-        names = sorted({name for part in self.parts for name in part.parameters})
-        stages = {name: tuple(part.index for part in self.parts if name in part.parameters) for name in names}
-        return {name: held for name, held in stages.items() if len(held) > 1}
+        return tied(self.parts)
 
     def stages_of(self, name: str) -> tuple[int, ...]:
         """The stages that hold a parameter, by its first name."""
-        return tuple(part.index for part in self.parts if name in part.parameters)
+        return holding(name, self.parts)
 
     def as_json(self) -> dict[str, Any]:
         """For plan.json and for comparing ranks."""

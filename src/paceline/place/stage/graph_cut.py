@@ -17,6 +17,7 @@ from torch.fx import Node
 from paceline.errors import LayoutError
 from paceline.place.stage.bounds import Bounds
 from paceline.place.stage.graph import Call, Graph, shared, silently_written
+from paceline.place.stage.held import holding, tied
 
 _UNKNOWN = 1 << 62
 
@@ -61,12 +62,11 @@ class GraphCut:
     @cached_property
     def ties(self) -> Mapping[str, tuple[int, ...]]:
         """Parameters that several stages hold, and which: their gradients are added over these stages."""
-        names = sorted({name for part in self.parts for name in part.parameters})
-        return {name: held for name in names if len(held := self.stages_of(name)) > 1}
+        return tied(self.parts)
 
     def stages_of(self, name: str) -> tuple[int, ...]:
         """The stages that hold a parameter, by its first name."""
-        return tuple(part.index for part in self.parts if name in part.parameters)
+        return holding(name, self.parts)
 
     def as_json(self) -> dict[str, Any]:
         """For plan.json and for comparing ranks."""
