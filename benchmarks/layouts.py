@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hand import LOOPS, OTHERS, Llama, Loop, Size, adamw, installed, loss
+from hand import LOOPS, OTHERS, installed
+from hand_model import Llama, Loop, Size, adamw, loss
 from overhead import bootstrap
 from torch import Tensor, nn
 
