@@ -10,6 +10,7 @@ from torch import nn
 LARGE_BYTES = 16 << 20
 FIRST_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
+PASSING_BYTES = 10 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ def renumbered(named: Sequence[Named]) -> list[Named]:
     return [Named(index=index, name=m.name, parameter=m.parameter) for index, m in enumerate(named)]
 
 
-def cut_units(named: Sequence[Named]) -> list[list[Named]]:
+def cut_units(named: Sequence[Named], *, bucket_bytes: int = BUCKET_BYTES) -> list[list[Named]]:
     """Cut into units, last layers first, since backward finishes them first.
 
     A large parameter travels alone and is reduced where it lies; the others share buffers of the size that DDP
@@ -44,15 +45,24 @@ def cut_units(named: Sequence[Named]) -> list[list[Named]]:
         if alone:
             units += [[member] for member in members]
         else:
-            units += _buckets(list(members), started=bool(units))
+            units += _buckets(list(members), started=bool(units), full=bucket_bytes)
     return units
+
+
+def passing_bytes(device: torch.device) -> int:
+    """How full a buffer gets that is made and let go in every step.
+
+    On CPU less, since glibc hands blocks of more than 32 MiB back to the system at every free: every page is then
+    cleared anew in every step.
+    """
+    return PASSING_BYTES if device.type == "cpu" else BUCKET_BYTES
 
 
 def _travels_alone(member: Named) -> tuple[bool, ...]:
     return (True,) if num_bytes(member.parameter) > LARGE_BYTES else ()
 
 
-def _buckets(members: Sequence[Named], *, started: bool) -> list[list[Named]]:
+def _buckets(members: Sequence[Named], *, started: bool, full: int) -> list[list[Named]]:
     buckets: list[list[Named]] = []
     for _, alike in groupby(members, key=lambda m: (m.parameter.dtype, m.parameter.device)):
         bucket: list[Named] = []
@@ -60,7 +70,7 @@ def _buckets(members: Sequence[Named], *, started: bool) -> list[list[Named]]:
         for member in alike:
             bucket.append(member)
             size += num_bytes(member.parameter)
-            if size >= (BUCKET_BYTES if buckets or started else FIRST_BYTES):
+            if size >= (full if buckets or started else FIRST_BYTES):
                 buckets.append(bucket)
                 bucket, size = [], 0
         if bucket:

@@ -17,7 +17,7 @@ from paceline.place.replicate import second_gradient
 from paceline.place.rounded import add_rounded, from_sums, scratch_on
 from paceline.place.shard.packing import Packing, start_reduce_scatter
 from paceline.place.shard.share import Cut, Share
-from paceline.place.units import Named, cut_units
+from paceline.place.units import Named, cut_units, passing_bytes
 from paceline.torch_private import add_all, copy_all
 from paceline.world import World
 
@@ -81,7 +81,8 @@ class ScatterReducer:
         self._grid = grid
         self._scratch = scratch_on(shard.device)
         named = [Named(index=i, name=s.name, parameter=s.holder) for i, s in enumerate(shares)]
-        self._units = [self._unit(members, cut) for members in cut_units(named)]
+        units = cut_units(named, bucket_bytes=passing_bytes(shard.device))
+        self._units = [self._unit(members, cut) for members in units]
         self._forget()
         self._handles = [
             self._sources[member.index].register_post_accumulate_grad_hook(self._hook(unit, position, member))

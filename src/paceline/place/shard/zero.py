@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.place.replicate import Reducer
 from paceline.place.shard.packing import Packing, start_all_gather
 from paceline.place.shard.share import Cut, Share
-from paceline.place.units import Named, cut_units
+from paceline.place.units import Named, cut_units, passing_bytes
 from paceline.world import World
 
 IN_FLIGHT = 2
@@ -65,7 +65,7 @@ class Spread:
         self._shares = list(shares)
         self._world = world
         named = [Named(index=i, name=s.name, parameter=s.holder) for i, s in enumerate(shares)]
-        units = cut_units(named) if shares and world.world_size > 1 else []
+        units = cut_units(named, bucket_bytes=passing_bytes(world.device)) if shares and world.world_size > 1 else []
         self._packings = [Packing(members, cut=cut, places=world.world_size) for members in reversed(units)]
 
     @torch.no_grad()
