@@ -177,14 +177,16 @@ placed.split_over = split_over
 import torch
 from paceline.place.tensor import rules_loss
 
-def forward(ctx, local, dim, wire):
+def forward(ctx, local, own, mine, kept, dim, wire):
     top = wire.largest(local.amax(dim, keepdim=True))
-    found = local - top - (local - top).exp().sum(dim, keepdim=True).log()
-    ctx.save_for_backward(found)
-    ctx.dim, ctx.wire = dim, wire
-    return found
+    shares = (local - top).exp()
+    total = shares.sum(dim, keepdim=True)
+    found = wire.total((local.gather(dim, own) - top).masked_fill(~mine, 0.0))
+    ctx.save_for_backward(shares / total, own, mine, kept)
+    ctx.dim = dim
+    return (total.log() - found).masked_fill(~kept, 0.0)
 
-rules_loss._LogSoftmax.forward = staticmethod(forward)
+rules_loss._EntropyOfClass.forward = staticmethod(forward)
 """,
     ),
     Misplaced(

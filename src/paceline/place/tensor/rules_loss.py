@@ -17,9 +17,7 @@ from paceline.place.tensor.wire import Wire, reduce_out, take_own
 class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, wire: Wire) -> Tensor:
-        low = local.new_full((), float("-inf")).expand(*local.shape[:dim], 1, *local.shape[dim + 1 :])
-        top = local.amax(dim, keepdim=True) if local.shape[dim] else low.clone()
-        top = wire.largest(top)
+        top = wire.largest(_largest(local, dim))
         total = wire.total((local - top).exp_().sum(dim, keepdim=True))
         found = local - top - total.log_()
         ctx.save_for_backward(found)
@@ -32,6 +30,41 @@ class _LogSoftmax(torch.autograd.Function):
         (found,) = ctx.saved_tensors
         total = ctx.wire.total(grad.sum(ctx.dim, keepdim=True))
         return grad - found.exp() * total, None, None
+
+
+class _EntropyOfClass(torch.autograd.Function):
+    """Minus the logarithm of each target's share, one value a row; zero where the row is ignored.
+
+    One message for both numbers of a row, and one copy of the logits (their softmax) kept for backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, own: Tensor, mine: Tensor, kept: Tensor, dim: int, wire: Wire) -> Tensor:
+        top = wire.largest(_largest(local, dim))
+        shares = (local - top).exp_()
+        logit = local.gather(dim, own) - top if local.shape[dim] else torch.zeros_like(top)
+        total, found = wire.total(torch.stack([shares.sum(dim, keepdim=True), logit.masked_fill_(~mine, 0.0)]))
+        ctx.save_for_backward(shares.div_(total), own, mine, kept)
+        ctx.dim = dim
+        losses: Tensor = (total.log() - found).masked_fill_(~kept, 0.0)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        shares, own, mine, kept = ctx.saved_tensors
+        grad = grad.masked_fill(~kept, 0.0)
+        found = shares * grad
+        if found.shape[ctx.dim]:
+            found.scatter_add_(ctx.dim, own, -grad.masked_fill(~mine, 0.0))
+        return found, None, None, None, None, None
+
+
+def _largest(local: Tensor, dim: int) -> Tensor:
+    """The largest along a dimension that may be empty here."""
+    shape = [*local.shape[:dim], 1, *local.shape[dim + 1 :]]
+    top: Tensor = local.amax(dim, keepdim=True) if local.shape[dim] else local.new_full(shape, float("-inf"))
+    return top
 
 
 def _log_softmax(x: Split, dtype: torch.dtype | None = None) -> Tensor:
@@ -70,18 +103,19 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(target, Split) or given.get("size_average") is not None or given.get("reduce") is not None:
         raise Unknown
     wide = torch.float32 if x.local.dtype in (torch.float16, torch.bfloat16) else x.local.dtype
-    logs = like(x, _log_softmax(x, wide), x.cut)
     smooth, weight = given.get("label_smoothing", 0.0), given.get("weight")
     reduction = given.get("reduction", "mean")
-    if target.is_floating_point():
+    ignored = given.get("ignore_index", -100)
+    kept = None if target.is_floating_point() else target != ignored
+    if kept is not None and not smooth:
+        found = _of_class(like(x, x.local.to(wide), x.cut), target, weight, ignored, dim)
+        return _reduced(found, target, kept, weight, reduction).to(x.local.dtype)
+    logs = like(x, _log_softmax(x, wide), x.cut)
+    if kept is None:
         found = _against_shares(logs, target, weight, smooth, dim)
-        kept = None
     else:
-        ignored = given.get("ignore_index", -100)
         found = _picked(logs, target, weight, ignored, dim)
-        kept = target != ignored
-        if smooth:
-            found = found * (1 - smooth) - _spread(logs, weight, dim).masked_fill(~kept, 0.0) * (smooth / x.cut.size)
+        found = found * (1 - smooth) - _spread(logs, weight, dim).masked_fill(~kept, 0.0) * (smooth / x.cut.size)
     return _reduced(found, target, kept, weight, reduction).to(x.local.dtype)
 
 
@@ -94,20 +128,33 @@ def _nll(func: Any, args: Any, kwargs: Any) -> Any:
     return _reduced(found, target, target != ignored, given.get("weight"), given.get("reduction", "mean"))
 
 
+def _of_class(x: Split, target: Tensor, weight: Tensor | None, ignored: int, dim: int) -> Tensor:
+    """Each row's loss, from logits, times its class weight; zero where the target is ignored."""
+    kept, mine, own = _places(x, target, ignored)
+    given = (x.local, own.unsqueeze(dim), mine.unsqueeze(dim), kept.unsqueeze(dim), dim, x.wire)
+    found: Tensor = _EntropyOfClass.apply(*given).squeeze(dim)  # type: ignore[no-untyped-call]
+    return found if weight is None else found * weight[torch.where(kept, target, 0)]
+
+
 def _picked(logs: Split, target: Tensor, weight: Tensor | None, ignored: int, dim: int) -> Tensor:
     """Minus the target's logarithm, times its class weight; zero where the target is ignored."""
-    start, stop = logs.cut.ranges(logs.wire.rank)[0]
-    kept = target != ignored
-    if target.device.type == "cpu" and bool((kept & ((target < 0) | (target >= logs.cut.size))).any()):
-        raise IndexError(f"Target {int(target[kept].max())} is out of bounds.")
-    mine = kept & (target >= start) & (target < stop)
-    if stop == start:
-        own = logs.local.sum(dim)
+    kept, mine, index = _places(logs, target, ignored)
+    if logs.local.shape[dim]:
+        own = logs.local.gather(dim, index.unsqueeze(dim)).squeeze(dim)
     else:
-        index = torch.where(mine, target - start, 0).unsqueeze(dim)
-        own = logs.local.gather(dim, index).squeeze(dim)
+        own = logs.local.sum(dim)
     found = -reduce_out(own.masked_fill(~mine, 0.0), logs.wire)
     return found if weight is None else found * weight[torch.where(kept, target, 0)]
+
+
+def _places(x: Split, target: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which targets count, which of them this rank holds, and where; 0 for the others."""
+    start, stop = x.cut.ranges(x.wire.rank)[0]
+    kept = target != ignored
+    if target.device.type == "cpu" and bool((kept & ((target < 0) | (target >= x.cut.size))).any()):
+        raise IndexError(f"Target {int(target[kept].max())} is out of bounds.")
+    mine = kept & (target >= start) & (target < stop)
+    return kept, mine, torch.where(mine, target - start, 0)
 
 
 def _spread(logs: Split, weight: Tensor | None, dim: int) -> Tensor:
