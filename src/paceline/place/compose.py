@@ -47,7 +47,8 @@ ORDER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """What this rank holds and does. `named` is what its optimizer works on, `spread` what follows an update.
+    """What this rank holds and does. `named` is what its optimizer works on, `spread` what follows an update, `settle`
+    what follows where the model's own tensors got other values.
 
     `weights` are the parameters and buffers as the ranks' models hold them, `kept` the optimizers' parts of them.
     `leaves` are what autograd writes to.
@@ -58,6 +59,7 @@ class Placed:
     kept: Holding
     reducer: Reducer
     spread: Callable[[], None]
+    settle: Callable[[], None]
     leaves: Sequence[nn.Parameter] = ()
     piped: Piped | None = None
     grid: Grid | None = None
@@ -129,6 +131,7 @@ def compose(
         kept=Holding(world=worlds.every, held=[kept_now(one, shares.get(one.name), shaped.base) for one in every]),
         reducer=split.reducer if exact else _tied(split, shaped.piped, worlds),
         spread=split.spread,
+        settle=split.settle,
         leaves=split.leaves,
         piped=shaped.piped,
         grid=grid,
@@ -253,4 +256,6 @@ def beside(
         uses.watch()
     alone = World(device=world.device)
     weights = Holding(world=alone, held=all_shares(named))
-    return Placed(named=named, weights=weights, kept=weights, reducer=reducer, spread=nothing, grid=grid)
+    return Placed(
+        named=named, weights=weights, kept=weights, reducer=reducer, spread=nothing, settle=nothing, grid=grid
+    )

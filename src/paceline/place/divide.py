@@ -30,6 +30,7 @@ class Split:
     tensors: Mapping[str, Tensor]
     reducer: Reducer
     spread: Callable[[], None]
+    settle: Callable[[], None]
     leaves: Sequence[nn.Parameter]
 
 
@@ -70,7 +71,9 @@ def divided(model: nn.Module, *, named: Sequence[Named], by: Sharding) -> Split:
     if not by.stage:
         leaves = [member.parameter for member in named]
         reducer = reducer_of(named, by.data.all, by.grid)
-        return Split(named=named, parts=by.base, tensors={}, reducer=reducer, spread=nothing, leaves=leaves)
+        return Split(
+            named=named, parts=by.base, tensors={}, reducer=reducer, spread=nothing, settle=nothing, leaves=leaves
+        )
     sharded = _fully(model, named, by) if by.stage == 3 else _in_rows(model, named, by)
     return Split(
         named=sharded.shares,
@@ -78,6 +81,7 @@ def divided(model: nn.Module, *, named: Sequence[Named], by: Sharding) -> Split:
         tensors=sharded.locals,
         reducer=sharded.reducer,
         spread=sharded.spread,
+        settle=sharded.settle,
         leaves=sharded.sources,
     )
 

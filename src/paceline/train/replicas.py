@@ -55,7 +55,8 @@ def first_apart(built: Built) -> Apart | None:
     weights = built.weights
     named = [(name, held.tensor) for name, held in weights.mine.items() if name in weights.parameters]
     if ema is not None:
-        named += list(zip(averaged(ema.names), ema.averages, strict=True))
+        averages = dict(zip(ema.names, ema.averages, strict=True))
+        named += [(f"{_AVERAGE}{name}", averages.get(name)) for name, _ in named]
     mine = torch.stack([_checksum(tensor) if tensor is not None else _NOTHING for _, tensor in named])
     if not weights.is_whole:
         return _apart_in_parts(built, [name for name, _ in named], mine)

@@ -68,7 +68,7 @@ def make_update(
         max_grad_norm=settings.train.max_grad_norm,
         check_finite=not fp16,
         skip_nonfinite=settings.train.on_nonfinite == "skip",
-        ema=Ema(live=_averaged(placed), decay=job.ema, settle=placed.spread) if job.ema is not None else None,
+        ema=Ema(live=_averaged(placed), decay=job.ema, settle=placed.settle) if job.ema is not None else None,
         norm=_norm(placed, settings, world=world),
         spread=placed.spread,
     )

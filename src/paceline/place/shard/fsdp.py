@@ -84,6 +84,7 @@ def shard_fully(
     now = {n: p for n, p in model.named_parameters() if n not in apart}
     shares = [_share(member, now[member.name], cut, data.shard.rank, base) for member in named]
     whole = [share for share in shares if share.name in kept]
+    settle = _Settle(model, Spread(whole, cut=cut, world=data.shard), is_left=hollow is not None)
     return Sharded(
         shares=shares,
         reducer=ScatterReducer(
@@ -94,7 +95,8 @@ def shard_fully(
             replicas=data.replicas,
             grid=grid,
         ),
-        spread=_Settle(model, Spread(whole, cut=cut, world=data.shard), is_left=hollow is not None),
+        spread=settle,
+        settle=settle,
         parts={n: base[n] if n in kept else cut[n].part(base[n], data.shard.rank) for n in now},
         locals={name: _local(p) for name, p in now.items()},
         sources=[sources[share.name] for share in shares],

@@ -30,12 +30,13 @@ class Sharded:
 
     `parts` says which part of each of the model's parameters, frozen ones too, this rank's model holds between two
     steps; `locals` are those tensors, `sources` what autograd writes to, one a share. `spread` is called after each
-    update of the shares.
+    update of the shares, `settle` where `locals` got other values on every rank.
     """
 
     shares: Sequence[Share]
     reducer: Reducer
     spread: Callable[[], None]
+    settle: Callable[[], None]
     parts: Parts
     locals: Mapping[str, Tensor]
     sources: Sequence[nn.Parameter]
@@ -65,6 +66,7 @@ def zero(
         shares=shares,
         reducer=_reducer(stage, named, shares, cut, data, grid),
         spread=Spread(shares, cut=cut, world=data.shard),
+        settle=lambda: None,  # the values are whole, and the shares are views of them
         parts=parts or whole_parts(every),
         locals=every,
         sources=[share.holder for share in shares],
