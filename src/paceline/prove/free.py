@@ -153,8 +153,11 @@ def _of_layout(built: Built) -> dict[str, Tensor]:
     mine = {name: held.tensor for name, held in holding.mine.items() if name in holding.parameters}
     found = {name: holding.whole(name, tensor) for name, tensor in mine.items()}
     if ema is not None:
-        names = zip(ema.names, averaged(ema.names), ema.averages, strict=True)
-        found |= {new: holding.whole(name, average) for name, new, average in names}
+        averages = dict(zip(ema.names, ema.averages, strict=True))
+        names = [name for name in mine if holding.mine[name].dtype.is_floating_point]
+        found |= {
+            new: holding.whole(name, averages.get(name)) for name, new in zip(names, averaged(names), strict=True)
+        }
     return found
 
 
