@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import LayoutError
 from paceline.place.context import mode as context_mode
@@ -105,7 +106,11 @@ def counted(model: Net, x: Tensor) -> Tensor:
     return F.dropout(x * model.calls, 0.1)
 
 
-@pytest.mark.parametrize("drawn", [flat, wide, layer_drop, counted])
+def again(_: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(F.gelu, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("drawn", [flat, wide, layer_drop, counted, again])
 def test_draws_that_are_one_process_s_pass(drawn: Any) -> None:
     before = torch.get_rng_state()
     model = Net(drawn)
@@ -144,6 +149,20 @@ def test_what_training_alone_does_is_refused(drawn: Any, message: str) -> None:
         check(Net(drawn))
     line = drawn.__code__.co_firstlineno + 1
     assert drawn not in (tokens, noise) or caught.value.where == f"{__file__}:{line}"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_that_training_runs_again_by_itself_is_refused(reentrant: bool) -> None:
+    class Again(Net):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            return self.head(checkpoint(self.seen, x, use_reentrant=reentrant) if self.training else self.seen(x))
+
+        def seen(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(*(f(x)[:, None] for f in (self.q, self.k, self.v)))[:, 0]
+
+    with pytest.raises(LayoutError, match="runs parts of its forward again in backward"):
+        check(Again())
 
 
 def test_dropout_of_flattened_positions_is_one_process_s() -> None:
