@@ -6,7 +6,8 @@
     needs: accelerate     modules or programs; the page's second test runs these, or is skipped and says why
     exit: 4               the exit code that the block ends with
     not run: reason       for what no test can run
-    output                a ```text block: its lines are lines of what the block before it printed
+    output                a ```text block: its lines are lines of what the block before it printed, numbers aside
+    output: with its numbers
 """
 
 import importlib.util
@@ -52,10 +53,11 @@ def missing(needs: tuple[str, ...]) -> list[str]:
     return [word for word in needs if importlib.util.find_spec(word) is None and shutil.which(word) is None]
 
 
-def unlike(shown: str, printed: str) -> list[str]:
-    """Lines of a shown output that were not printed, numbers and spaces aside; a line of `...` stands for any."""
-    have = {_plain(line) for line in printed.splitlines()}
-    return [line for line in shown.splitlines() if line.strip() not in ("", "...") and _plain(line) not in have]
+def unlike(shown: str, printed: str, *, numbers: bool = False) -> list[str]:
+    """Lines of a shown output that were not printed, spaces aside, and numbers unless they count; `...` stands for any."""
+    told = (lambda line: " ".join(line.split())) if numbers else _plain
+    have = {told(line) for line in printed.splitlines()}
+    return [line for line in shown.splitlines() if line.strip() not in ("", "...") and told(line) not in have]
 
 
 def _mark(part: str) -> tuple[str, str]:

@@ -37,7 +37,9 @@ def run_page(page: Path, folder: Path, *, with_needs: bool) -> int:
         where = f"{page.name}:{block.line}"
         assert block.kind in LANGUAGES, f"{where}: a block of kind {block.kind!r}; write text, bash, python or toml"
         if "output" in block.marks:
-            wrong = unlike(block.body, printed) if is_fresh else []
+            assert block.marks["output"] in ("", "with its numbers"), f"{where}: {block.marks['output']!r}?"
+            numbers = bool(block.marks["output"])
+            wrong = unlike(block.body, printed, numbers=numbers) if is_fresh else []
             assert not wrong, f"{where} shows what was not printed: {wrong}\nprinted:\n{printed}"
         elif "not run" in block.marks:
             assert block.marks["not run"], f"{where}: say why a block is not run"

@@ -29,12 +29,17 @@ def mean_beside_a_count(output: Tensor, batch: Any) -> Any:
     return F.cross_entropy(output, batch[1]), (batch[1] != -100).sum()
 
 
-def said(loss: Callable[[Tensor, Any], Any], masked: list[int], autocast: torch.dtype | None = None) -> str:
+def said(
+    loss: Callable[[Tensor, Any], Any],
+    masked: list[int],
+    autocast: torch.dtype | None = None,
+    model: Callable[[], torch.nn.Module] = lambda: torch.nn.Linear(5, 3),
+) -> str:
     torch.manual_seed(0)
     labels = torch.arange(8) % 3
     labels[masked] = -100
     job = pl.Job(
-        model=lambda: torch.nn.Linear(5, 3),
+        model=model,
         loss=loss,
         train_data=torch.utils.data.TensorDataset(torch.randn(8, 5), labels),
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
@@ -62,3 +67,34 @@ def test_a_mean_beside_a_count_is_named() -> None:
 def test_half_precision_is_no_reason_to_call_a_sum_no_sum() -> None:
     assert "is a sum over samples" in said(summed, [0], torch.bfloat16)
     assert "no sum over samples" in said(mean, [0], torch.bfloat16)
+
+
+class Drawing(torch.nn.Linear):
+    """Its forward draws by itself, in a way that no module's rate tells."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(5, 3)
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.draw(x))
+
+
+@pytest.mark.parametrize(
+    ("draw", "sums", "means"),
+    [
+        (lambda x: F.dropout(x, 0.5), "is a sum over samples", "no sum over samples"),
+        (lambda x: F.dropout(x, p=0.5, training=True), "is a sum over samples", "no sum over samples"),
+        (lambda x: F.alpha_dropout(x, 0.3, True), "is a sum over samples", "no sum over samples"),
+        (
+            lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], None, 0.3)[:, 0],
+            "is a sum over samples",
+            "no sum over samples",
+        ),
+        (lambda x: x * torch.rand_like(x), "the forward draws random numbers", "the forward draws random numbers"),
+        (lambda x: x * torch.rand([]), "the forward draws random numbers", "the forward draws random numbers"),
+    ],
+)
+def test_draws_of_the_forward_itself_do_not_mislead(draw: Any, sums: str, means: str) -> None:
+    assert sums in said(summed, [0], model=lambda: Drawing(draw))
+    assert means in said(mean_as_a_sum, [0], model=lambda: Drawing(draw))

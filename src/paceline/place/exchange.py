@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.streams import get_states, preserved, seed_all, set_states
 from paceline.world import World
 
 Shape = tuple[int, ...]
@@ -96,6 +97,12 @@ class Table:
         self.slots: list[Any] = [None] * size
         self.barrier = threading.Barrier(size)
 
+    def begin(self, rank: int) -> None:
+        """Rank's thread starts."""
+
+    def end(self, rank: int) -> None:
+        """Rank's thread is done."""
+
     def trade(self, rank: int, value: Any) -> list[Any]:
         """Everybody's value, once everybody has laid down one."""
         self.slots[rank] = value
@@ -103,6 +110,34 @@ class Table:
         found = list(self.slots)
         self.barrier.wait()
         return found
+
+
+class Turns(Table):
+    """One thread at a time, each with the random generators of a process of its own; all begin from one seed."""
+
+    def __init__(self, *, size: int, seed: int) -> None:
+        super().__init__(size=size)
+        seed_all(seed)
+        self._states = [get_states()] * size
+        self._turn = threading.Lock()
+
+    def begin(self, rank: int) -> None:
+        """Wait for the turn, and take the generators over."""
+        self._turn.acquire()
+        set_states(self._states[rank])
+
+    def end(self, rank: int) -> None:
+        """It is another's turn."""
+        self._states[rank] = get_states()
+        self._turn.release()
+
+    def trade(self, rank: int, value: Any) -> list[Any]:
+        """Others go on meanwhile."""
+        self.end(rank)
+        try:
+            return super().trade(rank, value)
+        finally:
+            self.begin(rank)
 
 
 class Played:
@@ -139,22 +174,34 @@ class Played:
         return total
 
 
-def play(act: Callable[[Exchange], Any], *, size: int) -> list[Any]:
+def play(act: Callable[[Exchange], Any], *, size: int, seed: int | None = None) -> list[Any]:
     """Run `act` once a rank, each in a thread of its own, and give what each returned.
+
+    With a `seed` each has random generators of its own, seeded alike; else all share the process's.
 
     Raises:
         Exception: the first one that a rank raised of itself.
     """
-    table = Table(size=size)
+    if seed is None:
+        return _play(act, Table(size=size))
+    with preserved():
+        return _play(act, Turns(size=size, seed=seed))
+
+
+def _play(act: Callable[[Exchange], Any], table: Table) -> list[Any]:
+    size = table.size
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size
 
     def run(rank: int) -> None:
+        table.begin(rank)
         try:
             results[rank] = act(Played(table=table, rank=rank))
         except BaseException as error:  # told to the caller below
             errors[rank] = error
             table.barrier.abort()
+        finally:
+            table.end(rank)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:

@@ -1,9 +1,36 @@
 """Dropout, wherever a model keeps its rates; and how to do without it for a while."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
+
+from paceline.place.context.draws import NoAttentionDropout
+
+_FUNCTIONS = (
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.alpha_dropout,
+    torch.feature_dropout,
+)
+
+
+class NoDropout(NoAttentionDropout):
+    """Dropout that a forward calls by itself drops nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Give its input back."""
+        if func in _FUNCTIONS:
+            return args[0] if args else (kwargs or {})["input"]
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def draws(model: nn.Module) -> bool:

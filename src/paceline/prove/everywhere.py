@@ -1,6 +1,7 @@
 """What all ranks have of a set of tensors, as whole ones: one set for each copy that the layout keeps."""
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.place.holding import Holding
+from paceline.prove.noise import distance
 from paceline.world import World
 
 
@@ -38,16 +40,19 @@ def everywhere(
     return found
 
 
-def apart(mine: Mapping[str, Tensor], right: Mapping[str, Tensor], *, holding: Holding, world: World) -> dict[str, str]:
-    """Names whose parts differ from those of the whole tensors `right` (rank 0's), with the ranks, in words."""
-    found: dict[str, list[int]] = {}
+def apart(
+    mine: Mapping[str, Tensor], right: Mapping[str, Tensor], *, holding: Holding, world: World
+) -> dict[str, dict[int, float]]:
+    """Names whose parts differ in a bit from those of the whole tensors `right` (rank 0's): how far on which rank."""
+    found: dict[str, dict[int, float]] = {}
     for name in holding.names:
         whole = give(name, right.get(name), holding=holding, world=world)
         same = whole is None or (name in mine and digest(mine[name]) == digest(whole))
-        for rank, is_same in enumerate(world.gather_json(same)):
-            if not is_same:
-                found.setdefault(name, []).append(rank)
-    return {name: ", ".join(map(str, ranks)) for name, ranks in found.items()}
+        far = None if same or whole is None else distance(mine[name], whole) if name in mine else math.inf
+        for rank, size in enumerate(world.gather_json(far)):
+            if size is not None:
+                found.setdefault(name, {})[rank] = size
+    return found
 
 
 def give(name: str, whole: Tensor | None, *, holding: Holding, world: World) -> Tensor | None:

@@ -14,7 +14,7 @@ from paceline.order.cursor import Cursor
 from paceline.place.views import write
 from paceline.prove.dropout import quiet
 from paceline.prove.everywhere import apart, everywhere, give
-from paceline.prove.finding import Finding
+from paceline.prove.finding import DIFFERENT, Finding
 from paceline.prove.inquiry import flat
 from paceline.prove.judge import Judge
 from paceline.prove.places import Places
@@ -57,11 +57,21 @@ class Lockstep:
         """Weights and buffers as they were built, on every rank."""
         wanted = {} if self._reference is None else _state(self._reference.model)
         found = apart(self._mine(), wanted, holding=self._built.weights, world=self._world)
-        for name, ranks in found.items() if self._reference is not None else ():
-            here = ranks.split(", ")[0] == "0"
-            again = "the build is not repeatable" if here else "not built from the same seed, nor broadcast"
-            self.finding.blame(step=1, parameter=name, cause=f"unequal start weights on rank {ranks}: {again}")
+        for name, far in found.items() if self._reference is not None else ():
+            self.finding.note(DIFFERENT, difference=max(far.values()))
+            self.finding.blame(step=1, parameter=name, cause=self._unequal(name, list(far)))
             return
+
+    def _unequal(self, name: str, ranks: Sequence[int]) -> str:
+        """What a tensor that is not as one process built it may come from."""
+        here = ", ".join(map(str, ranks))
+        if name not in self._built.weights.parameters:
+            return (
+                f"unequal start buffers on rank {here}: a forward before the first step (one that a layout is planned "
+                "by) has written to it, or the build gives another one"
+            )
+        again = "the build is not repeatable" if 0 in ranks else "not built from the same seed, nor broadcast"
+        return f"unequal start weights on rank {here}: {again}"
 
     def _step(self, cursor: Cursor, at: At) -> None:
         self._take_over()

@@ -8,7 +8,7 @@ import torch
 
 from paceline.feed.stream import checksum
 from paceline.place.batchnorm import running
-from paceline.prove.dropout import quiet
+from paceline.prove.dropout import NoDropout, quiet
 from paceline.prove.finding import DIFFERENT, Finding, judged
 from paceline.prove.noise import Kept, distance, floors, is_rounding
 from paceline.prove.reading import num_rows
@@ -109,13 +109,18 @@ def _halves(reference: Reference, finding: Finding) -> None:
     cuts = [(piece, at) for piece in pieces for at in sorted({1, len(piece.samples) // 2})]
     if not cuts:
         return
-    with quiet([reference.model]):
-        found = [_cut(reference, piece, at) for piece, at in cuts]
-    apart, _, divides_by_samples = max(found)
-    factor = median(each for _, each, _ in found)
     eps = max((torch.finfo(p.dtype).eps for p in reference.model.parameters() if p.requires_grad), default=0.0)
-    if apart <= max(_SUM, _EPS * eps):
+    least = max(_SUM, _EPS * eps)
+    with quiet([reference.model]), NoDropout():
+        found = [_cut(reference, piece, at) for piece, at in cuts]
+        apart, _, divides_by_samples = max(found)
+        draws = apart > least and _draws(reference, pieces[0]) > least
+    factor = median(each for _, each, _ in found)
+    if apart <= least:
         finding.detail += " The loss is a sum over samples."
+        return
+    if draws:
+        finding.detail += " Halves were not compared: the forward draws random numbers that are no dropout."
         return
     why, hint = "a scalar loss counts as the mean over samples" if divides_by_samples else "", "loss=(sum, count)"
     if abs(factor - 2.0) < _TWICE and reference.job.loss is not None:
@@ -145,6 +150,15 @@ def _cut(reference: Reference, piece: Micro, at: int) -> tuple[float, float, boo
     along = sum(float((value.double() * found.total[name].double()).sum()) for name, value in right.total.items())
     factor = along / size**2 if size else 1.0
     return (ratio if ratio == ratio else math.inf), factor, right.divisor == len(piece.samples)
+
+
+def _draws(reference: Reference, piece: Micro) -> float:
+    """How far, relatively, the gradient of a microbatch is from its own with other random numbers."""
+    one = reference.gradient(_START, pieces=[piece]).total
+    other = reference.gradient(_START, pieces=[piece], stream=lambda _: 1).total
+    size = math.hypot(*(float(value.double().norm()) for value in one.values()))
+    apart = math.hypot(*(distance(value, other[name]) for name, value in one.items()))
+    return apart / size if size else apart
 
 
 def _other_contents(one: Sequence[Micro], other: Sequence[Micro]) -> int | None:

@@ -2,24 +2,30 @@
 
 The ranks are played by threads that share the model: each runs its part, and outputs, loss terms and gradients are
 held against those of the whole. All in float64, where rounding and a mistake are ten orders of magnitude apart.
+First as in an evaluation, then in training mode with all its draws.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
 
 from paceline.errors import LayoutError
+from paceline.place.context.alike import largest, near, same, tensors_of, where
 from paceline.place.context.cut import Cut, batch_length
+from paceline.place.context.draws import Draw, NoAttentionDropout, drawn_otherwise, drawn_unseen, watched_draws
 from paceline.place.context.sequence import ContextParallel, refuse_model, refuse_window
 from paceline.place.exchange import Exchange, play
+from paceline.streams import host_states
 
-CLOSE = 1e-9
+_SEED = 0
+_ZERO = 1e-4  # a gradient that is nothing beside the model's largest is rounding
 _LOW = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -44,6 +50,36 @@ class _Ran:
     terms: list[Tensor]
     gradients: list[Tensor | None]
     seen: dict[str, Tensor]
+    ended: tuple[object, ...] = ()
+    draws: Sequence[Draw] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Forward, loss and gradients on a rank's part, or on the whole where there is one rank."""
+
+    twin: nn.Module
+    batch: Any
+    sequence: Mapping[str, int]
+    forward: Callable[[nn.Module, Any], Any]
+    loss: Callable[[Any, Any], Any] | None
+    own_loss: bool
+    weigh: "_Weigh"
+    is_watched: bool = False
+
+    def __call__(self, over: Exchange) -> _Ran:
+        tensors = [*self.twin.parameters(), *(() if self.twin.training else self.twin.buffers())]
+        mirror = copy.deepcopy(self.twin, {id(tensor): tensor for tensor in tensors})  # its own hooks, the same weights
+        placed = ContextParallel(model=mirror, sequence=self.sequence, over=over, own_loss=self.own_loss)
+        part = placed.cut(self.batch)
+        watching: AbstractContextManager[Sequence[Draw]] = watched_draws() if self.is_watched else nullcontext(())
+        with watching as draws:
+            with placed.forward(part), InDouble(), NoAttentionDropout(), _watched(mirror) as seen:
+                output = self.forward(mirror, part.data)
+            found = self.loss(output, part.data) if self.loss is not None else {}
+        ended = host_states()
+        ran = _ran(mirror, output, found, self.weigh, rank=over.rank, size=over.size, seen=seen)
+        return replace(ran, ended=ended, draws=draws)
 
 
 def check_context(
@@ -65,26 +101,55 @@ def check_context(
     """
     refuse_model(model)
     refuse_window(model, length=batch_length(batch, sequence=sequence))
-    twin = eager_experts(copy.deepcopy(model).double().eval())
     batch = doubled(batch)
-    length = batch_length(batch, sequence=sequence)
-    cut = Cut(length=length, ranks=ranks)
-    weigh = _Weigh(cut=cut)
+    cut = Cut(length=batch_length(batch, sequence=sequence), ranks=ranks)
+    twin = eager_experts(copy.deepcopy(model).double().eval())
+    run = _Run(
+        twin=twin,
+        batch=batch,
+        sequence=sequence,
+        forward=forward,
+        loss=loss,
+        own_loss=own_loss,
+        weigh=_Weigh(cut=cut),
+    )
+    names = [name for name, parameter in twin.named_parameters() if parameter.requires_grad]
+    try:
+        _compare(play(run, size=1)[0], play(run, size=ranks), cut=cut, names=names)
+        twin.train()
+        _see_training(run, cut=cut, names=names)
+    except RuntimeError as error:
+        if not isinstance(error, CheckpointError) and "use_reentrant" not in str(error):
+            raise
+        raise _run_again() from error
 
-    tensors = [*twin.parameters(), *twin.buffers()]
 
-    def one(over: Exchange) -> _Ran:
-        mirror = copy.deepcopy(twin, {id(tensor): tensor for tensor in tensors})  # its own hooks, the same weights
-        placed = ContextParallel(model=mirror, sequence=sequence, over=over, own_loss=own_loss)
-        part = placed.cut(batch)
-        mine = part.data
-        with placed.forward(part), InDouble(), _watched(mirror) as seen:
-            output = forward(mirror, mine)
-        return _ran(mirror, output, mine, loss, weigh, rank=over.rank, size=over.size, seen=seen)
+def _see_training(run: _Run, *, cut: Cut, names: Sequence[str]) -> None:
+    """With draws: each rank has the random streams of a process of its own."""
+    alone, parts = (play(run, size=size, seed=_SEED) for size in (1, cut.ranks))
+    try:
+        _compare(alone[0], parts, cut=cut, names=names)
+    except LayoutError as error:
+        what = f"in training mode, {error.what}"
+        raise _drawn(run, cut) or LayoutError(what, cause=error.cause, hint=error.hint) from None
+    if any(part.ended != alone[0].ended for part in parts):
+        raise _drawn(run, cut) or drawn_unseen()
 
-    alone = play(one, size=1)[0]
-    parts: list[_Ran] = play(one, size=ranks)
-    _compare(alone, parts, cut=cut, names=[name for name, _ in twin.named_parameters()])
+
+def _drawn(run: _Run, cut: Cut) -> LayoutError | None:
+    """Once more, with an eye on every draw."""
+    run = replace(run, is_watched=True)
+    alone, *parts = [ran.draws for size in (1, cut.ranks) for ran in play(run, size=size, seed=_SEED)]
+    return drawn_otherwise(alone, parts)
+
+
+def _run_again() -> LayoutError:
+    return LayoutError(
+        "this model runs parts of its forward again in backward (torch.utils.checkpoint), and cp can't answer there.",
+        cause="outside of the forward its attention and its dropout see a part of the sequence alone",
+        hint="model.gradient_checkpointing_disable(), or checkpoint(..., use_reentrant=False) only around what works "
+        "position by position, without dropout; or leave cp out: --layout fsdp,remat=full",
+    )
 
 
 class _Weigh:
@@ -97,7 +162,7 @@ class _Weigh:
         total = outputs[0].new_zeros(())
         held = self._cut.size(rank) if size > 1 else self._cut.length
         for output in outputs:
-            dim = _dim(output, held)
+            dim = where(output, held)
             if dim is None or not output.requires_grad:
                 continue
             shape = [self._cut.length if d == dim else n for d, n in enumerate(output.shape)]
@@ -108,10 +173,9 @@ class _Weigh:
 
 
 def _ran(
-    model: nn.Module, output: Any, batch: Any, loss: Any, weigh: _Weigh, *, rank: int, size: int, seen: Any
+    model: nn.Module, output: Any, found: Any, weigh: _Weigh, *, rank: int, size: int, seen: Mapping[str, Tensor]
 ) -> _Ran:
     outputs = [t for t in tensors_of(output) if t.is_floating_point() and t.dim() > 1]
-    found = loss(output, batch) if loss is not None else {}
     if isinstance(found, Tensor):
         raise LayoutError(
             "the loss is one number, a mean over its samples: parts of a sequence do not add up to it.",
@@ -138,25 +202,27 @@ def _ran(
 
 def _compare(alone: _Ran, parts: Sequence[_Ran], *, cut: Cut, names: Sequence[str]) -> None:
     for number, whole in enumerate(alone.outputs):
-        if not _same(whole, [part.outputs[number] for part in parts], cut):
+        if not same(whole, [part.outputs[number] for part in parts], cut):
             raise _different(_first_module(alone, parts, cut))
     for number, whole in enumerate(alone.terms):
-        total = torch.stack([part.terms[number] for part in parts]).sum()
-        if not near(total, whole):
+        terms = torch.stack([part.terms[number] for part in parts])
+        total = terms.sum()
+        if not near(total, whole, scale=largest(terms)):
             raise LayoutError(
                 f"the loss over the parts adds up to {float(total):.6g}, over the whole it is {float(whole):.6g}.",
                 cause="a loss that compares a position with its neighbour (logits[:, :-1] with labels[:, 1:]), "
                 "or one that is a mean",
                 hint="targets moved by one in the dataset: (ids[:-1], ids[1:]); and loss -> (sum, count)",
             )
-    for name, number in zip(names, range(len(alone.gradients)), strict=False):
-        wanted = alone.gradients[number]
+    least = _ZERO * max((largest(g) for g in alone.gradients if g is not None), default=0.0)
+    for number, (name, wanted) in enumerate(zip(names, alone.gradients, strict=True)):
         got = [part.gradients[number] for part in parts]
         given = [g for g in got if g is not None]
         if wanted is None and not given:
             continue
         total = torch.stack(given).sum(0) if given else torch.zeros(())
-        if wanted is None or not near(total, wanted):
+        scale = max([least, *map(largest, given)])  # what cancels in the sum, as in a key's bias, has its rounding
+        if wanted is None or not near(total, wanted, scale=scale):
             raise LayoutError(
                 f"the gradients of {name} from the parts of a sequence do not add up to that of the whole.",
                 cause="its use is not position by position, though the outputs are equal",
@@ -167,7 +233,7 @@ def _compare(alone: _Ran, parts: Sequence[_Ran], *, cut: Cut, names: Sequence[st
 def _first_module(alone: _Ran, parts: Sequence[_Ran], cut: Cut) -> str:
     for name, whole in alone.seen.items():
         mine = [part.seen.get(name) for part in parts]
-        if any(m is None for m in mine) or not _same(whole, [m for m in mine if m is not None], cut):
+        if any(m is None for m in mine) or not same(whole, [m for m in mine if m is not None], cut):
             return name
     return "the model's own forward, after its last module"
 
@@ -182,47 +248,12 @@ def _different(name: str) -> LayoutError:
     )
 
 
-def _same(whole: Tensor, parts: Sequence[Tensor], cut: Cut) -> bool:
-    """Joined where it has the sequence; every rank's equal where it has not."""
-    dims = [_dim(part, cut.size(rank)) for rank, part in enumerate(parts)]
-    dim = _dim(whole, cut.length)
-    if dim is not None and all(d == dim for d in dims):
-        return near(cut.join(parts, dim=dim), whole)
-    return all(part.shape == whole.shape and near(part, whole) for part in parts)
-
-
-def _dim(tensor: Tensor, size: int) -> int | None:
-    """Where the sequence is: usually the second dimension."""
-    order = [d for d in (1, *range(tensor.dim())) if d < tensor.dim()]
-    return next((d for d in order if tensor.shape[d] == size), None)
-
-
 def eager_experts(model: nn.Module) -> nn.Module:
     """Experts of transformers in plain products: torch's grouped product has no float64."""
     choose: Any = getattr(model, "set_experts_implementation", None)
     if choose is not None:
         choose("eager")
     return model
-
-
-def near(found: Tensor, wanted: Tensor) -> bool:
-    """Whether they differ by rounding in float64 only, for tensors of this size."""
-    if found.shape != wanted.shape:
-        return False
-    scale = max(float(wanted.abs().max()) if wanted.numel() else 0.0, 1e-6)
-    return bool(((found - wanted).abs() <= CLOSE * scale).all())
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """All tensors of an output, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_of(item)
 
 
 @contextmanager

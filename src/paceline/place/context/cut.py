@@ -5,6 +5,7 @@ So each rank has early positions, which a causal mask lets see little, and late 
 for all (the "zigzag" of Brandon et al., "Striped Attention", 2023, and of Llama 3's training).
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +110,13 @@ def batch_length(batch: Any, *, sequence: Mapping[str, int]) -> int:
             hint="name in sequence={...} only what has one length, or leave cp out",
         )
     return next(iter(lengths.values()))
+
+
+def batch_rows(batch: Any, *, sequence: Mapping[str, int]) -> int:
+    """How many sequences stand one after another where a batch's positions are flattened."""
+    entries = dict(_entries(batch))
+    entry, dim = next((entries[name], dim) for name, dim in sequence.items())
+    return math.prod(entry.shape[: _at(entry, dim)])
 
 
 def cut_batch(batch: Any, *, sequence: Mapping[str, int], ranks: int, rank: int, shift_labels: bool = False) -> Any:

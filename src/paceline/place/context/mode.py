@@ -33,13 +33,21 @@ _CONVOLUTIONS = (torch.conv1d, F.conv1d)
 
 class ContextMode(TorchFunctionMode):
     """On during a forward (and a forward run again in backward). `answer_positions` is False where the model is given
-    its positions as an argument; `padded` says that the whole batch has hidden keys, on whichever rank."""
+    its positions as an argument; `padded` says that the whole batch has hidden keys, on whichever rank; `rows` is how
+    many sequences stand one after another where a model flattens (batch, sequence) to one dimension."""
 
     def __init__(
-        self, *, exchange: Exchange, cut: Cut, model: nn.Module, answer_positions: bool = True, padded: bool = False
+        self,
+        *,
+        exchange: Exchange,
+        cut: Cut,
+        model: nn.Module,
+        answer_positions: bool = True,
+        padded: bool = False,
+        rows: int = 1,
     ) -> None:
         super().__init__()
-        self._exchange, self._cut, self._padded = exchange, cut, padded
+        self._exchange, self._cut, self._padded, self._rows = exchange, cut, padded, rows
         self._size = cut.size(exchange.rank)
         self._masks: list[tuple[Any, ...]] = []
         self._pads: dict[int, tuple[ref[Tensor], Tensor, int, int]] = {}
@@ -208,14 +216,23 @@ class ContextMode(TorchFunctionMode):
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         """One process's draw: for the whole sequence, of which this rank keeps its part."""
-        dims = [d for d in (1, *range(input.dim())) if d < input.dim() and input.shape[d] == self._size]
-        if not training or p == 0.0 or not dims or input.dim() < 2:
+        at = self._at(input)
+        if not training or p == 0.0 or at is None:
             return NotImplemented
+        dim, rows = at
         shape = list(input.shape)
-        shape[dims[0]] = self._cut.length
-        draw = F.dropout(_ones(shape, like=input), p, True)
-        mine = self._cut.take(draw, dim=dims[0], rank=self._exchange.rank)
+        shape[dim] = rows * self._cut.length
+        draw = F.dropout(_ones(shape, like=input), p, True).unflatten(dim, (rows, -1))
+        mine = self._cut.take(draw, dim=dim + 1, rank=self._exchange.rank).flatten(dim, dim + 1)
         return input.mul_(mine) if inplace else input * mine
+
+    def _at(self, tensor: Tensor) -> tuple[int, int] | None:
+        """The dimension that is the sequence, or (sequences, sequence) flattened, and how many sequences it has."""
+        dims = [d for d in (1, *range(tensor.dim())) if d < tensor.dim() and tensor.shape[d] == self._size]
+        is_flat = self._rows > 1 and tensor.dim() > 0 and tensor.shape[0] == self._rows * self._size
+        if is_flat and (tensor.dim() == 2 or 1 not in dims):
+            return 0, self._rows
+        return (dims[0], 1) if dims and tensor.dim() > 1 else None
 
 
 class _Gather(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.place.context.cut import Cut, batch_length, cut_batch, is_padded
+from paceline.place.context.cut import Cut, batch_length, batch_rows, cut_batch, is_padded
 from paceline.place.context.mode import ContextMode
 from paceline.place.exchange import Exchange, Sent
 from paceline.torch_private import NormBase
@@ -30,17 +30,19 @@ def context(*, world: World, model: nn.Module, length: int, padded: bool = False
 
     `padded` says that the whole batch (not only this rank's part) has keys that an attention mask hides.
     """
-    with _inside(Sent(world=world), model, Cut(length=length, ranks=world.world_size), padded):
+    with _inside(Sent(world=world), model, Cut(length=length, ranks=world.world_size), padded, 1):
         yield
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A rank's part of one batch: the data, how the sequence was cut, and whether the whole batch has hidden keys."""
+    """A rank's part of one batch: the data, how the sequence was cut, whether the whole batch has hidden keys, and
+    how many sequences it is."""
 
     data: Any
     cut: Cut
     padded: bool
+    rows: int = 1
 
 
 class ContextParallel:
@@ -79,7 +81,7 @@ class ContextParallel:
         data = cut_batch(
             batch, sequence=self._sequence, ranks=over.size, rank=over.rank, shift_labels=self.shifts_labels
         )
-        return Slice(data=data, cut=cut, padded=is_padded(batch))
+        return Slice(data=data, cut=cut, padded=is_padded(batch), rows=batch_rows(batch, sequence=self._sequence))
 
     @contextmanager
     def forward(self, part: Slice) -> Iterator[None]:
@@ -87,7 +89,7 @@ class ContextParallel:
         if self._exchange.size == 1:
             yield
             return
-        with _inside(self._exchange, self._model, part.cut, part.padded) as mode:
+        with _inside(self._exchange, self._model, part.cut, part.padded, part.rows) as mode:
             self._mode = mode
             yield
 
@@ -104,9 +106,10 @@ class ContextParallel:
 
 
 @contextmanager
-def _inside(over: Exchange, model: nn.Module, cut: Cut, padded: bool) -> Iterator[ContextMode]:
+def _inside(over: Exchange, model: nn.Module, cut: Cut, padded: bool, rows: int) -> Iterator[ContextMode]:
     accepted = inspect.signature(model.forward).parameters
-    mode = ContextMode(exchange=over, cut=cut, model=model, answer_positions=_POSITIONS not in accepted, padded=padded)
+    answers = _POSITIONS not in accepted
+    mode = ContextMode(exchange=over, cut=cut, model=model, answer_positions=answers, padded=padded, rows=rows)
     hook = _arguments(model, accepted, over, cut)
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)
     try:

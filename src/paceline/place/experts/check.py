@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.place.context.check import InDouble, doubled, eager_experts, near, tensors_of
+from paceline.place.context.alike import near, tensors_of
+from paceline.place.context.check import InDouble, doubled, eager_experts
 from paceline.place.exchange import Exchange, play
 from paceline.place.experts.spread import split_experts
 from paceline.place.parts import Part
