@@ -13,6 +13,7 @@ from paceline.place.divide import Sharding, Split, divided, held_now, kept_now, 
 from paceline.place.exact import ExactReducer, Grid
 from paceline.place.experts.spread import split_experts
 from paceline.place.holding import Holding, all_of, all_shares
+from paceline.place.hooked import hooked_in, refuse_lost
 from paceline.place.late import Late
 from paceline.place.meeting import ThreadWorld
 from paceline.place.parts import Parts
@@ -27,6 +28,7 @@ from paceline.place.tensor.placed import split_model
 from paceline.place.threads import ThreadReducer
 from paceline.place.units import Named, trainable
 from paceline.place.uses import Uses
+from paceline.plan.mesh import label
 from paceline.spec.layout import Layout
 from paceline.spec.remat import parse_remat
 from paceline.spec.settings import Place
@@ -102,6 +104,7 @@ def compose(
     """
     mesh, how = worlds.mesh, how or Place()
     before, every = all_of(model), trainable(model)
+    hooked = hooked_in(model)
     uses = Uses(model) if exact else None
     shaped = _shaped(model, asked=asked, worlds=worlds, example=example, how=how, compiles=compiles, say=say, late=late)
     rows = rows if late is None else _filled(model, late, shaped, worlds)
@@ -122,6 +125,7 @@ def compose(
         rows=rows,
     )
     split = divided(model, named=named, by=by)
+    refuse_lost(hooked, model, without=shaped.hollow, layout=label(asked, mesh))
     if shaped.routed:
         split = with_experts(split, live=live, peers=worlds.peers, routed=shaped.routed)
     shares = {share.name: share for share in split.named}

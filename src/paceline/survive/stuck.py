@@ -85,6 +85,23 @@ def unanswered(failures: Sequence[Failure], silent: Sequence[Silent]) -> Failure
     )  # fmt: skip
 
 
+def apart(failures: Sequence[Failure]) -> Failure:
+    """Where every rank waited for another until the patience of one ended: they wait in different places."""
+    waiter = max(filter(gave_up, failures), key=lambda waiter: _limit(waiter.message))
+    limit = _limit(waiter.message)
+    told = [f"rank {failure.rank} {failure.doing}" for failure in failures if failure.doing]
+    what = f"the ranks waited for each other in different places{f', for {limit:g} s' if limit else ''}"
+    error = RunError(
+        f"{what}: {'; '.join(told[:4])}." if told else f"{what}.",
+        cause="a block that only some ranks run (layer drop, a branch on the samples), or other code for one rank",
+        hint="--layout zero2 or ddp, where each rank may run other blocks"
+        if told
+        else "run the same code on every rank",
+    )
+    said = {**error.as_json(), "error": TIMEOUT}
+    return replace(waiter, kind=TIMEOUT, message=error.what, screen=str(error), said=said)
+
+
 def still_waiting(silent: Sequence[Silent], *, seconds: float) -> str:
     """For whoever asked to stop and sees nothing happen."""
     if not silent:

@@ -6,13 +6,15 @@ lost, or parameters that are put back, would be another training.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from paceline.errors import JobError, LayoutError, user_line
 from paceline.place.shard.order import Order
@@ -21,6 +23,7 @@ from paceline.world import World
 
 _DEEP = 8
 _ELSEWHERE = "--layout zero2, which keeps parameters whole"
+_running = threading.local()
 
 
 class Guards:
@@ -32,7 +35,6 @@ class Guards:
         self.order = Order([guard.name for guard in self._guards.values()], world=world)
         self._is_left, self._model = is_left, model
         self._runs = 0
-        self._names: dict[int, str] = {}
 
     @contextmanager
     def around(self, unit: nn.Module) -> Iterator[None]:
@@ -51,7 +53,9 @@ class Guards:
 
     def know(self, unit: nn.Module, name: str, owner: nn.Module, own: str, either: Sequence[nn.Parameter]) -> None:
         """A parameter of a unit: sharded, and gathered."""
-        self._names[id(either[0])] = name
+        if isinstance(either[0], DTensor):
+            either[0].__class__ = Kept  # type: ignore[assignment]
+            vars(either[0])["known_as"] = name
         self._guards[id(unit)].parameters.append((name, registries(owner)[0], own, tuple(either)))
 
     def begin(self) -> None:
@@ -70,7 +74,7 @@ class Guards:
     def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._runs += 1
         try:
-            with in_our_words(self._names):
+            with forward_runs():
                 return call(*args, **kwargs)
         finally:
             self._runs -= 1
@@ -88,7 +92,7 @@ class _Guard:
 
     def called(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """As a pre-hook, before all others."""
-        self._from_caller = list(_containers((*args, *kwargs.values())))
+        self._from_caller = [*_containers((*args, *kwargs.values()))]
         for name, owner, own, either in self.parameters:
             if not any(owner.get(own) is known for known in either):
                 raise LayoutError(
@@ -103,7 +107,7 @@ class _Guard:
         if not in_backward():
             self._guards.order.saw(self._number)
         same = set(map(id, self._from_caller))
-        inside = _containers((*args, *kwargs.values())) if same else ()
+        inside: Iterable[Any] = _containers((*args, *kwargs.values())) if same else ()
         self._copies = [(each, _content(each)) for each in inside if id(each) not in same]
         self._versions = [version(either[-1]) for *_, either in self.parameters]
 
@@ -117,10 +121,10 @@ class _Guard:
                     cause="append, update or an assignment to what the caller keeps",
                     hint=f"return the value instead; or {_ELSEWHERE}",
                 )
-        for (name, *_, either), before in zip(self.parameters, self._versions, strict=True):
-            if version(either[-1]) != before:
+        for known, version_before in zip(self.parameters, self._versions, strict=True):
+            if version(known[-1][-1]) != version_before:
                 raise JobError(
-                    f"the forward writes to the parameter {name}: each replica would write other values.",
+                    f"the forward writes to the parameter {known[0]}: each replica would write other values.",
                     cause="nn.Embedding(max_norm=...), or a forward that assigns to its weights",
                     hint="F.normalize(self.weight) where it is used, or --ranks 1 without --train.exact",
                 )
@@ -130,7 +134,10 @@ class _Guard:
         """Notice the first of its tensors to which a gradient comes."""
         if not torch.is_grad_enabled() or in_backward():
             return
-        came = [self._guards.refuse_early, partial(self._guards.order.saw, self._number, backward=True)]
+        came: list[Callable[[], None]] = [
+            self._guards.refuse_early,
+            partial(self._guards.order.saw, self._number, backward=True),
+        ]
 
         def first(_: Tensor) -> None:
             while came:
@@ -141,49 +148,58 @@ class _Guard:
                 leaf.register_hook(first)
 
 
+class Kept(DTensor):
+    """A sharded parameter, which no forward may use: a number read off it would be of this rank's rows."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """As ever, outside of forwards."""
+        if getattr(_running, "depth", 0) and not in_backward():
+            for leaf in tree_flatten((args, kwargs))[0]:
+                if isinstance(leaf, cls) and "known_as" in vars(leaf):
+                    raise _elsewhere(vars(leaf)["known_as"])
+        return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
 @contextmanager
-def in_our_words(names: Mapping[int, str]) -> Iterator[None]:
-    """Errors that `fully_shard` leads to, as what the model's author can do about; `names` of sharded parameters."""
+def forward_runs() -> Iterator[None]:
+    """Around a forward: sharded parameters are not used, and what `fully_shard` leads to is told in our words.
+
+    Raises:
+        LayoutError: what the model's author can do about it.
+    """
+    _running.depth = getattr(_running, "depth", 0) + 1
     try:
         yield
     except RuntimeError as error:
-        found = _explained(error, names)
+        found = _explained(error)
         if found is None:
             raise
         raise found.with_traceback(error.__traceback__) from error
+    finally:
+        _running.depth -= 1
 
 
-def _explained(error: RuntimeError, names: Mapping[int, str]) -> LayoutError | None:
+def _explained(error: RuntimeError) -> LayoutError | None:
     text = str(error)
-    line = str(user_line(error) or "")
-    if "DTensor" in text or "sharding strategy" in text:
-        some = _parameter_in(error, names)
-        return LayoutError(
-            f"{some or 'a parameter'} is used where its unit of fsdp does not run: there a rank has its rows only.",
-            where=line,
-            cause="a weight, a submodule or another method of a block, used from outside the block's forward",
-            hint=f"{_ELSEWHERE}; or --place.units with a module around both",
-        )
+    if "DTensor" in text:
+        return _elsewhere("a parameter")
     if "RegisterPostBackwardFunction" in text and "modified inplace" in text:
         return LayoutError(
             "a block writes in place to a tensor that it is given, which under fsdp is a view that forbids it.",
-            where=line,
+            where=str(user_line(error) or ""),
             cause="x += ..., x.add_(...) or x[...] = ... on an argument",
             hint=f"x = x + ..., and return it; or {_ELSEWHERE}",
         )
     return None
 
 
-def _parameter_in(error: BaseException, names: Mapping[int, str]) -> str:
-    """By name, where one was handed on as it is."""
-    trace = error.__traceback__
-    while trace is not None:
-        for value in list(trace.tb_frame.f_locals.values()):
-            for each in value if type(value) in (tuple, list) else (value,):
-                if id(each) in names:
-                    return names[id(each)]
-        trace = trace.tb_next
-    return ""
+def _elsewhere(name: str) -> LayoutError:
+    return LayoutError(
+        f"{name} is used where its unit of fsdp does not run: there a rank has its rows only.",
+        cause="a weight, a submodule or another method of a block, used from outside the block's forward",
+        hint=f"{_ELSEWHERE}; or --place.units with a module around both",
+    )
 
 
 def _containers(values: Sequence[Any], depth: int = 0) -> Iterator[Any]:

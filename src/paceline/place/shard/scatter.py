@@ -61,7 +61,8 @@ class ScatterReducer:
     """Adds over microbatches and ranks; leaves this rank's rows of the global gradient in the shares' `.grad`.
 
     `sources` are the parameters that autograd writes to, one a share; `shard` are the ranks that the rows are cut
-    over, `replicas` those that hold the same rows. Every rank must run backward equally often (`meets`).
+    over, `replicas` those that hold the same rows. Every rank must run backward equally often (`meets`). `order` is of
+    the units that the ranks gather.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class ScatterReducer:
         self._worlds = [world for world in (shard, replicas) if world is not None and world.world_size > 1]
         self._replicas = replicas if replicas is not None and replicas.world_size > 1 else None
         self._grid = grid
-        self._order = order
+        self.order = order
         self._scratch = scratch_on(shard.device)
         named = [Named(index=i, name=s.name, parameter=s.holder) for i, s in enumerate(shares)]
         units = cut_units(named, bucket_bytes=passing_bytes(shard.device))
@@ -128,8 +129,8 @@ class ScatterReducer:
             RunError: no grid holds gradients of this size; on every rank alike.
             DesyncError: the ranks have gathered different units.
         """
-        if self._order is not None:
-            self._order.compare()
+        if self.order is not None:
+            self.order.compare()
         self._land(keep=0)
         waits = []
         for unit in self._units:
