@@ -12,7 +12,7 @@ from paceline.spec.words import many
 from paceline.survive.decide import is_lost_connection
 from paceline.survive.failure import Failure
 
-TIMEOUT = "timeout"
+TIMEOUT, APART = "timeout", "apart"
 _STATES = {
     "T": "is stopped (state T)",
     "t": "is stopped by a debugger (state t)",
@@ -98,8 +98,8 @@ def apart(failures: Sequence[Failure]) -> Failure:
         if told
         else "run the same code on every rank",
     )
-    said = {**error.as_json(), "error": TIMEOUT}
-    return replace(waiter, kind=TIMEOUT, message=error.what, screen=str(error), said=said)
+    said = {**error.as_json(), "error": APART}
+    return replace(waiter, kind=APART, message=error.what, screen=str(error), said=said)
 
 
 def still_waiting(silent: Sequence[Silent], *, seconds: float) -> str:
