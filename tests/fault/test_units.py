@@ -15,6 +15,7 @@ from paceline.survive.failure import doing, failure_of
 from paceline.survive.stuck import apart
 from paceline.world import World
 from tests.fault.pairs import Told, try_pair
+from tests.matrix.page import patterns, stands
 
 pytestmark = pytest.mark.xdist_group("units")
 WIDTH = 6
@@ -242,6 +243,7 @@ def test_a_unit_is_right_or_refused(name: str, tmp_path: Path) -> None:
     told = _told(make, words, tmp_path)
     assert (told.state, says in told.text) == (state, True), told
     assert state == "done" or "to do:" in told.text, told
+    assert state == "done" or stands(told.text.splitlines()[0], patterns()), "docs/refusals.md does not have it"
 
 
 def test_ranks_that_wait_for_each_other_are_told_how_far_each_was() -> None:

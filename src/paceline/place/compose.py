@@ -111,7 +111,6 @@ def compose(
     undos = _wrapped(model, asked=asked, how=how, compiles=compiles, piped=shaped.piped, say=say)
     grid = None if uses is None else _grid(every, uses, shaped.piped, worlds)
     live = _live(every, model, without=shaped.hollow)
-    named = [member for member in live if member.name not in shaped.routed]
     by = Sharding(
         asked=asked,
         how=how,
@@ -124,10 +123,8 @@ def compose(
         whole=whole,
         rows=rows,
     )
-    split = divided(model, named=named, by=by)
+    split = _split(model, live, by=by, routed=shaped.routed, peers=worlds.peers)
     refuse_lost(hooked, model, without=shaped.hollow, layout=label(asked, mesh))
-    if shaped.routed:
-        split = with_experts(split, live=live, peers=worlds.peers, routed=shaped.routed)
     shares = {share.name: share for share in split.named}
     return Placed(
         named=split.named,
@@ -211,6 +208,12 @@ def _wrapped(
     elif compiles:
         undos.append(compile_blocks(model, say=say, blocks=blocks))
     return undos
+
+
+def _split(model: nn.Module, live: Sequence[Named], *, by: Sharding, routed: Parts, peers: World) -> Split:
+    """What is left of each parameter after stages, experts and tensors, divided; experts stay whole."""
+    split = divided(model, named=[member for member in live if member.name not in routed], by=by)
+    return with_experts(split, live=live, peers=peers, routed=routed) if routed else split
 
 
 def _live(every: Sequence[Named], model: nn.Module, *, without: Collection[str]) -> list[Named]:

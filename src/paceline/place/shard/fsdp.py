@@ -69,9 +69,7 @@ def shard_fully(
         _refuse_alone(asked)
         return zero(stage=2, model=model, named=named, data=data, grid=grid, parts=parts)
     apart = {*(hollow or ()), *without}
-    held = [(n, p) for n, p in model.named_parameters() if n not in apart]
-    every = [Named(index=i, name=n, parameter=p) for i, (n, p) in enumerate(held)]
-    _refuse(every)
+    every = _held(model, apart)
     cut = cuts(every, places=data.shard.world_size)
     base = parts or {m.name: Part.all_of(m.parameter.shape) for m in every}
     kept = {m.name: m.parameter for m in every if not m.parameter.dim()}
@@ -87,22 +85,18 @@ def shard_fully(
     shares = [_share(member, now[member.name], cut, data.shard.rank, base) for member in named]
     whole = [share for share in shares if share.name in kept]
     settle = _Settle(model, Spread(whole, cut=cut, world=data.shard), is_left=hollow is not None)
+    leaves = [sources[share.name] for share in shares]
+    reducer = ScatterReducer(
+        shares=shares, sources=leaves, cut=cut, shard=data.shard, replicas=data.replicas, grid=grid, order=guards.order
+    )
     return Sharded(
         shares=shares,
-        reducer=ScatterReducer(
-            shares=shares,
-            sources=[sources[share.name] for share in shares],
-            cut=cut,
-            shard=data.shard,
-            replicas=data.replicas,
-            grid=grid,
-            order=guards.order,
-        ),
+        reducer=reducer,
         spread=settle,
         settle=settle,
         parts={n: base[n] if n in kept else cut[n].part(base[n], data.shard.rank) for n in now},
         locals={name: _local(p) for name, p in now.items()},
-        sources=[sources[share.name] for share in shares],
+        sources=leaves,
         data=data,
     )
 
@@ -191,6 +185,11 @@ def _own_memory(output: Any) -> Any:
         return output.clone() if output.requires_grad and is_view(output) else output
     if type(output) in (tuple, list):
         return type(output)(_own_memory(item) for item in output)
+    if isinstance(output, dict):
+        for name, item in list(output.items()):
+            own = _own_memory(item)
+            if own is not item:
+                output[name] = own
     return output
 
 
@@ -266,7 +265,9 @@ def _local(parameter: Tensor) -> Tensor:
     return local.detach()
 
 
-def _refuse(every: Sequence[Named]) -> None:
+def _held(model: nn.Module, apart: Collection[str]) -> list[Named]:
+    held = [(n, p) for n, p in model.named_parameters() if n not in apart]
+    every = [Named(index=i, name=n, parameter=p) for i, (n, p) in enumerate(held)]
     for member in every:
         if not member.parameter.is_contiguous():
             raise LayoutError(
@@ -274,6 +275,7 @@ def _refuse(every: Sequence[Named]) -> None:
                 cause="a transposed or channels_last weight",
                 hint="parameter.data = parameter.data.contiguous() at the end of model=, or --layout zero2",
             )
+    return every
 
 
 def _refuse_alone(asked: FullySharded) -> None:

@@ -59,12 +59,13 @@ class Guards:
         self._guards[id(unit)].parameters.append((name, registries(owner)[0], own, tuple(either)))
 
     def begin(self) -> None:
-        """When all parameters are known."""
-        Interception(self._model, self._run)
+        """When all parameters are known. Of stages nobody calls the whole model."""
+        if not self._is_left:
+            Interception(self._model, self._run)
 
     def refuse_early(self) -> None:
         """Raises: LayoutError: a unit runs backward while the model's forward has not ended."""
-        if self._runs and not self._is_left:
+        if self._runs:
             raise LayoutError(
                 "the forward runs a backward of its own, through units that fsdp has let go of already.",
                 cause="torch.autograd.grad in the forward, as for a gradient penalty",
