@@ -15,7 +15,7 @@ from paceline.store.hold import Hold, hold
 from paceline.store.runs import RunFolder
 from paceline.survive.agent import Agent, nursery_command
 from paceline.survive.failure import FIRST_FAILURE, STARTER, Failure
-from paceline.survive.stuck import TIMEOUT
+from paceline.survive.stuck import APART, TIMEOUT
 from paceline.talk import say
 
 _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -177,13 +177,13 @@ def failure_screen(outcome: Outcome, *, go_on: str = "") -> str:
     place = f"{failure.where}, " if failure.where else ""
     what = f"killed by {failure.message}" if failure.kind == "signal" else f"{failure.kind}: {failure.message}"
     lines = [f"FAILED{at}. First error: rank {failure.rank}, {place}{what}"]
-    if failure.kind == TIMEOUT:
+    if failure.kind in (TIMEOUT, APART):
         lines = [f"FAILED{at}: {failure.message}"]
     elif failure.source:
         lines.append(f"    {failure.source}")
     lines += [f"  {line}" for line in failure.screen.splitlines()[1:]]
     others, left = outcome.ranks - 1, "did not answer" if failure.kind == TIMEOUT else "left"
-    if others:
+    if others and failure.kind != APART:
         lines.append(f"The other {others} rank{'s' if others > 1 else ''} stopped because rank {failure.rank} {left}.")
     lines.append(f"Full text: {log}")
     return "\n".join([*lines, *again])

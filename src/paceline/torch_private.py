@@ -8,7 +8,7 @@ guarded by; how a loss scaler unscales gradients; the number of a storage, a ten
 what `Module.__call__` asks first (`_compiled_call_impl`, which `Module.compile` sets and copies leave out);
 setting dispatch modes aside for a few operations of our own; the group that a collective names; the resizing of
 storages, by which `fully_shard` lets gathered weights go; what a failing compiler raises, and when; a tensor without
-memory that stands for one cut over ranks.
+memory that stands for one cut over ranks; the hooks that a tensor has.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -37,6 +37,7 @@ __all__ = [
     "divide_all",
     "give_memory",
     "guard_hooks",
+    "has_hooks",
     "hide_worker",
     "hollow_tensor",
     "in_backward",
@@ -99,6 +100,11 @@ def compile_errors() -> type[BaseException]:
 def in_backward() -> bool:
     """Whether this thread is inside autograd's backward, as a forward that is run again there is."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether its gradient is shown to a hook, before or after it is added."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def is_view(tensor: Tensor) -> bool:

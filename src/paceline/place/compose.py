@@ -13,6 +13,7 @@ from paceline.place.divide import Sharding, Split, divided, held_now, kept_now, 
 from paceline.place.exact import ExactReducer, Grid
 from paceline.place.experts.spread import split_experts
 from paceline.place.holding import Holding, all_of, all_shares
+from paceline.place.hooked import hooked_in, refuse_lost
 from paceline.place.late import Late
 from paceline.place.meeting import ThreadWorld
 from paceline.place.parts import Parts
@@ -27,6 +28,7 @@ from paceline.place.tensor.placed import split_model
 from paceline.place.threads import ThreadReducer
 from paceline.place.units import Named, trainable
 from paceline.place.uses import Uses
+from paceline.plan.mesh import label
 from paceline.spec.layout import Layout
 from paceline.spec.remat import parse_remat
 from paceline.spec.settings import Place
@@ -102,13 +104,13 @@ def compose(
     """
     mesh, how = worlds.mesh, how or Place()
     before, every = all_of(model), trainable(model)
+    hooked = hooked_in(model)
     uses = Uses(model) if exact else None
     shaped = _shaped(model, asked=asked, worlds=worlds, example=example, how=how, compiles=compiles, say=say, late=late)
     rows = rows if late is None else _filled(model, late, shaped, worlds)
     undos = _wrapped(model, asked=asked, how=how, compiles=compiles, piped=shaped.piped, say=say)
     grid = None if uses is None else _grid(every, uses, shaped.piped, worlds)
     live = _live(every, model, without=shaped.hollow)
-    named = [member for member in live if member.name not in shaped.routed]
     by = Sharding(
         asked=asked,
         how=how,
@@ -121,9 +123,8 @@ def compose(
         whole=whole,
         rows=rows,
     )
-    split = divided(model, named=named, by=by)
-    if shaped.routed:
-        split = with_experts(split, live=live, peers=worlds.peers, routed=shaped.routed)
+    split = _split(model, live, by=by, routed=shaped.routed, peers=worlds.peers)
+    refuse_lost(hooked, model, without=shaped.hollow, layout=label(asked, mesh))
     shares = {share.name: share for share in split.named}
     return Placed(
         named=split.named,
@@ -207,6 +208,12 @@ def _wrapped(
     elif compiles:
         undos.append(compile_blocks(model, say=say, blocks=blocks))
     return undos
+
+
+def _split(model: nn.Module, live: Sequence[Named], *, by: Sharding, routed: Parts, peers: World) -> Split:
+    """What is left of each parameter after stages, experts and tensors, divided; experts stay whole."""
+    split = divided(model, named=[member for member in live if member.name not in routed], by=by)
+    return with_experts(split, live=live, peers=peers, routed=routed) if routed else split
 
 
 def _live(every: Sequence[Named], model: nn.Module, *, without: Collection[str]) -> list[Named]:

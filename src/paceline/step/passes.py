@@ -1,12 +1,14 @@
 """Forward and backward of this rank's microbatches, one after another."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError
+from paceline.place.shard.guard import forward_runs
 from paceline.step.generate import logits
 from paceline.step.given import Given
 from paceline.step.joint import Joint
@@ -170,7 +172,7 @@ class WholePasses:
 def look(parts: Parts, batch: Any, *, num_samples: int, see: See) -> None:
     """One microbatch forward, as an evaluation does it."""
     portion = parts.portion(batch)
-    with parts.autocast():
+    with forward_runs(), parts.autocast():
         with portion.inside():
             output = parts.contract.forward(parts.model, portion.data)
         terms = parts.contract.terms(output, portion.data, num_samples=num_samples)
@@ -180,7 +182,8 @@ def look(parts: Parts, batch: Any, *, num_samples: int, see: See) -> None:
 def forward(parts: Parts, portion: Portion, *, step: int, index: int, num_samples: int) -> Terms:
     """One microbatch's terms; it draws from its own stream. Without samples it leaves no trace."""
     parts.tape.at(index, counts=num_samples > 0)
-    with parts.turns.forward(lambda: parts.streams.enter(step=step, microbatch=index)), parts.autocast():
+    enter = partial(parts.streams.enter, step=step, microbatch=index)
+    with forward_runs(), parts.turns.forward(enter), parts.autocast():
         with portion.inside():
             output = parts.contract.forward(parts.model, portion.data)
         return parts.contract.terms(output, portion.data, num_samples=num_samples)

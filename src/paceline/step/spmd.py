@@ -12,6 +12,7 @@ from paceline.step.parts import Parts
 from paceline.step.passes import Passes, passes_of
 from paceline.step.result import StepResult
 from paceline.step.update import LateCheck
+from paceline.survive.failure import doing
 from paceline.torch_private import version
 
 MOST_ATTEMPTS = 4
@@ -58,7 +59,8 @@ class SpmdStep:
             self.parts.tape.begin()
             self.parts.reducer.begin()
             before = self._versions()
-            joint, divide = self.passes.run(given, step=self.step, stop=stop)
+            with doing(self._told):
+                joint, divide = self.passes.run(given, step=self.step, stop=stop)
             waiting = time.perf_counter()
             self._refuse_writes(before)
             if self.parts.reducer.finish(divisor=joint.divisor() if divide else None):
@@ -76,6 +78,11 @@ class SpmdStep:
             compute_seconds=waiting - started,
             communication_seconds=ended - waiting,
         )
+
+    def _told(self) -> str:
+        """How far this rank is, where units are gathered."""
+        order = getattr(self.parts.reducer, "order", None)
+        return "" if order is None else str(order.told())
 
     def close(self) -> None:
         """Remove what was hooked into the model."""

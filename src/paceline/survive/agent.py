@@ -17,7 +17,7 @@ from paceline.survive.decide import exit_code, first_failure, is_lost_connection
 from paceline.survive.failure import Failure, from_status, left_alone, read_failure, starter_ended
 from paceline.survive.signals import GENTLE, stops_here
 from paceline.survive.slate import SLATE, make_slate
-from paceline.survive.stuck import Silent, find_silent, gave_up, process_state, still_waiting, unanswered
+from paceline.survive.stuck import Silent, apart, find_silent, gave_up, process_state, still_waiting, unanswered
 from paceline.talk import say
 
 _POLL_SECONDS = 0.05
@@ -219,6 +219,8 @@ class Agent:
         done = [rank for rank, status in attempt.statuses.items() if status == 0]
         if first is not None and is_lost_connection(first) and done:
             return 1, left_alone(done[0], waiter=first)
+        if first is not None and gave_up(first) and len(attempt.failures) == attempt.ranks > 1:
+            return 1, apart(sorted(attempt.failures, key=lambda failure: failure.rank))
         if first is None and self._stops > int(self._saves):
             return int(ExitCode.INTERRUPTED), None
         if first is None and len(attempt.statuses) < attempt.ranks:

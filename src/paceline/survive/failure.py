@@ -6,7 +6,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ END_OF_TALK = "\x1e"
 STARTER = -1
 FIRST_FAILURE = "first-failure.json"
 _LINES, _WIDTH = 8, 400
+_DOING = "this rank "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class Failure:
     """Why a rank ended. `kind` is the exception's name, or `signal` or `exit` where there is no exception.
 
     `step` is the number of the step in which it was, 0 before the first. `told_by` is the rank whose log has the
-    full text where that is another one. `said` is what an error of ours says, by key.
+    full text where that is another one. `said` is what an error of ours says, by key. `doing` is how far the rank was.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Failure:
     step: int = 0
     told_by: int | None = None
     said: dict[str, Any] = field(default_factory=dict)
+    doing: str = ""
 
 
 def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 0, slate: int | None = None) -> None:
@@ -60,6 +62,7 @@ def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 
 def failure_of(error: BaseException, *, rank: int, step: int = 0) -> Failure:
     """What happened on this rank, and in which step."""
     step = step or step_of(error)
+    notes = [str(note) for note in getattr(error, "__notes__", ())]
     error = _in_our_words(error)
     line = user_line(error)
     return Failure(
@@ -73,6 +76,7 @@ def failure_of(error: BaseException, *, rank: int, step: int = 0) -> Failure:
         monotonic_ns=time.monotonic_ns(),
         step=step,
         said=error.as_json() if isinstance(error, PacelineError) else {},
+        doing=next((note.removeprefix(_DOING) for note in notes if note.startswith(_DOING)), ""),
     )
 
 
@@ -83,6 +87,18 @@ def at_step(number: int) -> Iterator[None]:
         yield
     except BaseException as error:
         error.add_note(f"at step {number}")
+        raise
+
+
+@contextmanager
+def doing(told: Callable[[], str]) -> Iterator[None]:
+    """An exception that leaves this block carries how far this rank was, for the case that others were elsewhere."""
+    try:
+        yield
+    except BaseException as error:
+        text = told()
+        if text:
+            error.add_note(f"{_DOING}{text}")
         raise
 
 

@@ -12,7 +12,7 @@ from paceline.spec.words import many
 from paceline.survive.decide import is_lost_connection
 from paceline.survive.failure import Failure
 
-TIMEOUT = "timeout"
+TIMEOUT, APART = "timeout", "apart"
 _STATES = {
     "T": "is stopped (state T)",
     "t": "is stopped by a debugger (state t)",
@@ -83,6 +83,23 @@ def unanswered(failures: Sequence[Failure], silent: Sequence[Silent]) -> Failure
         waiter, rank=first.rank, kind=TIMEOUT, message=what, screen=str(error), step=first.step + 1,
         told_by=waiter.rank, said=said,
     )  # fmt: skip
+
+
+def apart(failures: Sequence[Failure]) -> Failure:
+    """Where every rank waited for another until the patience of one ended: they wait in different places."""
+    waiter = max(filter(gave_up, failures), key=lambda waiter: _limit(waiter.message))
+    limit = _limit(waiter.message)
+    told = [f"rank {failure.rank} {failure.doing}" for failure in failures if failure.doing]
+    what = f"the ranks waited for each other in different places{f', for {limit:g} s' if limit else ''}"
+    error = RunError(
+        f"{what}: {'; '.join(told[:4])}." if told else f"{what}.",
+        cause="a block that only some ranks run (layer drop, a branch on the samples), or other code for one rank",
+        hint="--layout zero2 or ddp, where each rank may run other blocks"
+        if told
+        else "run the same code on every rank",
+    )
+    said = {**error.as_json(), "error": APART}
+    return replace(waiter, kind=APART, message=error.what, screen=str(error), said=said)
 
 
 def still_waiting(silent: Sequence[Silent], *, seconds: float) -> str:

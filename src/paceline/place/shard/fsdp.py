@@ -20,6 +20,7 @@ from paceline.errors import LayoutError
 from paceline.place.exact import Grid
 from paceline.place.parts import Part, Parts
 from paceline.place.shard.chosen import FullySharded
+from paceline.place.shard.guard import Guards
 from paceline.place.shard.one_input import one_input
 from paceline.place.shard.scatter import ScatterReducer
 from paceline.place.shard.sharded import Data, Sharded, zero
@@ -68,38 +69,34 @@ def shard_fully(
         _refuse_alone(asked)
         return zero(stage=2, model=model, named=named, data=data, grid=grid, parts=parts)
     apart = {*(hollow or ()), *without}
-    held = [(n, p) for n, p in model.named_parameters() if n not in apart]
-    every = [Named(index=i, name=n, parameter=p) for i, (n, p) in enumerate(held)]
-    _refuse(every)
+    every = _held(model, apart)
     cut = cuts(every, places=data.shard.world_size)
     base = parts or {m.name: Part.all_of(m.parameter.shape) for m in every}
     kept = {m.name: m.parameter for m in every if not m.parameter.dim()}
     gone = {p for n, p in model.named_parameters() if n in apart}
     around = [*([shown_pieces] if parts else []), *([one_input] if grid is not None else [])]
-    _wrap(model, data, asked, ignored=gone | set(kept.values()), is_left=hollow is not None, around=around)
+    guards = _wrap(model, data, asked, ignored=gone | set(kept.values()), is_left=hollow is not None, around=around)
     if rows is not None:
         where = torch.device("cpu") if asked.offload else data.shard.device
         _fill(model, rows, device=where, without={id(p) for p in gone})
-    sources = {**kept, **_gathered(model)}
+    sources = {**kept, **_gathered(model, guards)}
+    guards.begin()
     now = {n: p for n, p in model.named_parameters() if n not in apart}
     shares = [_share(member, now[member.name], cut, data.shard.rank, base) for member in named]
     whole = [share for share in shares if share.name in kept]
     settle = _Settle(model, Spread(whole, cut=cut, world=data.shard), is_left=hollow is not None)
+    leaves = [sources[share.name] for share in shares]
+    reducer = ScatterReducer(
+        shares=shares, sources=leaves, cut=cut, shard=data.shard, replicas=data.replicas, grid=grid, order=guards.order
+    )
     return Sharded(
         shares=shares,
-        reducer=ScatterReducer(
-            shares=shares,
-            sources=[sources[share.name] for share in shares],
-            cut=cut,
-            shard=data.shard,
-            replicas=data.replicas,
-            grid=grid,
-        ),
+        reducer=reducer,
         spread=settle,
         settle=settle,
         parts={n: base[n] if n in kept else cut[n].part(base[n], data.shard.rank) for n in now},
         locals={name: _local(p) for name, p in now.items()},
-        sources=[sources[share.name] for share in shares],
+        sources=leaves,
         data=data,
     )
 
@@ -134,7 +131,7 @@ def _wrap(
     ignored: set[nn.Parameter],
     is_left: bool,
     around: Sequence[Callable[[nn.Module], AbstractContextManager[None]]],
-) -> None:
+) -> Guards:
     """`around` is put around the hooks of each unit."""
     device = data.shard.device.type
     assert data.shard.group is not None
@@ -142,12 +139,13 @@ def _wrap(
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if asked.offload else OffloadPolicy()
     units = [unit for unit in find_units(model, by=asked.units).values() if not ignored.issuperset(unit.parameters())]
     _refuse_mixed([*units, model], model, ignored)
+    guards = Guards(model, [*units, model], world=data.shard, is_left=is_left)
     for unit in [*units, model]:
         output = torch.float32 if asked.params is not None and unit is model else None
         with ExitStack() as stack:
-            for each in around:
+            for each in (guards.around, *around):
                 stack.enter_context(each(unit))
-            unit.register_forward_hook(lambda _, __, output: _own_memory(output))
+            unit.register_forward_hook(lambda unit, _, output: guards.watched(unit, _own_memory(output)))
             fully_shard(
                 unit,
                 mesh=mesh,
@@ -159,6 +157,7 @@ def _wrap(
     if is_left and isinstance(model, FSDPModule):
         model.set_reshard_after_backward(False, recurse=False)
     _prefetch(model, asked.prefetch)
+    return guards
 
 
 def row_parts(model: nn.Module, *, world: World, base: Parts | None = None) -> Parts:
@@ -186,6 +185,11 @@ def _own_memory(output: Any) -> Any:
         return output.clone() if output.requires_grad and is_view(output) else output
     if type(output) in (tuple, list):
         return type(output)(_own_memory(item) for item in output)
+    if isinstance(output, dict):
+        for name, item in list(output.items()):
+            own = _own_memory(item)
+            if own is not item:
+                output[name] = own
     return output
 
 
@@ -214,9 +218,10 @@ def _prefetch(model: nn.Module, ahead: int) -> None:
         unit.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
 
 
-def _gathered(model: nn.Module) -> dict[str, nn.Parameter]:
+def _gathered(model: nn.Module, guards: Guards) -> dict[str, nn.Parameter]:
     """The parameters that autograd will write to; each unit is gathered once to see them."""
-    first = {id(p): name for name, p in model.named_parameters()}
+    holders = dict(model.named_parameters())
+    first = {id(p): name for name, p in holders.items()}
     found: dict[str, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -226,6 +231,7 @@ def _gathered(model: nn.Module) -> dict[str, nn.Parameter]:
                 parameter = getattr(owner, name)
                 if not isinstance(parameter, DTensor):
                     found[known_as] = parameter
+                    guards.know(module, known_as, owner, name, [holders[known_as], parameter])
             module.reshard()
     return found
 
@@ -259,7 +265,9 @@ def _local(parameter: Tensor) -> Tensor:
     return local.detach()
 
 
-def _refuse(every: Sequence[Named]) -> None:
+def _held(model: nn.Module, apart: Collection[str]) -> list[Named]:
+    held = [(n, p) for n, p in model.named_parameters() if n not in apart]
+    every = [Named(index=i, name=n, parameter=p) for i, (n, p) in enumerate(held)]
     for member in every:
         if not member.parameter.is_contiguous():
             raise LayoutError(
@@ -267,6 +275,7 @@ def _refuse(every: Sequence[Named]) -> None:
                 cause="a transposed or channels_last weight",
                 hint="parameter.data = parameter.data.contiguous() at the end of model=, or --layout zero2",
             )
+    return every
 
 
 def _refuse_alone(asked: FullySharded) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from paceline.place.exact import Grid, Sizes
 from paceline.place.replicate import second_gradient
 from paceline.place.rounded import add_rounded, from_sums, scratch_on
+from paceline.place.shard.order import Order
 from paceline.place.shard.packing import Packing, start_reduce_scatter
 from paceline.place.shard.share import Cut, Share
 from paceline.place.units import Named, cut_units, passing_bytes
@@ -60,7 +61,8 @@ class ScatterReducer:
     """Adds over microbatches and ranks; leaves this rank's rows of the global gradient in the shares' `.grad`.
 
     `sources` are the parameters that autograd writes to, one a share; `shard` are the ranks that the rows are cut
-    over, `replicas` those that hold the same rows. Every rank must run backward equally often (`meets`).
+    over, `replicas` those that hold the same rows. Every rank must run backward equally often (`meets`). `order` is of
+    the units that the ranks gather.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class ScatterReducer:
         shard: World,
         replicas: World | None = None,
         grid: Grid | None = None,
+        order: Order | None = None,
     ) -> None:
         self._shares = list(shares)
         self._sources = list(sources)
@@ -79,6 +82,7 @@ class ScatterReducer:
         self._worlds = [world for world in (shard, replicas) if world is not None and world.world_size > 1]
         self._replicas = replicas if replicas is not None and replicas.world_size > 1 else None
         self._grid = grid
+        self.order = order
         self._scratch = scratch_on(shard.device)
         named = [Named(index=i, name=s.name, parameter=s.holder) for i, s in enumerate(shares)]
         units = cut_units(named, bucket_bytes=passing_bytes(shard.device))
@@ -123,7 +127,10 @@ class ScatterReducer:
 
         Raises:
             RunError: no grid holds gradients of this size; on every rank alike.
+            DesyncError: the ranks have gathered different units.
         """
+        if self.order is not None:
+            self.order.compare()
         self._land(keep=0)
         waits = []
         for unit in self._units:

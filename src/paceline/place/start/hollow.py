@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.errors import user_line
+from paceline.place.hooked import refuse_hooks
 from paceline.place.start.record import hollow, recording
 from paceline.place.start.tape import Tape, Unrecordable, View
 from paceline.torch_private import of_type, registries
@@ -67,7 +68,9 @@ def tensor_bytes(model: nn.Module) -> int:
 
 def emptied(model: nn.Module) -> nn.Module:
     """Let go of all memory; the tensors' types, attributes and ties stay."""
-    put_tensors(model, {name: empty_like(tensor) for name, tensor in named_tensors(model).items()})
+    tensors = named_tensors(model)
+    refuse_hooks(tensors)
+    put_tensors(model, {name: empty_like(tensor) for name, tensor in tensors.items()})
     return model
 
 
