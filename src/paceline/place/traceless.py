@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,33 +15,45 @@ from paceline.streams import preserved
 from paceline.torch_modes import DispatchMode, unseen, written
 from paceline.torch_private import storage_key
 
+_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 
 
 @contextmanager
-def traceless(model: nn.Module, *, parameters: bool = True) -> Iterator[None]:
+def traceless(model: nn.Module, *, parameters: bool = True) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
     """Run forwards inside; afterwards the model's attributes, buffers and parameters and the generators are as before.
 
     Attributes are what modules keep in plain Python: numbers, texts, lists, dicts and sets (in each other too),
     tensors, arrays, generators, and modules that are not registered; objects of other classes are not looked into.
-    A parameter is copied when an operation is about to write to it; without `parameters` that is not looked for.
+    A parameter is copied when an operation is about to write to it; these are given, with what they were. Without
+    `parameters` that is not looked for.
     """
     weights = list(model.parameters()) if parameters else []
     memory = [(parameter, parameter.data) for parameter in weights]
     kept = _Kept(storage_key(parameter) for parameter in weights)
     kept.keep(model)
     with preserved(), ExitStack() as stack:
-        writes = stack.enter_context(_Writes(weights)) if weights else None
+        before = stack.enter_context(_Writes(weights)).before if weights else []
         try:
-            yield
+            yield before
         finally:
             with unseen():
                 kept.put_back()
                 for parameter, data in memory:
                     if storage_key(parameter) != storage_key(data):
                         parameter.data = data
-                for parameter, value in [] if writes is None else writes.before:
+                for parameter, value in before:
                     write(parameter.data, value)
+
+
+def plain_state(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Numbers and texts that these modules keep, and how many there are in their lists and dicts."""
+    return {
+        f"{name}.{key}".lstrip("."): len(value) if isinstance(value, list | dict) else value
+        for name, module in modules.items()
+        for key, value in {**vars(type(module)), **vars(module)}.items()
+        if not (key in _TORCH or key.startswith("__")) and isinstance(value, bool | int | float | str | list | dict)
+    }
 
 
 class _Writes(DispatchMode):
