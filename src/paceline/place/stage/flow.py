@@ -212,7 +212,15 @@ class _Watcher:
         return {path: (self._node(tensor), geometry(tensor)) for path, tensor in tensors_in(value)}
 
     def _node(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError as error:
+            raise LayoutError(
+                "the forward calls its blocks inside of a transform of torch.func, which hides what goes from one to "
+                "the next.",
+                cause="torch.func.vmap, grad or jvp around a block",
+                hint="the transform inside of a block, or a batch dimension in its place; or --layout ddp or fsdp",
+            ) from error
         if storage not in self._node_of:
             self._node_of[storage] = self._add(Node(name="given", after=0))
         return int(self._node_of[storage])

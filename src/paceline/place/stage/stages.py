@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import JobError, LayoutError, RunError
+from paceline.errors import JobError, LayoutError, RunError, user_line
 from paceline.place.stage.cut import Cut, StagePart
 from paceline.place.stage.dummies import Dummy, Form, Pool
 from paceline.place.stage.hollow import glue, hollow
@@ -106,6 +106,10 @@ class Stages:
             if left.run is not run:
                 raise
             return left.sent
+        except RuntimeError as error:
+            if "appears to not have been used in the graph" in str(error):
+                raise _through_stages(error) from error
+            raise
         finally:
             self._run = before
             for leave in self.on_leave:
@@ -236,6 +240,17 @@ class Stages:
 
     def _dummy(self, module: nn.Module, name: str, form: Form | None = None) -> Dummy:
         return Dummy(module, name=name, kinds=self.cut.kinds, form=form)
+
+
+def _through_stages(error: RuntimeError) -> LayoutError:
+    """What autograd can't do where a forward asks for a gradient through other stages' blocks."""
+    line = user_line(error)
+    return LayoutError(
+        "the forward asks for the gradient of a value that is on another stage (torch.autograd.grad).",
+        where="" if line is None else str(line),
+        cause="a gradient penalty or an energy: its graph goes through all blocks, and a stage has some of them",
+        hint="--layout ddp or fsdp; or take the gradient inside of one block",
+    )
 
 
 def leaves_of(sent: Sent) -> Iterator[Tensor]:
