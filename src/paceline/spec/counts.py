@@ -12,13 +12,14 @@ def read_size(part: str, value: str, problems: list[PacelineError]) -> int:
     if value == str(REST):
         return REST
     axis = part.partition("=")[0].strip()
+    example = "dp=2,ep=2" if axis == "ep" else f"{axis}=2"
     if not value.isdecimal() or not value.strip("0"):
         problems.append(
-            LayoutError(f"{part.strip()!r}: an axis needs a count, got {value!r}.", hint=f"--layout {axis}=2")
+            LayoutError(f"{part.strip()!r}: an axis needs a count, got {value!r}.", hint=f"--layout {example}")
         )
         return 1
     if _is_beyond(value, MOST_RANKS):
-        problems.append(_too_many(axis, value, MOST_RANKS, hint=f"--layout {axis}=2"))
+        problems.append(_too_many(axis, value, MOST_RANKS, hint=f"--layout {example}"))
         return 1
     return int(value)
 

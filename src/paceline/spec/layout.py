@@ -181,7 +181,7 @@ def _as_axes(text: str, place: int, word: Kind, count: str) -> str:
     try:
         parse_layout(",".join(parts))
     except PacelineError:
-        return axes
+        return f"dp_replicate={count},{axes}" if word is Kind.EP else axes
     return ",".join(parts)
 
 
