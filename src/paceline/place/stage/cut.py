@@ -61,7 +61,7 @@ class StagePart:
 class Cut:
     """A model cut into stages; a pure function of the model's structure and forward, equal on every rank.
 
-    `read` are parameters that operations outside of the blocks take; `counts` is what each forward counts on the model.
+    `read` are parameters that operations outside of the blocks only read; `counts` is what each forward counts on the model.
     """
 
     blocks: tuple[str, ...]
@@ -177,11 +177,11 @@ def cut_flow(model: nn.Module, *, flow: Flow, bounds: Bounds) -> Cut:
 
 
 def _read_between(flow: Flow) -> Iterator[str]:
-    """Parameters that operations outside of the blocks take."""
+    """Parameters that operations outside of the blocks take, and none overwrites."""
     for node in flow.nodes:
         for number in node.inputs if node.block is None else ():
             name = flow.nodes[number].parameter
-            if name is not None:
+            if name is not None and number not in flow.changed:
                 yield name
 
 
