@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import LayoutError
 from paceline.place.stage.cut import Cut, plan_cut
+from paceline.place.stage.graph_plan import plan_graph
 from paceline.place.stage.stages import Stages
+from paceline.step.split import backward_input
 from tests.parity.stages_bed import Ranks, alone
 
 
@@ -128,3 +131,36 @@ def test_batches_of_one_row_have_shapes_without_the_weights_of_batchnorm() -> No
     assert torch.equal(second.run(1, sent.received(), lambda: loss(last.eval(), 1)), loss(whole, 1))
     last.train()
     second.run(1, sent.received(), lambda: loss(last, 1))
+
+
+def test_a_reentrant_checkpoint_in_halves_is_refused() -> None:
+    block, x = _Block(), torch.ones(2, 4, requires_grad=True)
+    y = block(checkpoint(block, x, use_reentrant=True))
+    with pytest.raises(LayoutError, match="use_reentrant=True, whose backward can't be had in halves"):
+        backward_input([y], [torch.ones_like(y)], [x])
+
+
+class _Appending(nn.Module):
+    """Blocks that leave their values in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Leaving() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, beside)
+        return x * (1 + sum(beside))
+
+
+class _Leaving(_Block):
+    def forward(self, x: Tensor, beside: list[Tensor]) -> Tensor:  # type: ignore[override]
+        beside.append(x.mean())
+        return super().forward(x)
+
+
+def test_a_list_that_blocks_append_to_is_refused() -> None:
+    model = _Appending()
+    with pytest.raises(LayoutError, match=r"blocks\.0 changes a list or a dict that it is given"):
+        plan_graph(model, num_stages=2, call=lambda: _odd_loss(model, 0))

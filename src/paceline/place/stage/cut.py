@@ -61,7 +61,7 @@ class StagePart:
 class Cut:
     """A model cut into stages; a pure function of the model's structure and forward, equal on every rank.
 
-    `read` are parameters that operations outside of the blocks only read; `counts` is what each forward counts on the model.
+    `read` are parameters that operations outside of the blocks only read; `counts` is what each forward counts.
     """
 
     blocks: tuple[str, ...]
