@@ -44,6 +44,12 @@ def host_states() -> tuple[object, ...]:
     return random.getstate(), inner["key"].tobytes(), inner["pos"], torch.get_rng_state().numpy().tobytes()
 
 
+def drawn_by_hand() -> dict[str, object]:
+    """Where the generators stand that code of Python draws from, by the name of their module."""
+    legacy: Any = np.random.get_state(legacy=False)
+    return {"random": random.getstate(), "numpy.random": (legacy["state"]["key"].tobytes(), legacy["state"]["pos"])}
+
+
 def get_states(gpu: torch.device | None = None) -> tuple[Any, ...]:
     """The three global generators, and a GPU's, as `set_states` puts them back."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()

@@ -18,7 +18,7 @@ from paceline.job import Job
 from paceline.order.cursor import Cursor
 from paceline.prove.lockstep import feed_of
 from paceline.spec.task import Task
-from paceline.train.built import build
+from paceline.train.built import Built, build
 from paceline.train.ready import prepare
 from paceline.world import Place, World
 
@@ -35,8 +35,19 @@ class Told:
     at: float = 0.0
 
 
-def try_pair(task: Task, *, make: Callable[[], Job], folder: Path, seconds: float = 60.0) -> Told:
-    """Prepare, build and step twice on `task.ranks` processes that stand in `folder`."""
+def nothing(built: Built) -> None:
+    """All is seen."""
+
+
+def try_pair(
+    task: Task,
+    *,
+    make: Callable[[], Job],
+    folder: Path,
+    seconds: float = 60.0,
+    then: Callable[[Built], None] = nothing,
+) -> Told:
+    """Prepare, build and step twice on `task.ranks` processes that stand in `folder`, and look at what they have."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -44,7 +55,7 @@ def try_pair(task: Task, *, make: Callable[[], Job], folder: Path, seconds: floa
     processes = []
     for rank in range(task.ranks):
         here, there = _FORK.Pipe()
-        process = _FORK.Process(target=_serve, args=(there, rank, port, task, make, folder), daemon=True)
+        process = _FORK.Process(target=_serve, args=(there, rank, port, task, make, folder, then), daemon=True)
         process.start()
         there.close()
         pipes.append(here)
@@ -63,7 +74,15 @@ def try_pair(task: Task, *, make: Callable[[], Job], folder: Path, seconds: floa
     return min((told for told in found if told.state != "done"), key=lambda told: told.at, default=found[0])
 
 
-def _serve(pipe: Connection, rank: int, port: int, task: Task, make: Callable[[], Job], folder: Path) -> None:
+def _serve(
+    pipe: Connection,
+    rank: int,
+    port: int,
+    task: Task,
+    make: Callable[[], Job],
+    folder: Path,
+    then: Callable[[Built], None],
+) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # a user's own, such as torch.jit's
     talk.say = lambda *_, **__: None  # type: ignore[assignment]
@@ -80,6 +99,7 @@ def _serve(pipe: Connection, rank: int, port: int, task: Task, make: Callable[[]
         built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
         for given, _ in zip(feed_of(built, Cursor()), range(2), strict=False):
             built.step.run(given)
+        then(built)
     except PacelineError as error:
         told = Told(state="refused" if error.exit_code == ExitCode.REFUSED else "failed", text=str(error))
     except BaseException as error:

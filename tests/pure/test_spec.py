@@ -199,6 +199,31 @@ def test_what_is_near_fits(axes: list[int], ranks: int) -> None:
     assert asked.ranks != ranks or str(found[0]) == str(asked) or asked.ranks == 1
 
 
+@pytest.mark.parametrize("word", [str(kind) for kind in Kind if kind is not Kind.AXES])
+@pytest.mark.parametrize("form", ["{}=3", "fsdp,{}", "tp=2,{}=3", "{}=3,tp=2", "{}=0", "single,{}", "threads,{}"])
+def test_a_line_that_is_proposed_is_accepted(form: str, word: str) -> None:
+    try:
+        parse_layout(form.format(word))
+    except PacelineError as error:
+        for told in error.problems if isinstance(error, Problems) else [error]:
+            for line in re.findall(r"--layout ([^\s,|]+(?:,[^\s|]+)*)", told.hint):
+                layout = parse_layout(line)
+                problems: list[PacelineError] = []
+                mesh_of(layout, ranks=layout.ranks or (1 if line == "single" else 4), problems=problems)
+                assert not problems, line
+
+
+@pytest.mark.parametrize("text", ["pp=100001", "tp=" + "9" * 5000, "tp=2,pp=100000,dp=9", "pp=2,virtual=1001", "tp=²"])
+def test_sizes_are_bounded_before_anything_is_made_of_them(text: str) -> None:
+    problems: list[PacelineError] = []
+    try:
+        mesh_of(parse_layout(text), ranks=2, problems=problems)
+    except PacelineError as error:
+        problems.append(error)
+    assert len(problems) == 1 and len(str(problems[0])) < 300 and problems[0].hint
+    assert "at most" in str(problems[0]) or "²" in text
+
+
 def test_threads_are_replicas_of_one_process() -> None:
     facts = Facts(global_batch_size=64)
     cluster = Cluster(ranks=3, cores=8)

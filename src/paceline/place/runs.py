@@ -11,6 +11,7 @@ from paceline.measure.blocks import BlockTimes, time_blocks
 from paceline.place.late import Late
 from paceline.place.tensor.derive import choose_plan
 from paceline.place.tensor.plan import TensorPlan
+from paceline.place.traceless import traceless
 from paceline.spec.settings import Place
 from paceline.world import World
 
@@ -47,9 +48,15 @@ def seconds_of(
 def _timed(model: nn.Module, blocks: Mapping[str, nn.Module], example: Runs, late: Late | None) -> BlockTimes:
     timed = partial(time_blocks, model, blocks=blocks, call=lambda: _scalar(example()))
     if late is None:
-        return timed()
+        with traceless(model) as written:
+            example()
+        with traceless(model, parameters=bool(written)):  # looking for it costs time in each operation
+            return timed()
     inside = {id(parameter) for block in blocks.values() for parameter in block.parameters()}
-    with late.held([parameter for parameter in model.parameters() if id(parameter) not in inside]):
+    with (
+        traceless(model, parameters=False),
+        late.held([parameter for parameter in model.parameters() if id(parameter) not in inside]),
+    ):
         return timed(held=lambda block: late.held(block.parameters()))
 
 

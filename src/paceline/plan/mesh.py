@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from paceline.errors import LayoutError, PacelineError
-from paceline.spec.layout import AXES, REST, Kind, Layout
+from paceline.spec.counts import MOST_RANKS, REST
+from paceline.spec.layout import AXES, Kind, Layout
 from paceline.spec.words import many
 
 ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -85,6 +86,10 @@ def mesh_of(layout: Layout, *, ranks: int, problems: list[PacelineError]) -> Mes
             text = f"{layout} needs {many(layout.threads or 0, 'rank')}, you have {ranks}."
             problems.append(LayoutError(text, hint=f"--ranks {layout.threads}, or --layout threads={ranks}"))
         return Mesh(dp_replicate=ranks)
+    if max(ranks, layout.ranks or 1) > MOST_RANKS:
+        text = f"{max(ranks, layout.ranks or 1):,} ranks: {MOST_RANKS:,} at most."
+        problems.append(LayoutError(text, cause="a digit too many", hint="--layout ddp --ranks 2"))
+        return Mesh()
     sizes = {axis: layout.sizes.get(axis, 1) for axis in AXES}
     if layout.kind is Kind.HSDP and "dp_replicate" not in layout.sizes:
         _hsdp(layout, sizes, ranks, problems)

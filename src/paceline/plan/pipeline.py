@@ -8,6 +8,7 @@ from paceline.schedule.build import build
 from paceline.schedule.program import Program
 from paceline.schedule.simulate import simulate
 from paceline.schedule.text import read
+from paceline.spec.counts import MOST_RANKS
 from paceline.spec.layout import Layout
 from paceline.spec.words import many
 
@@ -46,10 +47,22 @@ def refuse_schedule(layout: Layout, mesh: Mesh) -> list[PacelineError]:
         if is_file(layout.schedule):
             _own(layout, mesh)
         else:
+            _check_size(layout, mesh)
             build(layout.schedule, ranks=mesh.pp, micro=1, virtual=layout.virtual)
     except PacelineError as error:
         return [error]
     return []
+
+
+def _check_size(layout: Layout, mesh: Mesh) -> None:
+    """Before anything of that size is made."""
+    stages = mesh.pp * (layout.virtual or 1)
+    if stages > MOST_RANKS:
+        raise LayoutError(
+            f"pp={mesh.pp} × virtual={layout.virtual} is {stages:,} stages, more than {MOST_RANKS:,}.",
+            cause="a digit too many",
+            hint="--layout pp=2,schedule=interleaved,virtual=2",
+        )
 
 
 def _own(layout: Layout, mesh: Mesh) -> Program:

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from paceline.errors import LayoutError, PacelineError, raise_all
+from paceline.spec.counts import REST, is_count, read_size, read_virtual
 from paceline.spec.remat import parse_remat
 from paceline.spec.words import did_you_mean
 
@@ -30,7 +31,6 @@ class Kind(StrEnum):
 NOT_YET = ("auto",)
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 OPTIONS = ("zero", "schedule", "virtual", "remat", "offload", "sequence", "params")
-REST = -1
 _WORDS = [str(kind) for kind in Kind if kind is not Kind.AXES]
 _ALIASES = {"dp": "dp_replicate", "zero3": "fsdp", "fsdp2": "fsdp", "deepspeed": "fsdp"}
 _AXIS_OF = {
@@ -123,13 +123,13 @@ def parse_layout(text: str) -> Layout:
         elif not equals and place == 0:
             kind = _word(text, name, problems)
         elif name == Kind.THREADS and equals and kind is Kind.AXES:
-            kind, threads = Kind.THREADS, _size(part, value, problems)
+            kind, threads = Kind.THREADS, read_size(part, value, problems)
         elif name in AXES and equals:
-            sizes[name] = _size(part, value, problems)
+            sizes[name] = read_size(part, value, problems)
         elif name in OPTIONS and equals:
             options[name] = value
         else:
-            problems.append(_no_axis(text, name))
+            problems.append(_no_axis(text, place, name, value))
     raise_all(problems)
     return _checked(text, kind, sizes, threads, options)
 
@@ -145,40 +145,44 @@ def _word(text: str, name: str, problems: list[PacelineError]) -> Kind:
     return Kind(name) if name in _WORDS else Kind.AXES
 
 
-def _size(part: str, value: str, problems: list[PacelineError]) -> int:
-    if value == str(REST):
-        return REST
-    if not value.isdigit() or int(value) < 1:
-        axis = part.partition("=")[0].strip()
-        problems.append(
-            LayoutError(f"{part.strip()!r}: an axis needs a count, got {value!r}.", hint=f"--layout {axis}=2")
-        )
-        return 1
-    return int(value)
-
-
 def _twice(text: str, part: str, name: str) -> LayoutError:
     once = ",".join(piece for piece in text.split(",") if piece.strip() != part) or text.split(",")[0]
     cause = "dp is short for dp_replicate" if name == "dp_replicate" else "each axis and each option is said once"
     return LayoutError(f"{text!r} says {name} twice.", cause=cause, hint=f"--layout {once}")
 
 
-def _no_axis(text: str, name: str) -> LayoutError:
+def _no_axis(text: str, place: int, name: str, value: str) -> LayoutError:
     known = ["dp", *AXES, "threads", *OPTIONS]
     if name == Kind.THREADS:
         cause, hint = "replicas as threads of one process go with nothing else", "--layout threads=2, or --layout dp=2"
         return LayoutError(f"{text!r} asks for threads beside another layout.", cause=cause, hint=hint)
     if name in _WORDS:
-        axis, zero = _AXIS_OF.get(Kind(name), ("dp_shard", 0))
-        words = f"{axis}=2{f',zero={zero}' if zero in (1, 2) else ''}"
+        what = f"is a layout's word and takes no count, got {value!r}" if value else "has no count"
         return LayoutError(
-            f"{name!r} in {text!r} has no count.",
+            f"{name!r} in {text!r} {what}.",
             cause="a layout's word stands first and alone; what goes with it is written as axes",
-            hint=f"--layout {text.split(',')[0]},{words}",
+            hint=f"--layout {_as_axes(text, place, Kind(name), value if is_count(value) else '2')}",
         )
     return LayoutError(
         f"{name!r} in {text!r} is no axis.", cause=did_you_mean(name, known), hint=f"one of {', '.join(known)}: dp=2"
     )
+
+
+def _as_axes(text: str, place: int, word: Kind, count: str) -> str:
+    """The layout with this word written as axes; where that is none, the axes alone."""
+    axis, zero = _AXIS_OF.get(word, ("dp_shard", 0))
+    axes = f"{axis}={count}{f',zero={zero}' if zero in (1, 2) else ''}"
+    if word is Kind.HSDP:
+        axes = f"dp_replicate=2,dp_shard={count}"
+    elif word is Kind.SINGLE and not place:
+        axes = "single"
+    parts = text.split(",")
+    parts[place] = axes
+    try:
+        parse_layout(",".join(parts))
+    except PacelineError:
+        return f"dp_replicate={count},{axes}" if word is Kind.EP else axes
+    return ",".join(parts)
 
 
 def _checked(text: str, kind: Kind, sizes: dict[str, int], threads: int | None, options: dict[str, str]) -> Layout:
@@ -207,7 +211,7 @@ def _checked(text: str, kind: Kind, sizes: dict[str, int], threads: int | None, 
         threads=None if threads == REST else threads,
         zero=_one_of("zero", options.get("zero", str(zero)), ("1", "2", "3"), problems, int, zero),
         schedule=_schedule(options.get("schedule", "1f1b")),
-        virtual=_count(options.get("virtual"), problems),
+        virtual=read_virtual(options.get("virtual"), problems),
         remat=_remat(options.get("remat", "none"), problems),
         offload=_offload(options.get("offload", ""), problems),
         sequence=_one_of("sequence", options.get("sequence", "false"), ("true", "false"), problems, _is_true, False),
@@ -242,15 +246,6 @@ def _remat(text: str, problems: list[PacelineError]) -> str:
 def _schedule(text: str) -> str:
     """A name in small letters, or the path of a file as it is."""
     return text if "/" in text or "." in text else text.lower()
-
-
-def _count(value: str | None, problems: list[PacelineError]) -> int | None:
-    if value is None:
-        return None
-    if value.isdigit() and int(value) >= 1:
-        return int(value)
-    problems.append(LayoutError(f"virtual={value} is no count of stages per rank.", hint="virtual=2"))
-    return None
 
 
 def _offload(value: str, problems: list[PacelineError]) -> tuple[str, ...]:

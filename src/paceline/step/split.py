@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from paceline.errors import LayoutError
+
 
 @dataclass(kw_only=True)
 class Rest:
@@ -38,6 +40,14 @@ def backward_input(
         found = torch.autograd.grad(
             list(outputs), [*inputs, *shared], grad_outputs=list(gradients), retain_graph=True, allow_unused=True
         )
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise LayoutError(
+            "the model checkpoints its activations with use_reentrant=True, whose backward can't be had in halves.",
+            cause="zero-bubble schedules (zb_h1, zb_interleaved, zbv) do a stage's backward in two halves",
+            hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or --layout pp,schedule=1f1b",
+        ) from error
     finally:
         for handle in handles:
             handle.remove()

@@ -6,7 +6,7 @@ between them use must be one of: the received output, the batch, a parameter tha
 carried along from an earlier stage and handed to a block as one of its arguments (an encoder's output).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -59,7 +59,10 @@ class StagePart:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A model cut into stages; a pure function of the model's structure and forward, equal on every rank."""
+    """A model cut into stages; a pure function of the model's structure and forward, equal on every rank.
+
+    `read` are parameters that operations outside of the blocks only read; `counts` is what each forward counts.
+    """
 
     blocks: tuple[str, ...]
     bounds: Bounds
@@ -68,6 +71,8 @@ class Cut:
     kinds: Kinds
     forms: tuple[Form | None, ...]
     used: frozenset[str]
+    read: frozenset[str]
+    counts: str
 
     def runs(self, parameters: set[str], *, stage: int) -> bool:
         """Whether a module outside the blocks, with these parameters, runs on a stage; else a dummy answers for it."""
@@ -166,7 +171,18 @@ def cut_flow(model: nn.Module, *, flow: Flow, bounds: Bounds) -> Cut:
             for block, seen in zip(flow.blocks, flow.calls, strict=True)
         ),
         used=frozenset(name for need in needs for name in need.parameters),
+        read=frozenset(_read_between(flow)),
+        counts=flow.counts,
     )
+
+
+def _read_between(flow: Flow) -> Iterator[str]:
+    """Parameters that operations outside of the blocks take, and none overwrites."""
+    for node in flow.nodes:
+        for number in node.inputs if node.block is None else ():
+            name = flow.nodes[number].parameter
+            if name is not None and number not in flow.changed:
+                yield name
 
 
 def _sights(flow: Flow) -> dict[Key, list[Sight]]:

@@ -30,6 +30,7 @@ class Dummy:
         self._name = name
         self._kinds = kinds
         self._skeleton = _without_memory(module)
+        self._module = module
         self._known: dict[Any, tuple[Spec, list[Kind]]] = {}
         self._form = form
 
@@ -37,7 +38,8 @@ class Dummy:
         """Its output with every float NaN and every integer 0; equal ones are one tensor within a `pool`."""
         value = {"args": args, "kwargs": kwargs}
         inputs = dict(tensors_in(value))
-        key = tuple((path, tensor.shape, tensor.dtype) for path, tensor in inputs.items())
+        kinds = tuple((path, tensor.shape, tensor.dtype) for path, tensor in inputs.items())
+        key = self._module.training, kinds
         if key not in self._known:
             self._known[key] = self._shapes(value, inputs)
         spec, shapes = self._known[key]
@@ -49,9 +51,7 @@ class Dummy:
             if self._skeleton is None:
                 raise RuntimeError("it can't be copied")
             moved = replaced(value, {path: _on_meta(tensor) for path, tensor in inputs.items()})
-            with torch.no_grad():
-                output = self._skeleton(*moved["args"], **moved["kwargs"])
-            tensors, spec = flattened(output, where=self._name)
+            tensors, spec = flattened(self._run(self._skeleton, moved), where=self._name)
             return spec, [(tensor.shape, tensor.dtype) for tensor in tensors]
         except LayoutError:
             raise
@@ -63,6 +63,18 @@ class Dummy:
                 ) from error
             spec, like = self._form
             return spec, [(inputs[path].shape, inputs[path].dtype) for path in like if path is not None]
+
+    def _run(self, skeleton: nn.Module, moved: Any) -> Any:
+        """In the mode that the module is in; else without training, as one row is enough for BatchNorm then."""
+        for copied, module in zip(skeleton.modules(), self._module.modules(), strict=True):
+            copied.training = module.training
+        with torch.no_grad():
+            try:
+                return skeleton(*moved["args"], **moved["kwargs"])
+            except Exception:
+                if not any(module.training for module in skeleton.modules()):
+                    raise
+                return skeleton.eval()(*moved["args"], **moved["kwargs"])
 
 
 def form_of(output: Any, *, where: str, given: Mapping[Path, Kind]) -> Form | None:

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from paceline.errors import LayoutError, user_line
 from paceline.place.stage.graph import Call, Graph, Operation, Source, Step, Value, shared
+from paceline.place.traceless import plain_state
 from paceline.streams import host_states, preserved
 
 _ROOT = "L__self__"
@@ -30,7 +31,8 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
     """
     with preserved(), torch.enable_grad(), _quiet(), _plain(), contextlib.ExitStack() as caught:
         before = host_states()
-        plain = _plain_state(model, units)
+        opened = _opened(model, units)
+        plain = plain_state(opened)
         told = caught.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         try:
@@ -45,7 +47,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
                 cause="stochastic depth or augmentation by Python's own generators",
                 hint="draw with torch, and compute with what was drawn: x * (torch.rand(()) > 0.5)",
             )
-    changed = [name for name, value in _plain_state(model, units).items() if plain.get(name, value) != value]
+    changed = [name for name, value in plain_state(opened).items() if plain.get(name, value) != value]
     if changed:
         raise LayoutError(
             f"the forward changes self.{changed[0]}, and an exported graph would keep the value that it was made with.",
@@ -56,15 +58,10 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
     return _Reader(program, units).graph()
 
 
-def _plain_state(model: nn.Module, units: Sequence[str]) -> dict[str, Any]:
-    """Numbers and texts that modules keep, and how many there are in their lists; not of modules that stay whole."""
-    return {
-        f"{name}.{key}".lstrip("."): len(value) if isinstance(value, list | dict) else value
-        for name, module in model.named_modules()
-        if not any(name == unit or name.startswith(f"{unit}.") for unit in units)
-        for key, value in {**vars(type(module)), **vars(module)}.items()
-        if not key.startswith("_") and isinstance(value, bool | int | float | str | list | dict)
-    }
+def _opened(model: nn.Module, units: Sequence[str]) -> dict[str, nn.Module]:
+    """The modules that do not stay whole."""
+    whole = tuple(f"{unit}." for unit in units)
+    return {name: module for name, module in model.named_modules() if not f"{name}.".startswith(whole)}
 
 
 def _refuse_left(told: Sequence[str], units: Sequence[str]) -> None:
@@ -180,6 +177,12 @@ class _Reader:
                 f"torch.export does not say what {name} takes and returns.",
                 cause="a module whose forward is called as a function: block.forward(x)",
                 hint="call the module: block(x)",
+            )
+        if signature.in_spec.num_leaves != len(signature.inputs):
+            raise LayoutError(
+                f"{name} changes a list or a dict that it is given, and what it puts there is lost at a border.",
+                cause="blocks that append their auxiliary values to one list",
+                hint="return the values: x, aux = block(x); or --layout fsdp",
             )
         return Call(
             module=module,

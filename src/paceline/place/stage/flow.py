@@ -5,7 +5,7 @@ block it was made in (None between blocks) and how many blocks had begun before 
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -17,7 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from paceline.errors import LayoutError
 from paceline.place.blocks import Block, NoChain
 from paceline.place.stage.values import Path, tensors_in
-from paceline.streams import preserved, random_blocks
+from paceline.place.traceless import plain_state, traceless
+from paceline.streams import drawn_by_hand, random_blocks
 from paceline.torch_modes import WatchedOps, written
 from paceline.torch_private import Interception
 
@@ -64,6 +65,7 @@ class Flow:
     """What `watch` saw. `events` are (place, is a draw): draws and starts of random streams, in order.
 
     A place is `2 * block + 1` inside a block and `2 * blocks begun` between. `changed` are values overwritten later.
+    `counts` is an attribute that each forward changes before the first block.
     """
 
     blocks: tuple[Block, ...]
@@ -73,6 +75,7 @@ class Flow:
     events: list[tuple[int, bool]] = field(default_factory=list)
     result: dict[Path, Key] = field(default_factory=dict)
     changed: set[int] = field(default_factory=set)
+    counts: str = ""
 
 
 def watch(model: nn.Module, *, blocks: Sequence[Block], call: Callable[[], Any]) -> Flow:
@@ -81,23 +84,18 @@ def watch(model: nn.Module, *, blocks: Sequence[Block], call: Callable[[], Any])
     Raises:
         LayoutError: a block is called twice, inside another, or never.
     """
-    watcher = _Watcher(model, blocks)
-    modes = {module: module.training for module in model.modules()}
-    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    gates = [Interception(block.module, watcher.gate(block)) for block in blocks]
-    try:
+    with traceless(model), torch.no_grad():
         model.train()
-        with preserved(), torch.no_grad(), WatchedOps(watcher.see):
-            result = call()
-            watcher.finish(result)
-    finally:
-        for gate in reversed(gates):
-            gate.undo()
-        for module, mode in modes.items():
-            module.training = mode
-        for name, buffer in model.named_buffers():
-            if name in kept:
-                buffer.data.copy_(kept[name])
+        watcher = _Watcher(model, blocks)
+        gates = [Interception(block.module, watcher.gate(block)) for block in blocks]
+        try:
+            with WatchedOps(watcher.see):
+                result = call()
+                watcher.finish(result)
+        finally:
+            for gate in reversed(gates):
+                gate.undo()
+        watcher.count(call)
     return watcher.flow
 
 
@@ -108,6 +106,8 @@ class _Watcher:
         self._order: list[Block] = []
         self._seeding = {id(block) for block in random_blocks(model)}
         self._inside: int | None = None
+        self._modules = {name: module for name, module in model.named_modules() if is_around(module, blocks)}
+        self._plain: list[dict[str, Any]] = [plain_state(self._modules)]
         self._node_of = WeakIdKeyDictionary()
         for name, parameter in model.named_parameters():
             self._node_of[parameter.untyped_storage()] = self._add(Node(parameter=name, name=name))
@@ -121,7 +121,9 @@ class _Watcher:
             given = {path: (tensor.shape, tensor.dtype) for path, tensor in tensors_in(value)}
             seen = Call(takes=self._keys(value), given=given)
             self.flow.calls.append(seen)
+            before = drawn_by_hand()
             output = call(*args, **kwargs)
+            _refuse_drawn(block, before)
             seen.output, seen.gives = output, self._keys(output)
             self._inside = None
             return output
@@ -136,6 +138,8 @@ class _Watcher:
                 cause="layers that share their weights by being one module, or a loop over all of them",
                 hint="list other blocks, of which each is called once",
             )
+        if not self._order:
+            self._plain.append(plain_state(self._modules))
         self._inside = len(self._order)
         self._order.append(block)
         if id(block.module) in self._seeding:
@@ -182,11 +186,41 @@ class _Watcher:
             Block(index=index, name=block.name, module=block.module) for index, block in enumerate(self._order)
         )
 
+    def count(self, call: Callable[[], Any]) -> None:
+        """What each forward changes on the modules around the blocks: a second one tells it from what is kept once.
+
+        Raises:
+            LayoutError: it is changed after the first block, where not every stage comes.
+        """
+        before, first = self._plain
+        after = plain_state(self._modules)
+        changed = [name for name, value in after.items() if before.get(name, value) != value]
+        if changed:
+            call()
+            again = plain_state(self._modules)
+            for name in changed:
+                if again.get(name) != after[name] and first.get(name) != after[name]:
+                    raise NoChain(
+                        f"the forward changes self.{name} after its first block, and not every stage comes there.",
+                        cause="a counter, a flag or a list that a later forward reads",
+                        hint="change it before the first block; or --layout ddp or fsdp",
+                    )
+                if again.get(name) != after[name]:
+                    self.flow.counts = name
+
     def _keys(self, value: Any) -> dict[Path, Key]:
         return {path: (self._node(tensor), geometry(tensor)) for path, tensor in tensors_in(value)}
 
     def _node(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError as error:
+            raise LayoutError(
+                "the forward calls its blocks inside of a transform of torch.func, which hides what goes from one to "
+                "the next.",
+                cause="torch.func.vmap, grad or jvp around a block",
+                hint="the transform inside of a block, or a batch dimension in its place; or --layout ddp or fsdp",
+            ) from error
         if storage not in self._node_of:
             self._node_of[storage] = self._add(Node(name="given", after=0))
         return int(self._node_of[storage])
@@ -194,6 +228,24 @@ class _Watcher:
     def _add(self, node: Node) -> int:
         self.flow.nodes.append(node)
         return len(self.flow.nodes) - 1
+
+
+def is_around(module: nn.Module, blocks: Sequence[Block]) -> bool:
+    """Whether a module's forward runs on every stage: it is in no block and holds no parameters beside theirs."""
+    inside = {id(part) for block in blocks for part in block.module.modules()}
+    parts = {id(part) for part in module.modules()}
+    return id(module) not in inside and (bool(parts & inside) or next(module.parameters(), None) is None)
+
+
+def _refuse_drawn(block: Block, before: Mapping[str, Any]) -> None:
+    name = next((name for name, state in drawn_by_hand().items() if state != before[name]), None)
+    if name is not None:
+        raise LayoutError(
+            f"the block {block.name} draws from {name}, and a stage would draw other numbers there than one process: "
+            "it does not run the blocks before.",
+            cause="stochastic depth or augmentation by Python's own generators",
+            hint="draw with torch: torch.rand(()).item() in place of random.random(); or --layout ddp or fsdp",
+        )
 
 
 def geometry(tensor: Tensor) -> Geometry:

@@ -14,6 +14,7 @@ from paceline.place.stage.export import export
 from paceline.place.stage.graph import Call, Graph
 from paceline.place.stage.graph_cut import GraphCut, cut_graph
 from paceline.place.stage.hollow import skeleton
+from paceline.place.traceless import traceless
 from paceline.streams import random_blocks
 from paceline.torch_private import Interception
 
@@ -78,13 +79,14 @@ def _first_call(model: nn.Module, call: Callable[[], Any]) -> tuple[tuple[Any, .
         found.append((args, kwargs, {name: module.training for name, module in model.named_modules()}))
         raise _Seen
 
-    seen = Interception(model, gate)
-    try:
-        call()
-    except _Seen:
-        return found[0]
-    finally:
-        seen.undo()
+    with traceless(model, parameters=False):
+        seen = Interception(model, gate)
+        try:
+            call()
+        except _Seen:
+            return found[0]
+        finally:
+            seen.undo()
     raise JobError(
         "the forward ended without a call of the model, so there is nothing to cut into stages.",
         cause="a forward= that does not call the model, or calls a part of it",

@@ -30,8 +30,9 @@ def hollow(
 ) -> None:
     """Move what none of this process's stages holds to the device "meta".
 
-    A parameter that belongs to a module around the blocks, whose forward runs on every stage, becomes NaN without
-    memory instead: its code can go on, on `device` where the model has none yet. Tied parameters stay tied.
+    A parameter that belongs to a module around the blocks, whose forward runs on every stage, or that is read between
+    blocks becomes NaN without memory instead: that code can go on, on `device` where the model has none yet. Tied
+    parameters stay tied.
     """
     held = frozenset().union(*(cut.parts[stage].parameters for stage in own))
     first = {id(p): name for name, p in model.named_parameters()}
@@ -43,7 +44,8 @@ def hollow(
         for key, parameter in list(module._parameters.items()):
             if parameter is not None and id(parameter) in first and first[id(parameter)] not in held:
                 if id(parameter) not in new:
-                    new[id(parameter)] = _empty(parameter, device=(device or parameter.device) if around else None)
+                    is_seen = around or first[id(parameter)] in cut.read
+                    new[id(parameter)] = _empty(parameter, device=(device or parameter.device) if is_seen else None)
                 setattr(module, key, new[id(parameter)])
     theirs = [block for stage in cut.parts if stage.index not in own for block in blocks[stage.start : stage.stop]]
     for block in theirs:

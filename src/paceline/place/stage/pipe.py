@@ -89,6 +89,7 @@ def cut_model(
     found = _chain(model, num_stages=some.num_stages, call=call, how=how, seconds=seconds, late=late)
     stages: Stages | GraphStages
     if isinstance(found, Cut):
+        _refuse_counted(found, some)
         stages = Stages(model, cut=found, own=own, device=world.device)
         hollow = _hollow(model, cut=found, own=own)
     else:
@@ -154,6 +155,17 @@ def _graph(
         if refused is not None:
             error.cause += f" (and the first way: {refused.what.partition(':')[0]})"
         raise
+
+
+def _refuse_counted(cut: Cut, program: Program) -> None:
+    """A rank with several stages begins the forward once for each."""
+    several = program.num_stages > len(set(program.rank_of_stage))
+    if cut.counts and several:
+        raise LayoutError(
+            f"the forward changes self.{cut.counts}, and a rank with several stages would do it once for each.",
+            cause="a counter in Python, and a schedule with more than one stage on a rank",
+            hint="a schedule with one: --layout pp,schedule=1f1b; or count in the training loop",
+        )
 
 
 def _refuse_beside(mesh: Mesh, refused: NoChain | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import JobError, LayoutError, RunError
+from paceline.errors import JobError, LayoutError, RunError, user_line
 from paceline.place.stage.cut import Cut, StagePart
 from paceline.place.stage.dummies import Dummy, Form, Pool
 from paceline.place.stage.hollow import glue, hollow
@@ -41,6 +41,7 @@ class _Run:
     pool: Pool = field(default_factory=dict)
     carried: dict[int, Tensor] = field(default_factory=dict)
     seen: dict[int, Tensor] = field(default_factory=dict)
+    called: int = 0
 
 
 class _Left(BaseException):
@@ -105,16 +106,16 @@ class Stages:
             if left.run is not run:
                 raise
             return left.sent
+        except RuntimeError as error:
+            if "appears to not have been used in the graph" in str(error):
+                raise _through_stages(error) from error
+            raise
         finally:
             self._run = before
             for leave in self.on_leave:
                 leave()
-        if part.stop < len(self.cut.blocks):
-            raise JobError(
-                f"the forward of stage {stage} ended before its block {self.cut.blocks[part.stop - 1]}.",
-                cause="a branch that skips blocks, or a forward= that does not call the model",
-                hint="forward=lambda model, batch: model(...), which calls every block once",
-            )
+        if run.called < len(self.cut.blocks):
+            raise self._another_way(run) if run.called else self._never(stage)
         return result
 
     def close(self) -> None:
@@ -129,6 +130,9 @@ class Stages:
             run = self._run
             if run is None:
                 return self._outside(call, args, kwargs, self.cut.blocks[number])
+            if number != run.called:
+                raise self._another_way(run)
+            run.called += 1
             if number == run.part.start - 1:
                 return self._take(run)
             if number < run.part.start:
@@ -141,6 +145,23 @@ class Stages:
             return output
 
         return gate
+
+    def _never(self, stage: int) -> JobError:
+        return JobError(
+            f"the forward of stage {stage} ended before its block {self.cut.blocks[0]}.",
+            cause="a branch that skips blocks, or a forward= that does not call the model",
+            hint="forward=lambda model, batch: model(...), which calls every block once",
+        )
+
+    def _another_way(self, run: _Run) -> LayoutError:
+        """One stage can't know of another's choice, and what it would compute is nothing."""
+        number = run.called
+        due = self.cut.blocks[number] if number < len(self.cut.blocks) else "no block any more"
+        return LayoutError(
+            f"the forward does not call its blocks as it did when the model was cut: {due} was due.",
+            cause="layers that are skipped, shuffled or repeated by chance or by the data",
+            hint="call all blocks in one order, with the choice inside of a block; or --layout ddp or fsdp",
+        )
 
     def _outside(self, call: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
         """A call that no stage runs is the plain model's, where all of it is here."""
@@ -219,6 +240,17 @@ class Stages:
 
     def _dummy(self, module: nn.Module, name: str, form: Form | None = None) -> Dummy:
         return Dummy(module, name=name, kinds=self.cut.kinds, form=form)
+
+
+def _through_stages(error: RuntimeError) -> LayoutError:
+    """What autograd can't do where a forward asks for a gradient through other stages' blocks."""
+    line = user_line(error)
+    return LayoutError(
+        "the forward asks for the gradient of a value that is on another stage (torch.autograd.grad).",
+        where="" if line is None else str(line),
+        cause="a gradient penalty or an energy: its graph goes through all blocks, and a stage has some of them",
+        hint="--layout ddp or fsdp; or take the gradient inside of one block",
+    )
 
 
 def leaves_of(sent: Sent) -> Iterator[Tensor]:

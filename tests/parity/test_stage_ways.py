@@ -1,0 +1,166 @@
+"""What stages can't do as one process does is right or refused: draws, counters, orders, what is read between blocks."""
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.errors import LayoutError
+from paceline.place.stage.cut import Cut, plan_cut
+from paceline.place.stage.graph_plan import plan_graph
+from paceline.place.stage.stages import Stages
+from paceline.step.split import backward_input
+from tests.parity.stages_bed import Ranks, alone
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.b(torch.tanh(self.a(x)))
+        return found
+
+
+class _Odd(nn.Module):
+    """Four blocks, and what a `way` says in one of them or between them."""
+
+    def __init__(self, way: str = "") -> None:
+        super().__init__()
+        self.way, self.count, self.after = way, 0, 0
+        self.blocks = nn.ModuleList(_Block() for _ in range(4))
+        self.gains = nn.ParameterList(torch.full((4,), 1.0 + i) for i in range(4))
+        for block in self.blocks:
+            block.register_forward_hook(self._beside)
+
+    def _beside(self, block: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if self.way == "random" and block is self.blocks[3]:
+            return output * random.random()
+        return output * float(np.random.rand()) if self.way == "numpy" and block is self.blocks[1] else output
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        order = list(zip(self.blocks, self.gains, strict=True))
+        if self.way == "shuffled" and torch.is_grad_enabled():
+            order = [order[2], order[1], order[0], order[3]]
+        if self.way == "skipped" and torch.is_grad_enabled():
+            order = order[:3]
+        given = x = x.requires_grad_(self.way == "penalty")
+        for block, gain in order:
+            x = torch.func.vmap(block)(x) if self.way == "vmap" else block(x)
+            x = x * gain * block.b.bias.mean()
+        if self.way == "counts late":
+            self.after += 1
+        if self.way == "penalty" and torch.is_grad_enabled():
+            x = x + torch.autograd.grad(x.sum(), given, create_graph=True)[0]
+        return x * (1 + 0.1 * self.count)
+
+
+def _odd_loss(model: nn.Module, microbatch: int) -> Tensor:
+    return model(torch.ones(3, 4) * (microbatch + 1)).square().sum()
+
+
+def _odd(way: str = "") -> tuple[_Odd, Cut]:
+    torch.manual_seed(0)
+    model = _Odd(way)
+    return model, plan_cut(model, num_stages=2, call=lambda: _odd_loss(model, 0))
+
+
+def test_parameters_read_between_blocks_and_a_counter_are_as_in_one_process() -> None:
+    model, cut = _odd()
+    assert model.count == 0 and cut.counts == "count"
+    losses, right, _ = alone(model, loss=_odd_loss, num_micro=2)
+    staged = Ranks(model, cut=cut, loss=_odd_loss, staged=lambda each, index: Stages(each, cut=cut, own=[index]))
+    for microbatch in range(2):
+        assert torch.equal(staged.train(microbatch), losses[microbatch])
+    found = staged.gradients()
+    assert found.keys() == right.keys()
+    assert all(torch.allclose(found[name], right[name], rtol=1e-6) for name in right)
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("random", "the block blocks.3 draws from random, "),
+        ("numpy", "the block blocks.1 draws from numpy.random, "),
+        ("counts late", "the forward changes self.after after its first block"),
+        ("vmap", "inside of a transform of torch.func"),
+    ],
+)
+def test_what_a_stage_would_do_otherwise_than_one_process_is_refused(way: str, says: str) -> None:
+    with pytest.raises(LayoutError) as refused:
+        _odd(way)
+    assert says in refused.value.what and refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("shuffled", "does not call its blocks as it did when the model was cut: blocks.0 was due"),
+        ("skipped", "does not call its blocks as it did when the model was cut: blocks.3 was due"),
+        ("penalty", "asks for the gradient of a value that is on another stage"),
+    ],
+)
+def test_a_step_that_goes_another_way_than_the_cut_is_refused(way: str, says: str) -> None:
+    model, cut = _odd(way)
+    staged = Ranks(model, cut=cut, loss=_odd_loss, staged=lambda each, index: Stages(each, cut=cut, own=[index]))
+    with pytest.raises(LayoutError) as refused:
+        staged.train(0)
+    assert says in refused.value.what and refused.value.hint
+
+
+def test_batches_of_one_row_have_shapes_without_the_weights_of_batchnorm() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"norm": nn.BatchNorm1d(4), "blocks": nn.ModuleList(_Block() for _ in range(2))})
+
+    def loss(each: Any, microbatch: int) -> Tensor:
+        x = each["norm"](torch.ones(1 if microbatch else 3, 4))
+        return each["blocks"][1](each["blocks"][0](x)).sum()
+
+    cut = plan_cut(model, num_stages=2, call=lambda: loss(model, 0))
+    whole, last = copy.deepcopy(model).eval(), copy.deepcopy(model)
+    first = Stages(model, cut=cut, own=[0])
+    second = Stages(last, cut=cut, own=[1])
+    sent = first.run(0, None, lambda: loss(model.eval(), 1))
+    assert torch.equal(second.run(1, sent.received(), lambda: loss(last.eval(), 1)), loss(whole, 1))
+    last.train()
+    second.run(1, sent.received(), lambda: loss(last, 1))
+
+
+def test_a_reentrant_checkpoint_in_halves_is_refused() -> None:
+    block, x = _Block(), torch.ones(2, 4, requires_grad=True)
+    y = block(checkpoint(block, x, use_reentrant=True))
+    with pytest.raises(LayoutError, match="use_reentrant=True, whose backward can't be had in halves"):
+        backward_input([y], [torch.ones_like(y)], [x])
+
+
+class _Appending(nn.Module):
+    """Blocks that leave their values in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Leaving() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, beside)
+        return x * (1 + sum(beside))
+
+
+class _Leaving(_Block):
+    def forward(self, x: Tensor, beside: list[Tensor]) -> Tensor:  # type: ignore[override]
+        beside.append(x.mean())
+        return super().forward(x)
+
+
+def test_a_list_that_blocks_append_to_is_refused() -> None:
+    model = _Appending()
+    with pytest.raises(LayoutError, match=r"blocks\.0 changes a list or a dict that it is given"):
+        plan_graph(model, num_stages=2, call=lambda: _odd_loss(model, 0))

@@ -1,0 +1,65 @@
+"""Forwards that only look leave the model as it was: attributes, buffers, parameters, generators."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.place.traceless import traceless
+
+
+class _Changing(nn.Module):
+    """Changes all that a forward can change on its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.log: list[Any] = [[1], {"a": 2}]
+        self.marks = {1}
+        self.copied, self.swapped = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+        self.norm = nn.BatchNorm1d(3)
+        self.hidden = [nn.BatchNorm1d(3)]
+        self.sums, self.array = torch.zeros(2), np.zeros(2)
+        self.draws, self.generator = random.Random(1), torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.log[0].append(1)
+        self.log[1]["b"] = self.log
+        self.log.append(3)
+        self.marks.add(2)
+        with torch.no_grad():
+            self.copied.data.copy_(x[0])
+            self.swapped.data = x[0].clone()
+            self.swapped.add_(1)
+        self.sums += 1
+        self.array += 1
+        self.sums = self.sums + 1
+        del self.array
+        self.register_buffer("late", x[0])
+        torch.rand(1, generator=self.generator)
+        random.random(), np.random.rand(), torch.rand(1), self.draws.random()
+        return self.hidden[0](self.norm(x)) * self.copied  # type: ignore[no-any-return]
+
+
+def _all_of(model: _Changing) -> str:
+    states = [random.getstate(), np.random.get_state(legacy=True)[1].tolist(), torch.get_rng_state().tolist()]
+    own = [model.draws.getstate(), model.generator.get_state().tolist(), model.hidden[0].state_dict()]
+    plain = {name: value for name, value in vars(model).items() if not name.startswith("_")}
+    return repr((states, own, plain, model.state_dict()))
+
+
+def test_a_forward_that_only_looks_leaves_no_trace_in_the_model_or_the_generators():
+    model = _Changing()
+    array, batch = model.array, torch.randn(4, 3)
+    before = _all_of(model)
+    with traceless(model):
+        model.eval()
+        model.train()(batch)
+        assert model.count == 1
+    assert _all_of(model) == before
+    assert model.array is array
+    model(batch)
+    assert _all_of(model) != before
