@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError, PacelineError, raise_all
-from paceline.place.tensor.explore import Explorer, Found, forget_guesses, learn, splits_of
+from paceline.place.tensor.explore import Explorer, Found, forget_guesses, learn, splits_of, suggest
 from paceline.place.tensor.own_plan import own_plan
 from paceline.place.tensor.placed import split_over
 from paceline.place.tensor.plan import Role, TensorPlan, common, first_number, fits, is_turned
@@ -112,8 +112,10 @@ def _asked(name: str, patterns: Sequence[str]) -> bool:
 
 def _explored(model: nn.Module, run: Run, ranks: int, fixed: dict[str, Found]) -> tuple[dict[str, Found], Explorer]:
     names = {id(p): n for n, p in model.named_parameters()}
-    found = dict(fixed)
-    for _ in range(12):
+    likes = {n: (common(n), p.shape) for n, p in model.named_parameters() if p.dim() == 2}
+    found, before = dict(fixed), list[dict[str, Found]]()
+    while found not in before and len(before) < 12 + 2 * len(likes):
+        before.append(copy.deepcopy(found))
         explorer = Explorer(names=names, found=found, ranks=ranks)
         with preserved(), torch.no_grad(), explorer:
             output = run(model)
@@ -122,6 +124,7 @@ def _explored(model: nn.Module, run: Run, ranks: int, fixed: dict[str, Found]) -
         if not (learn(explorer, found) or _settle_ends(found, explorer, model)):
             return found, explorer
         forget_guesses(found)
+        suggest(found, likes)
     raise LayoutError(
         f"the tensor plan of {type(model).__name__} does not settle: what can be cut differs from run to run.",
         cause="the model's forward takes another way each time",

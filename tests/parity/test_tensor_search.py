@@ -1,0 +1,70 @@
+"""The search for a tensor plan: it settles however many blocks there are, is the same in verify, and leaves no trace."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.place.tensor.derive import derive_plan
+from paceline.prove.double import in_double
+
+
+class Block(nn.Module):
+    """Fused attention and a fused gate between norms written by hand, through which a cut travels on."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.lift, self.sink = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = (p.view(b, t, 4, -1).transpose(1, 2) for p in self.qkv(_norm(x)).chunk(3, -1))
+        shares = F.softmax(q @ k.transpose(-1, -2), dim=-1, dtype=torch.float32).type_as(v)
+        x = x + self.out((shares @ v).transpose(1, 2).reshape(b, t, c))
+        up, gate = self.lift(_norm(x)).chunk(2, -1)
+        return x + self.sink(up * F.silu(gate.float()).type_as(up))
+
+
+def _norm(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Odd(Block):
+    """Its first product has the shape of the others' fused one, and is four heads of twelve."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__(width)
+        self.out = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.qkv(_norm(x)).unflatten(-1, (4, 12)).relu().flatten(-2))
+
+
+def _roles(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, tuple[str, int]]:
+    model, x = model.to(dtype), torch.randn(2, 4, 16, dtype=dtype)
+    plan = derive_plan(model, run=lambda m: m(x).sum(), ranks=2)
+    return {name: (role.kind, role.fused) for name, role in plan.roles.items()}
+
+
+def test_many_blocks_of_fused_projections_settle_in_few_runs() -> None:
+    runs = []
+    model = nn.Sequential(*(Block() for _ in range(8)))
+    model.register_forward_hook(lambda *_: runs.append(1))
+    wanted = {"*.qkv": ("column", 3), "*.out": ("row", 1), "*.lift": ("column", 2), "*.sink": ("row", 1)}
+    assert _roles(model) == wanted
+    assert len(runs) <= 5
+
+
+def test_a_block_unlike_the_others_has_its_own_plan() -> None:
+    found = _roles(nn.Sequential(Block(), Odd(), Block()))
+    assert [found[f"{n}.qkv"] for n in range(3)] == [("column", 3), ("column", 1), ("column", 3)]
+    assert found["*.out"] == ("row", 1)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_verify_in_float64_finds_the_plan_of_training(blocks: int) -> None:
+    model = nn.Sequential(*(Block() for _ in range(blocks)))
+    plain = _roles(model)
+    with in_double():
+        assert _roles(model, torch.float64) == plain
