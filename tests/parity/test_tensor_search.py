@@ -1,5 +1,8 @@
 """The search for a tensor plan: it settles however many blocks there are, is the same in verify, and leaves no trace."""
 
+import copy
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,3 +71,33 @@ def test_verify_in_float64_finds_the_plan_of_training(blocks: int) -> None:
     plain = _roles(model)
     with in_double():
         assert _roles(model, torch.float64) == plain
+
+
+class Tracking(nn.Module):
+    """Whatever a forward may keep: a buffer, a counter, a list, a weight set from the first batch, numbers drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm, self.scale = nn.BatchNorm1d(16), nn.Parameter(torch.ones(16))
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls, self.sizes, self.is_new = 0, list[int](), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.calls += 1
+        self.sizes.append(len(x))
+        if self.is_new:
+            self.scale.data.copy_(x.std(0) + random.random())
+            self.is_new = False
+        x = self.norm(x) * self.scale + torch.rand(16) * self.calls
+        return self.second(self.first(x).relu())
+
+
+def test_the_search_leaves_no_trace_in_the_model() -> None:
+    model, x = Tracking(), torch.randn(4, 16)
+    before, drawn = copy.deepcopy(model), (random.getstate(), torch.get_rng_state())
+    assert set(derive_plan(model, run=lambda m: m(x).sum(), ranks=2).roles) == {"first", "second"}
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.state_dict().items())
+    assert (model.calls, model.sizes, model.is_new) == (0, [], True)
+    assert random.getstate() == drawn[0] and torch.equal(torch.get_rng_state(), drawn[1])

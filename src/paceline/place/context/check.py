@@ -18,6 +18,7 @@ from paceline.errors import LayoutError
 from paceline.place.context.cut import Cut, batch_length
 from paceline.place.context.sequence import ContextParallel, refuse_model, refuse_window
 from paceline.place.exchange import Exchange, play
+from paceline.place.traceless import traceless
 
 CLOSE = 1e-9
 _LOW = (torch.float32, torch.float16, torch.bfloat16)
@@ -82,8 +83,9 @@ def check_context(
             output = forward(mirror, mine)
         return _ran(mirror, output, mine, loss, weigh, rank=over.rank, size=over.size, seen=seen)
 
-    alone = play(one, size=1)[0]
-    parts: list[_Ran] = play(one, size=ranks)
+    with traceless(model, parameters=False):  # what a copy does not copy: generators, and what its hooks write to
+        alone = play(one, size=1)[0]
+        parts: list[_Ran] = play(one, size=ranks)
     _compare(alone, parts, cut=cut, names=[name for name, _ in twin.named_parameters()])
 
 

@@ -16,8 +16,8 @@ from paceline.place.tensor.plan import Role, TensorPlan, common, first_number, f
 from paceline.place.tensor.plan_file import read_plan
 from paceline.place.tensor.split import Split
 from paceline.place.tensor.trial import ThreadWire, together
+from paceline.place.traceless import traceless
 from paceline.spec.words import did_you_mean
-from paceline.streams import preserved
 
 Run = Callable[[nn.Module], Any]
 IN_LOCAL = "its module runs on pieces"
@@ -112,12 +112,14 @@ def _asked(name: str, patterns: Sequence[str]) -> bool:
 
 def _explored(model: nn.Module, run: Run, ranks: int, fixed: dict[str, Found]) -> tuple[dict[str, Found], Explorer]:
     names = {id(p): n for n, p in model.named_parameters()}
-    likes = {n: (common(n), p.shape) for n, p in model.named_parameters() if p.dim() == 2}
+    likes: dict[str, tuple[object, ...]] = {
+        n: (common(n), p.shape) for n, p in model.named_parameters() if p.dim() == 2
+    }
     found, before = dict(fixed), list[dict[str, Found]]()
     while found not in before and len(before) < 12 + 2 * len(likes):
         before.append(copy.deepcopy(found))
         explorer = Explorer(names=names, found=found, ranks=ranks)
-        with preserved(), torch.no_grad(), explorer:
+        with traceless(model), torch.no_grad(), explorer:
             output = run(model)
         for split in splits_of(output):
             explorer.reached(split, "output")
@@ -255,7 +257,7 @@ def check_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int, sequ
         split_over(mine, plan=plan, wire=wire)
         return alone(mine)
 
-    with preserved():
+    with traceless(model, parameters=False):
         expected = alone(copy.deepcopy(model))
         found = together(work, ranks=ranks, sequence=sequence)
     worst = 0.0

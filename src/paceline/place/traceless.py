@@ -1,0 +1,148 @@
+"""Forwards that only look, as planning runs them: after them the user's model is as it was."""
+
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.place.views import write
+from paceline.streams import preserved
+from paceline.torch_modes import DispatchMode, unseen, written
+from paceline.torch_private import storage_key
+
+_TORCH = frozenset(vars(nn.Module()))
+_PLAIN = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
+
+
+@contextmanager
+def traceless(model: nn.Module, *, parameters: bool = True) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
+    """Run forwards inside; afterwards the model's attributes, buffers and parameters and the generators are as before.
+
+    Attributes are what modules keep in plain Python: numbers, texts, lists, dicts and sets (in each other too),
+    tensors, arrays, generators, and modules that are not registered; objects of other classes are not looked into.
+    A parameter is copied when an operation is about to write to it; these are given, with what they were. Without
+    `parameters` that is not looked for.
+    """
+    weights = list(model.parameters()) if parameters else []
+    memory = [(parameter, parameter.data) for parameter in weights]
+    kept = _Kept(storage_key(parameter) for parameter in weights)
+    kept.keep(model)
+    with preserved(), ExitStack() as stack:
+        before = stack.enter_context(_Writes(weights)).before if weights else []
+        try:
+            yield before
+        finally:
+            with unseen():
+                kept.put_back()
+                for parameter, data in memory:
+                    if storage_key(parameter) != storage_key(data):
+                        parameter.data = data
+                for parameter, value in before:
+                    write(parameter.data, value)
+
+
+def plain_state(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Numbers and texts that these modules keep, and how many there are in their lists and dicts."""
+    return {
+        f"{name}.{key}".lstrip("."): len(value) if isinstance(value, list | dict) else value
+        for name, module in modules.items()
+        for key, value in {**vars(type(module)), **vars(module)}.items()
+        if not (key in _TORCH or key.startswith("__")) and isinstance(value, bool | int | float | str | list | dict)
+    }
+
+
+class _Writes(DispatchMode):
+    """Copies a parameter before the first operation that writes to its memory."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.before: list[tuple[nn.Parameter, Tensor]] = []
+        self._sharing: dict[int, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            self._sharing.setdefault(storage_key(parameter), []).append(parameter)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Copy, then run it."""
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+            for tensor in written(func, args, kwargs or {}):
+                for parameter in self._sharing.pop(storage_key(tensor), ()):
+                    self.before.append((parameter, parameter.detach().clone()))
+        return func(*args, **(kwargs or {}))
+
+
+class _Kept:
+    """What modules keep, and how each of it is put back. `without` are memories that are looked after elsewhere."""
+
+    def __init__(self, without: Iterator[int]) -> None:
+        self._known: dict[int, object] = {}
+        self._undos: list[Callable[[], object]] = []
+        self._without = frozenset(without)
+
+    def keep(self, value: Any) -> None:
+        """A module or a value of one, with all that is in it."""
+        if id(value) in self._known:
+            return
+        if isinstance(value, nn.Module):
+            self._known[id(value)] = value
+            self.keep(vars(value))
+        elif type(value) in _PLAIN or isinstance(value, tuple):
+            self._known[id(value)] = value
+            inner = _inner(value)
+            if not isinstance(value, tuple):
+                self._undos.append(lambda: _refill(value, inner))
+            for part in inner:
+                self.keep(part)
+        elif (undo := self._undo(value)) is not None:
+            self._known[id(value)] = value
+            self._undos.append(undo)
+
+    def put_back(self) -> None:
+        """All of it as it was."""
+        for undo in self._undos:
+            undo()
+
+    def _undo(self, value: Any) -> Callable[[], object] | None:
+        if isinstance(value, Tensor):
+            if isinstance(value, nn.Parameter) or value.layout is not torch.strided:
+                return None
+            if storage_key(value) in self._without:
+                return None
+            old = value.detach().clone()
+            return lambda: write(value.data, old)
+        if isinstance(value, np.ndarray):
+            array = value.copy()
+            return lambda: np.copyto(value, array) if value.flags.writeable else None
+        if isinstance(value, random.Random):
+            state = value.getstate()
+            return lambda: value.setstate(state)
+        if isinstance(value, np.random.Generator):
+            drawn = value.bit_generator.state
+            return lambda: setattr(value.bit_generator, "state", drawn)
+        if isinstance(value, torch.Generator):
+            at = value.get_state()
+            return lambda: value.set_state(at)
+        return None
+
+
+def _inner(value: Any) -> list[Any]:
+    return [*value, *value.values()] if isinstance(value, dict) else list(value)
+
+
+def _refill(value: Any, inner: list[Any]) -> None:
+    """Give a container what was in it, in the same order; one that still has it is left alone."""
+    now = _inner(value)
+    if len(now) == len(inner) and all(new is old for new, old in zip(now, inner, strict=True)):
+        return
+    value.clear()
+    if isinstance(value, dict):
+        half = len(inner) // 2
+        value.update(zip(inner[:half], inner[half:], strict=True))
+    elif isinstance(value, set):
+        value.update(inner)
+    else:
+        value.extend(inner)
