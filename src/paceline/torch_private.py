@@ -101,6 +101,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def transforming() -> bool:
+    """Whether this runs inside of `torch.func`'s vmap, grad, jvp or what is made of them."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
 def is_view(tensor: Tensor) -> bool:
     """Whether the tensor is a view that autograd knows as one."""
     return bool(tensor._is_view())

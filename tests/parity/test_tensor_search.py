@@ -2,13 +2,18 @@
 
 import copy
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.errors import LayoutError
 from paceline.place.tensor.derive import derive_plan
+from paceline.place.tensor.placed import split_over
+from paceline.place.tensor.plan import Role, TensorPlan
+from paceline.place.tensor.trial import ThreadWire, together
 from paceline.prove.double import in_double
 
 
@@ -101,3 +106,60 @@ def test_the_search_leaves_no_trace_in_the_model() -> None:
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.state_dict().items())
     assert (model.calls, model.sizes, model.is_new) == (0, [], True)
     assert random.getstate() == drawn[0] and torch.equal(torch.get_rng_state(), drawn[1])
+
+
+class Pair(nn.Module):
+    """Two products twice; the second pair is used as `how` does."""
+
+    def __init__(self, how: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.how, self.beside = how, nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(lambda one: self.second(self.first(one).tanh()), self.beside(x))
+
+
+TRANSFORMS: dict[str, Callable[..., Tensor]] = {
+    "vmap": lambda work, x: torch.func.vmap(work)(x),
+    "jacrev": lambda work, x: torch.func.jacrev(lambda y: work(y).sum(0))(x).sum((0, 1)),
+    "grad": lambda work, x: torch.func.grad(lambda y: work(y).sum())(x),
+}
+
+
+@pytest.mark.parametrize("kind", TRANSFORMS)
+def test_what_torch_func_reads_stays_whole(kind: str) -> None:
+    model, x = Pair(TRANSFORMS[kind]), torch.randn(4, 16)
+    plan = derive_plan(model, run=lambda m: m(x).sum(), ranks=2)
+    assert set(plan.roles) == {"beside.0", "beside.2"}
+
+
+def _said(how: Callable[..., Tensor]) -> LayoutError:
+    model, x = Pair(how), torch.randn(4, 16)
+    plan = TensorPlan(roles={"first": Role(kind="column"), "second": Role(kind="row")}, source="file")
+
+    def run(wire: ThreadWire) -> None:
+        mine = copy.deepcopy(model)
+        split_over(mine, plan=plan, wire=wire)
+        mine(x).sum().backward()
+
+    with pytest.raises(LayoutError) as caught:
+        together(run, ranks=2)
+    return caught.value
+
+
+def _penalty(work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(work(x).sum(), x, create_graph=True)
+    return slope.square().sum()
+
+
+def test_a_gradient_of_a_gradient_is_refused_with_its_line() -> None:
+    said = _said(_penalty)
+    assert said.what.startswith("a gradient of a gradient goes through work that is cut")
+    assert "test_tensor_search.py:" in said.where and said.hint
+
+
+def test_torch_func_on_what_a_plan_of_the_user_cuts_is_refused() -> None:
+    said = _said(TRANSFORMS["vmap"])
+    assert "is called inside of torch.func" in said.what and "first.weight" in said.what and said.hint

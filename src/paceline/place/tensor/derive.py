@@ -14,7 +14,7 @@ from paceline.place.tensor.own_plan import own_plan
 from paceline.place.tensor.placed import split_over
 from paceline.place.tensor.plan import Role, TensorPlan, common, first_number, fits, is_turned
 from paceline.place.tensor.plan_file import read_plan
-from paceline.place.tensor.split import Split
+from paceline.place.tensor.split import TRANSFORM, Split
 from paceline.place.tensor.trial import ThreadWire, together
 from paceline.place.traceless import traceless
 from paceline.spec.words import did_you_mean
@@ -72,7 +72,8 @@ def derive_plan(model: nn.Module, *, run: Run, ranks: int, replicate: Sequence[s
     if not roles:
         raise LayoutError(
             f"tensor parallelism finds nothing to cut in {type(model).__name__}: {_linears(model)}",
-            cause="it cuts pairs of products with elementwise work or attention between them; convolutions stay whole",
+            cause=_by_transforms(found)
+            or "it cuts pairs of products with elementwise work or attention between them; convolutions stay whole",
             hint="--layout fsdp or ddp",
         )
     notes = [
@@ -230,6 +231,11 @@ def _compressed(exact: dict[str, Role | None]) -> dict[str, Role]:
 
 def _by_pattern(found: dict[str, Found]) -> dict[str, Found]:
     return {common(name): known for name, known in reversed(found.items())}
+
+
+def _by_transforms(found: dict[str, Found]) -> str:
+    names = [name for name, known in found.items() if known.why.endswith(TRANSFORM)]
+    return f"what {', '.join(names[:2])} gives is used{TRANSFORM}, and stays whole" if names else ""
 
 
 def _linears(model: nn.Module) -> str:

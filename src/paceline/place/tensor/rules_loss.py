@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from paceline.place.tensor.once import once
 from paceline.place.tensor.rules_shape import like, need, positive
 from paceline.place.tensor.split import Split, Unknown, rule
 from paceline.place.tensor.wire import Wire, reduce_out, take_own
@@ -25,7 +25,7 @@ class _LogSoftmax(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> Any:
         (found,) = ctx.saved_tensors
         total = ctx.wire.total(grad.sum(ctx.dim, keepdim=True))
@@ -50,7 +50,7 @@ class _EntropyOfClass(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> Any:
         shares, own, mine, kept = ctx.saved_tensors
         grad = grad.masked_fill(~kept, 0.0)
