@@ -25,7 +25,7 @@ class _Refused(torch.autograd.Function):
             where="" if ctx.line is None else str(ctx.line),
             cause="autograd.grad(..., create_graph=True), as a gradient penalty takes it; sums over ranks have a first "
             "derivative alone",
-            hint="--layout fsdp; or --place.replicate NAME for each module that it goes through",
+            hint="--layout ddp or zero2; or --place.replicate NAME for each module that it goes through",
         )
 
 

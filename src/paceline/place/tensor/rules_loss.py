@@ -75,7 +75,8 @@ def _wide(x: Split) -> torch.dtype:
 def _given(x: Split, *, is_loss: bool = True) -> torch.dtype:
     """What torch gives such a result in: float32 inside of autocast, on CPU a loss alone."""
     device = x.local.device.type
-    raised = torch.is_autocast_enabled(device) and (is_loss or device != "cpu")
+    has_autocast = torch.amp.is_autocast_available(device)  # "meta" has none
+    raised = has_autocast and torch.is_autocast_enabled(device) and (is_loss or device != "cpu")
     return _wide(x) if raised else x.local.dtype
 
 
