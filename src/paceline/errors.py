@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from traceback import extract_tb
+from traceback import extract_stack, extract_tb
 
 
 class ExitCode(IntEnum):
@@ -165,6 +165,12 @@ def user_line(error: BaseException) -> UserLine | None:
     if not frames:
         return None
     return UserLine(file=frames[-1].filename, line=frames[-1].lineno or 0, text=(frames[-1].line or "").strip())
+
+
+def line_now() -> UserLine | None:
+    """Where in the user's code the call is that this is part of."""
+    last = next((f for f in reversed(extract_stack()) if not _is_foreign(f.filename)), None)
+    return None if last is None else UserLine(file=last.filename, line=last.lineno or 0, text=last.line or "")
 
 
 def _is_foreign(filename: str) -> bool:

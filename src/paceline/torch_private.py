@@ -107,6 +107,11 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+def transforming() -> bool:
+    """Whether this runs inside of `torch.func`'s vmap, grad, jvp or what is made of them."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
 def is_view(tensor: Tensor) -> bool:
     """Whether the tensor is a view that autograd knows as one."""
     return bool(tensor._is_view())

@@ -317,10 +317,13 @@ def test_the_check_passes_what_is_right_and_leaves_the_model() -> None:
         check(case, ranks=3)
     model = Own()
     before = {n: p.clone() for n, p in model.state_dict().items()}
+    drawn = torch.get_rng_state()
+    model.register_forward_hook(lambda *_: model.__dict__.update(seen=torch.rand(1)))
     check_context(
         model=model, batch=torch.ones(1, 9, dtype=torch.int64), sequence={"0": 1}, ranks=2, forward=own().forward
     )
     assert all(torch.equal(before[n], p) for n, p in model.state_dict().items()) and model.training
+    assert torch.equal(drawn, torch.get_rng_state()) and "seen" not in vars(model)
 
 
 REFUSED = [

@@ -186,9 +186,11 @@ def test_what_else_is_refused() -> None:
 
 def test_the_check_passes_what_is_right_and_names_what_is_not() -> None:
     for model in (seeded(lambda: Mixture(Stacked, count=5)), transformer(MIXTRAL, num_key_value_heads=2).model()):
-        before = {name: p.clone() for name, p in model.state_dict().items()}
+        before, drawn = {name: p.clone() for name, p in model.state_dict().items()}, torch.get_rng_state()
+        model.register_forward_hook(lambda *_, of=model: of.__dict__.update(seen=torch.rand(1)))
         check_experts(model=model, batches=tokens(6, 9)[0], forward=lambda model, batch: model(batch))
         assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
+        assert torch.equal(drawn, torch.get_rng_state()) and "seen" not in vars(model)
 
     class Limited(Stacked):
         """No expert takes more than three tokens."""

@@ -44,8 +44,8 @@ def compare(
 
     results = together(piecewise, ranks=ranks)
     for found, grad, _ in results:
-        torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-13)
-        torch.testing.assert_close(grad, whole.grad, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-13, equal_nan=True)
+        torch.testing.assert_close(grad, whole.grad, rtol=1e-12, atol=1e-13, equal_nan=True)
     return [told for _, _, told in results]
 
 
@@ -110,6 +110,68 @@ def test_half_precision_is_summed_in_single() -> None:
     for found in together(work, ranks=2):
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found, F.cross_entropy(x, TARGET), rtol=8e-3, atol=0.0)  # one unit of bfloat16
+
+
+EDGES: dict[str, tuple[Tensor, Callable[[Any], Any]]] = {
+    "nothing counts": (random(ROWS, CLASSES), lambda x: F.cross_entropy(x, torch.full_like(TARGET, -100))),
+    "nothing counts, summed": (
+        random(ROWS, CLASSES),
+        lambda x: F.cross_entropy(x, torch.full_like(TARGET, -100), reduction="sum"),
+    ),
+    "no batch": (random(CLASSES), lambda x: F.cross_entropy(x, TARGET[1], weight=WEIGHT)),
+    "more dimensions": (random(2, CLASSES, 3), lambda x: F.cross_entropy(x, TARGET.view(2, 3), weight=WEIGHT)),
+    "a class that can not be": (
+        random(ROWS, CLASSES).index_fill(1, torch.tensor([4]), float("-inf")),
+        lambda x: F.cross_entropy(x, TARGET),
+    ),
+    "no number in a row that is ignored": (
+        random(ROWS, CLASSES).index_fill(0, torch.tensor([2]), float("nan")),
+        lambda x: F.cross_entropy(x, TARGET, reduction="none"),
+    ),
+    "a rank without a class": (random(ROWS, 2), lambda x: F.cross_entropy(x, TARGET.clamp(0, 1))),
+    "no rows": (random(0, CLASSES), lambda x: F.cross_entropy(x, torch.zeros(0, CLASSES, dtype=torch.float64))),
+    "bytes": (random(ROWS, CLASSES), lambda x: F.cross_entropy(x, TARGET.clamp(min=0).byte())),
+    "as it was said once": (random(ROWS, CLASSES), lambda x: F.nll_loss(x, TARGET, size_average=False)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:size_average")
+@pytest.mark.parametrize("kind", EDGES)
+def test_a_loss_at_its_edges_is_that_of_the_whole(kind: str) -> None:
+    x, loss = EDGES[kind]
+    for ranks in (2, 3):
+        compare(loss, x, dim=0 if x.dim() == 1 else 1, ranks=ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_inside_of_autocast_a_loss_has_the_type_that_torch_gives_it(dtype: torch.dtype) -> None:
+    x = random(ROWS, CLASSES).to(dtype)
+
+    def losses(x: Any) -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return [F.cross_entropy(x, TARGET), F.nll_loss(x, TARGET)]
+
+    def work(wire: ThreadWire) -> list[Tensor]:
+        cut = even_cut(CLASSES, ranks=2, dim=1)
+        return losses(Split.of(take_own(x, cut, wire), cut, wire))
+
+    for found in together(work, ranks=2):
+        torch.testing.assert_close(found, losses(x))
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
+def test_what_torch_refuses_is_refused(loss: Callable[..., Tensor]) -> None:
+    """One target for many rows, a word that is no reduction."""
+
+    def work(wire: ThreadWire) -> None:
+        cut = even_cut(CLASSES, ranks=2, dim=1)
+        x = Split.of(take_own(random(ROWS, CLASSES), cut, wire), cut, wire)
+        with pytest.raises(ValueError, match="batch_size"):
+            loss(x, TARGET[:1])
+        with pytest.raises(ValueError, match="not a valid value for reduction"):
+            loss(x, TARGET, reduction="average")
+
+    together(work, ranks=2)
 
 
 def test_a_target_out_of_bounds_is_the_error_of_one_process() -> None:

@@ -6,6 +6,7 @@ float64's noise. So while a float64 comparison runs, what is float64 stays so.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def in_double(*, active: bool = True) -> Iterator[None]:
 
 
 def _kept_double(plain: Callable[..., Any], *, casts: bool) -> Callable[..., Any]:
+    @wraps(plain)  # a tensor that is cut finds its rules by this name
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(first, Tensor) or first.dtype is not torch.float64:
             return plain(first, *args, **kwargs)

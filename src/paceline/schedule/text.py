@@ -21,6 +21,7 @@ from paceline.schedule.lower import lower
 from paceline.schedule.program import Action, Op, Program
 from paceline.schedule.strip import names_stages
 from paceline.schedule.wrong import ScheduleError, compute_of
+from paceline.spec.given_text import given_text
 
 _ACTION = re.compile(r"(?P<op>SF|RF|SB|RB|[FBIW])(?:(?P<stage>\d+)\.)?(?P<micro>\d+)(?:(?P<way>[<>])(?P<peer>\d+))?")
 _LINE = re.compile(r"(?P<key>name|rank\s+(?P<rank>\d+))\s*:(?P<rest>.*)", re.I | re.S)
@@ -67,7 +68,10 @@ def parse(text: str, *, file: str = "schedule", name: str = "") -> Program:
 
 def read(path: Path | str) -> Program:
     """`parse` of a file; its name is the schedule's where it says none."""
-    return parse(Path(path).read_text(encoding="utf-8"), file=str(path), name=Path(path).stem)
+    text = given_text(
+        Path(path), what="a schedule", hint="rank 0: F0 F1 B0 B1, a line for each rank: docs/schedules.md"
+    )
+    return parse(text, file=str(path), name=Path(path).stem)
 
 
 def write(program: Program) -> str:

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from paceline.errors import PacelineError, UsageError, raise_all
+from paceline.spec.given_text import given_text
 from paceline.spec.settings import MOST, Settings
 from paceline.spec.words import did_you_mean
 
@@ -143,11 +144,14 @@ def _from_file(file: Path | None, problems: list[PacelineError]) -> dict[str, An
     if file is None:
         return {}
     try:
-        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        tree = tomllib.loads(given_text(file, what="a file of settings", hint="[train], and below it steps = 100"))
     except FileNotFoundError:
         problems.append(UsageError(f"{file} does not exist.", hint="--config run.toml"))
         return {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+    except UsageError as error:
+        problems.append(error)
+        return {}
+    except tomllib.TOMLDecodeError as error:
         problems.append(UsageError(f"{file} can't be read: {error}.", where=str(file), hint='name = "value"'))
         return {}
     return tree

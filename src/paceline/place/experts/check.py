@@ -17,6 +17,7 @@ from paceline.place.context.check import InDouble, doubled, eager_experts
 from paceline.place.exchange import Exchange, play
 from paceline.place.experts.spread import split_experts
 from paceline.place.parts import Part
+from paceline.place.traceless import traceless
 
 
 def check_experts(
@@ -33,7 +34,8 @@ def check_experts(
     """
     twin = eager_experts(copy.deepcopy(model).double().eval())
     data = [doubled(batch) for batch in batches]
-    whole = [_run(twin, batch, forward) for batch in data]
+    with traceless(model, parameters=False):
+        whole = [_run(twin, batch, forward) for batch in data]
     names = [name for name, parameter in twin.named_parameters() if parameter.requires_grad]
     wanted = {name: _sum([found[1].get(name) for found in whole]) for name in names}
 
@@ -42,7 +44,8 @@ def check_experts(
         placed = split_experts(model=mine, over=over, experts=experts)
         return *_run(mine, data[over.rank], forward), dict(placed.parts), placed.modules
 
-    ranks = play(one, size=len(data))
+    with traceless(model, parameters=False):
+        ranks = play(one, size=len(data))
     modules = ", ".join(ranks[0][3])
     for (outputs, _), found in zip(whole, ranks, strict=True):
         if not all(near(a, b) for a, b in zip(found[0], outputs, strict=True)):

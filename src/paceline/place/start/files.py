@@ -75,7 +75,7 @@ class Shelf:
     def _found(self) -> dict[str, str]:
         index = self.folder / INDEX
         if index.is_file():
-            found = json.loads(index.read_text())["weight_map"]
+            found = _weight_map(index)
             absent = sorted({file for file in found.values() if not (self.folder / file).is_file()})
             if absent:
                 raise CheckpointError(
@@ -90,6 +90,16 @@ class Shelf:
                 hint="a folder that save_pretrained or `paceline ckpt consolidate` has written",
             )
         return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{index} can't be read: {type(error).__name__}: {error}.", hint="download or copy it again"
+        ) from None
+    return found
 
 
 class Recipe(Protocol):

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError, PacelineError, raise_all
-from paceline.place.tensor.explore import Explorer, Found, forget_guesses, learn, splits_of
+from paceline.place.tensor.explore import Explorer, Found, forget_guesses, learn, splits_of, suggest
 from paceline.place.tensor.own_plan import own_plan
 from paceline.place.tensor.placed import split_over
 from paceline.place.tensor.plan import Role, TensorPlan, common, first_number, fits, is_turned
 from paceline.place.tensor.plan_file import read_plan
-from paceline.place.tensor.split import Split
+from paceline.place.tensor.split import TRANSFORM, Split
 from paceline.place.tensor.trial import ThreadWire, together
+from paceline.place.traceless import traceless
 from paceline.spec.words import did_you_mean
-from paceline.streams import preserved
 
 Run = Callable[[nn.Module], Any]
 IN_LOCAL = "its module runs on pieces"
@@ -72,7 +72,8 @@ def derive_plan(model: nn.Module, *, run: Run, ranks: int, replicate: Sequence[s
     if not roles:
         raise LayoutError(
             f"tensor parallelism finds nothing to cut in {type(model).__name__}: {_linears(model)}",
-            cause="it cuts pairs of products with elementwise work or attention between them; convolutions stay whole",
+            cause=_by_transforms(found)
+            or "it cuts pairs of products with elementwise work or attention between them; convolutions stay whole",
             hint="--layout fsdp or ddp",
         )
     notes = [
@@ -112,16 +113,21 @@ def _asked(name: str, patterns: Sequence[str]) -> bool:
 
 def _explored(model: nn.Module, run: Run, ranks: int, fixed: dict[str, Found]) -> tuple[dict[str, Found], Explorer]:
     names = {id(p): n for n, p in model.named_parameters()}
-    found = dict(fixed)
-    for _ in range(12):
+    likes: dict[str, tuple[object, ...]] = {
+        n: (common(n), p.shape) for n, p in model.named_parameters() if p.dim() == 2
+    }
+    found, before = dict(fixed), list[dict[str, Found]]()
+    while found not in before and len(before) < 12 + 2 * len(likes):
+        before.append(copy.deepcopy(found))
         explorer = Explorer(names=names, found=found, ranks=ranks)
-        with preserved(), torch.no_grad(), explorer:
+        with traceless(model), torch.no_grad(), explorer:
             output = run(model)
         for split in splits_of(output):
             explorer.reached(split, "output")
         if not (learn(explorer, found) or _settle_ends(found, explorer, model)):
             return found, explorer
         forget_guesses(found)
+        suggest(found, likes)
     raise LayoutError(
         f"the tensor plan of {type(model).__name__} does not settle: what can be cut differs from run to run.",
         cause="the model's forward takes another way each time",
@@ -227,6 +233,11 @@ def _by_pattern(found: dict[str, Found]) -> dict[str, Found]:
     return {common(name): known for name, known in reversed(found.items())}
 
 
+def _by_transforms(found: dict[str, Found]) -> str:
+    names = [name for name, known in found.items() if known.why.endswith(TRANSFORM)]
+    return f"what {', '.join(names[:2])} gives is used{TRANSFORM}, and stays whole" if names else ""
+
+
 def _linears(model: nn.Module) -> str:
     kinds = [type(m).__name__ for m in model.modules()]
     convolutions = sum("Conv" in kind and kind != "Conv1D" for kind in kinds)
@@ -252,7 +263,7 @@ def check_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int, sequ
         split_over(mine, plan=plan, wire=wire)
         return alone(mine)
 
-    with preserved():
+    with traceless(model, parameters=False):
         expected = alone(copy.deepcopy(model))
         found = together(work, ranks=ranks, sequence=sequence)
     worst = 0.0

@@ -29,7 +29,10 @@ PRODUCTS = {  # the names of the factor, the weight and the bias
 
 @dataclass(kw_only=True)
 class Found:
-    """What is known of one weight: the dimension that is cut and its borders, or why it stays whole."""
+    """What is known of one weight: the dimension that is cut and its borders, or why it stays whole.
+
+    `suggested`: the borders are those of its likes in other blocks; `alone`: it was found to be unlike them.
+    """
 
     dim: int | None = None
     kind: str = ""
@@ -38,6 +41,8 @@ class Found:
     heads: int | None = None
     why: str = ""
     bias: str | None = None
+    suggested: bool = False
+    alone: bool = False
 
     def sections(self, size: int) -> tuple[int, ...]:
         """The sizes between the borders."""
@@ -196,7 +201,8 @@ def learn(explorer: Explorer, found: dict[str, Found]) -> bool:
         if found[origin].kind == "column"
     ]
     refined = [_refine(known, misfit) for known, _, misfit in blocked]
-    if any(refined):
+    left = [] if any(refined) else [_leave_alone(known) for known, _, _ in blocked]
+    if any(refined) or any(left):
         return True
     for known, what, misfit in blocked:
         if known.kind == "column":
@@ -210,23 +216,46 @@ def _refine(known: Found, misfit: Misfit | None) -> bool:
     if misfit is None or not misfit.sections:
         return False
     each = known.size // sum(misfit.sections)  # rows of the weight to one of what was sliced, as a head has them
-    ends, at = set(known.borders), 0
+    ends, at = set() if known.suggested else set(known.borders), 0
     for size in misfit.sections[:-1]:
         at += size * each
         ends.add(at)
     if frozenset(ends) == known.borders or len(ends) >= 8:
         return False
-    known.borders = frozenset(ends)
+    known.borders, known.suggested = frozenset(ends), False
     return True
+
+
+def _leave_alone(known: Found) -> bool:
+    """Forget borders that were only suggested, for good; whether there were any."""
+    was = known.suggested
+    if was:
+        known.borders, known.suggested, known.alone = frozenset(), False, True
+    return was
 
 
 def forget_guesses(found: dict[str, Found]) -> None:
     """Before another run: keep what stays whole, the vocabulary, and where fused projections have their borders."""
     for name, known in list(found.items()):
-        if known.kind == "row" or (known.kind == "column" and known.why != "embedding" and not known.borders):
+        if known.kind == "whole" or known.why == "embedding":
+            continue
+        if known.kind == "row":
+            known.borders = frozenset()
+        known.kind, known.dim = "", None
+        if not (known.borders or known.alone):
             del found[name]
-        elif known.kind == "column" and known.why != "embedding":
-            known.kind, known.dim = "", None
+
+
+def suggest(found: dict[str, Found], likes: dict[str, tuple[object, ...]]) -> None:
+    """Before another run: what one block's fused projection has shown is tried for those of all blocks at once.
+
+    `likes` says which weights are alike, by name. Else a model would be run once for each of its blocks.
+    """
+    own = [n for n, known in found.items() if n in likes and not (known.kind or known.suggested or known.alone)]
+    shown = {likes[name]: found[name].borders for name in own}
+    for name, like in likes.items():
+        if name not in found and like in shown:
+            found[name] = Found(borders=shown[like], suggested=True)
 
 
 def splits_of(value: Any) -> Iterable[Split]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.place.tensor.plan import KINDS, Role, TensorPlan
+from paceline.spec.given_text import given_text
 from paceline.spec.words import did_you_mean
 
 HEADING = """\
@@ -24,7 +25,7 @@ def write_plan(plan: TensorPlan, *, path: Path) -> None:
     lines = [HEADING, *(f"# {note}\n" for note in plan.notes), "\n[roles]\n"]
     lines += [f"{json.dumps(name)} = {_value(role)}\n" for name, role in plan.roles.items()]
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with beside.open("w") as file:
+    with beside.open("w", encoding="utf-8") as file:
         file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())
@@ -49,7 +50,7 @@ def read_plan(path: Path) -> TensorPlan:
         UsageError: with the file and line; several at once as `Problems`.
     """
     try:
-        text = path.read_text()
+        text = given_text(path, what="a tensor plan", hint='[roles], and below it "layers.*.up" = "column"')
         table = tomllib.loads(text)
     except FileNotFoundError:
         raise UsageError(

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from paceline.place.tensor.once import once
 from paceline.place.tensor.rules_shape import like, need, positive
 from paceline.place.tensor.split import Split, Unknown, rule
 from paceline.place.tensor.wire import Wire, reduce_out, take_own
@@ -25,7 +25,7 @@ class _LogSoftmax(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> Any:
         (found,) = ctx.saved_tensors
         total = ctx.wire.total(grad.sum(ctx.dim, keepdim=True))
@@ -50,7 +50,7 @@ class _EntropyOfClass(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> Any:
         shares, own, mine, kept = ctx.saved_tensors
         grad = grad.masked_fill(~kept, 0.0)
@@ -67,10 +67,22 @@ def _largest(local: Tensor, dim: int) -> Tensor:
     return top
 
 
-def _log_softmax(x: Split, dtype: torch.dtype | None = None) -> Tensor:
-    wide = torch.float32 if x.local.dtype in (torch.float16, torch.bfloat16) else x.local.dtype
-    found: Tensor = _LogSoftmax.apply(x.local.to(dtype or wide), x.cut.dim, x.wire)  # type: ignore[no-untyped-call]
-    return found.to(dtype or x.local.dtype)
+def _wide(x: Split) -> torch.dtype:
+    """What is computed in."""
+    return torch.float32 if x.local.dtype in (torch.float16, torch.bfloat16) else x.local.dtype
+
+
+def _given(x: Split, *, is_loss: bool = True) -> torch.dtype:
+    """What torch gives such a result in: float32 inside of autocast, on CPU a loss alone."""
+    device = x.local.device.type
+    has_autocast = torch.amp.is_autocast_available(device)  # "meta" has none
+    raised = has_autocast and torch.is_autocast_enabled(device) and (is_loss or device != "cpu")
+    return _wide(x) if raised else x.local.dtype
+
+
+def _log_softmax(x: Split, dtype: torch.dtype) -> Tensor:
+    found: Tensor = _LogSoftmax.apply(x.local.to(dtype), x.cut.dim, x.wire)  # type: ignore[no-untyped-call]
+    return found
 
 
 @rule("softmax", "log_softmax")
@@ -82,8 +94,9 @@ def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
         raise Unknown
     if positive(dim, len(x.whole)) != x.cut.dim:
         return like(x, getattr(torch, func.__name__)(x.local, dim, dtype=dtype), x.cut)
-    found = _log_softmax(x, dtype)
-    return like(x, found if func.__name__ == "log_softmax" else found.exp(), x.cut)
+    found = _log_softmax(x, dtype or _wide(x))
+    found = found if func.__name__ == "log_softmax" else found.exp()
+    return like(x, found.to(dtype or _given(x, is_loss=False)), x.cut)
 
 
 def _classes(x: Split) -> int:
@@ -98,34 +111,45 @@ def _classes(x: Split) -> int:
 def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    x, target = need(given["input"]), given["target"]
+    x = need(given["input"])
     dim = _classes(x)
-    if isinstance(target, Split) or given.get("size_average") is not None or given.get("reduce") is not None:
-        raise Unknown
-    wide = torch.float32 if x.local.dtype in (torch.float16, torch.bfloat16) else x.local.dtype
+    target, wide = _target(x, given, dim), _wide(x)
     smooth, weight = given.get("label_smoothing", 0.0), given.get("weight")
     reduction = given.get("reduction", "mean")
     ignored = given.get("ignore_index", -100)
     kept = None if target.is_floating_point() else target != ignored
     if kept is not None and not smooth:
         found = _of_class(like(x, x.local.to(wide), x.cut), target, weight, ignored, dim)
-        return _reduced(found, target, kept, weight, reduction).to(x.local.dtype)
+        return _reduced(found, target, kept, weight, reduction).to(_given(x))
     logs = like(x, _log_softmax(x, wide), x.cut)
     if kept is None:
         found = _against_shares(logs, target, weight, smooth, dim)
     else:
         found = _picked(logs, target, weight, ignored, dim)
         found = found * (1 - smooth) - _spread(logs, weight, dim).masked_fill(~kept, 0.0) * (smooth / x.cut.size)
-    return _reduced(found, target, kept, weight, reduction).to(x.local.dtype)
+    return _reduced(found, target, kept, weight, reduction).to(_given(x))
 
 
 @rule("nll_loss")
 def _nll(func: Any, args: Any, kwargs: Any) -> Any:
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    x, target, ignored = need(given["input"]), given["target"], given.get("ignore_index", -100)
-    found = _picked(x, target, given.get("weight"), ignored, _classes(x))
+    x, ignored = need(given["input"]), given.get("ignore_index", -100)
+    dim, x = _classes(x), like(x, x.local.to(_given(x)), x.cut)
+    target = _target(x, given, dim)
+    found = _picked(x, target, given.get("weight"), ignored, dim)
     return _reduced(found, target, target != ignored, given.get("weight"), given.get("reduction", "mean"))
+
+
+def _target(x: Split, given: dict[str, Any], dim: int) -> Tensor:
+    """Numbers of classes or shares of them, of a shape that fits; anything else is for torch to judge."""
+    target: Tensor = given["target"]
+    shape = x.whole if target.is_floating_point() else (*x.whole[:dim], *x.whole[dim + 1 :])
+    is_old = given.get("size_average") is not None or given.get("reduce") is not None
+    known = given.get("reduction", "mean") in ("none", "sum", "mean")
+    if isinstance(target, Split) or is_old or not known or tuple(target.shape) != tuple(shape):
+        raise Unknown
+    return target.long() if target.dtype is torch.uint8 else target
 
 
 def _of_class(x: Split, target: Tensor, weight: Tensor | None, ignored: int, dim: int) -> Tensor:
@@ -151,10 +175,12 @@ def _places(x: Split, target: Tensor, ignored: int) -> tuple[Tensor, Tensor, Ten
     """Which targets count, which of them this rank holds, and where; 0 for the others."""
     start, stop = x.cut.ranges(x.wire.rank)[0]
     kept = target != ignored
-    if target.device.type == "cpu" and bool((kept & ((target < 0) | (target >= x.cut.size))).any()):
-        raise IndexError(f"Target {int(target[kept].max())} is out of bounds.")
+    outside = kept & ((target < 0) | (target >= x.cut.size))
+    if target.device.type == "cpu" and bool(outside.any()):
+        raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
     mine = kept & (target >= start) & (target < stop)
-    return kept, mine, torch.where(mine, target - start, 0)
+    own = torch.where(mine, target - start, 0)
+    return kept, mine, own if target.device.type == "cpu" else own.masked_fill(outside, stop - start)  # gather says it
 
 
 def _spread(logs: Split, weight: Tensor | None, dim: int) -> Tensor:
@@ -181,7 +207,7 @@ def _reduced(found: Tensor, target: Tensor, kept: Tensor | None, weight: Tensor 
     if reduction == "sum":
         return found.sum()
     if kept is None:
-        return found.sum() / max(1, found.numel())
+        return found.sum() / found.numel()
     if weight is not None:
         return found.sum() / weight[torch.where(kept, target, 0)].masked_fill(~kept, 0.0).sum()
     return found.sum() / kept.sum()

@@ -16,10 +16,11 @@ from torch.autograd import function as autograd_function
 from paceline.errors import LayoutError
 from paceline.place.tensor.cut import Cut, Misfit
 from paceline.place.tensor.wire import Wire, copy_in, gather, take_own
-from paceline.torch_private import hollow_tensor, tree_flatten, tree_unflatten
+from paceline.torch_private import hollow_tensor, transforming, tree_flatten, tree_unflatten
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[str, Rule] = {}
+TRANSFORM = " inside of torch.func"
 AUTOGRAD = autograd_function.__file__
 
 
@@ -62,6 +63,8 @@ class Split(Tensor):
         """Apply a torch function: by its rule, or on the whole."""
         kwargs = kwargs or {}
         name = name_of(func)
+        if transforming() and not name.startswith("."):
+            return _seen_by_transform(func, args, kwargs, name=name)
         if not torch.is_grad_enabled() and not name.startswith("."):
             _refuse_own_autograd()
         rule = RULES.get(name)
@@ -74,7 +77,9 @@ class Split(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Only code outside torch's own functions gets here."""
+        """Only code outside torch's own functions gets here, and `torch.func`'s."""
+        if all(listens(split) for split in split_in(args, kwargs)):
+            return _seen_by_transform(func, args, kwargs or {}, name=name_of(func))
         raise LayoutError(
             f"{func} was called on a tensor of which each tensor-parallel rank holds a piece.",
             cause="a custom autograd function or operator reads an activation that is cut over the ranks",
@@ -117,6 +122,22 @@ def on_whole(func: Any, args: Any, kwargs: Any, *, name: str, misfit: Misfit | N
         heard(split, name, misfit)
     leaves, shape = tree_flatten((args, kwargs))
     args, kwargs = tree_unflatten([leaf.gathered() if isinstance(leaf, Split) else leaf for leaf in leaves], shape)
+    return func(*args, **kwargs)
+
+
+def _seen_by_transform(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
+    """Inside of vmap, grad or jvp no sum over ranks has a rule, so the plan keeps whole what such work reads."""
+    for split in split_in(args, kwargs):
+        if not listens(split):
+            raise LayoutError(
+                f"{name} is called inside of torch.func (vmap, grad, jvp, ...) on a tensor of which each "
+                f"tensor-parallel rank holds a piece ({', '.join(sorted(split.origins)[:2]) or 'an activation'}).",
+                hint="keep the modules that it goes through whole: --place.replicate NAME; or --layout fsdp",
+            )
+        heard(split, f"{name}{TRANSFORM}" if transforming() else name)
+    leaves, shape = tree_flatten((args, kwargs))
+    whole = [leaf.wire.join(leaf.local, leaf.cut) if isinstance(leaf, Split) else leaf for leaf in leaves]
+    args, kwargs = tree_unflatten(whole, shape)
     return func(*args, **kwargs)
 
 

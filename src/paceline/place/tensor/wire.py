@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from paceline.place.tensor.cut import Cut
+from paceline.place.tensor.once import once
 from paceline.torch_private import version
 from paceline.world import World
 
@@ -111,7 +111,7 @@ class _CopyIn(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.wire.total(grad.clone()), None
 
@@ -122,7 +122,7 @@ class _ReduceOut(torch.autograd.Function):
         return wire.total(partial.clone())
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, None
 
@@ -134,7 +134,7 @@ class _TakeOwn(torch.autograd.Function):
         return piece(whole, cut, wire.rank).contiguous()
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.wire.join(grad, ctx.cut), None, None
 
@@ -146,7 +146,7 @@ class _Gather(torch.autograd.Function):
         return wire.join(local, cut)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.partial:
             return ctx.wire.total_piece(grad, ctx.cut), None, None, None
@@ -160,7 +160,7 @@ class _Scatter(torch.autograd.Function):
         return wire.total_piece(partial, cut)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.wire.join(grad, ctx.cut), None, None
 

@@ -1,0 +1,51 @@
+"""Backward passes that have no derivative of their own, and say so in our words."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import LayoutError, UserLine, line_now
+
+Backward = Callable[..., Any]
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, line: UserLine | None) -> Tensor:
+        ctx.line = line
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise LayoutError(
+            "a gradient of a gradient goes through work that is cut over the tensor-parallel ranks.",
+            where="" if ctx.line is None else str(ctx.line),
+            cause="autograd.grad(..., create_graph=True), as a gradient penalty takes it; sums over ranks have a first "
+            "derivative alone",
+            hint="--layout ddp or zero2; or --place.replicate NAME for each module that it goes through",
+        )
+
+
+def once(backward: Backward) -> Backward:
+    """As torch's `once_differentiable`, but refused where the gradient depends on the forward's values alone, too."""
+
+    @wraps(backward)
+    def found(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            given = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return given
+        line = line_now()
+        many = given if isinstance(given, tuple) else (given,)
+        marked = tuple(_marked(g, line) if isinstance(g, Tensor) and g.is_floating_point() else g for g in many)
+        return marked if isinstance(given, tuple) else marked[0]
+
+    return found
+
+
+def _marked(gradient: Tensor, line: UserLine | None) -> Tensor:
+    marked: Tensor = _Refused.apply(gradient.detach().requires_grad_(), line)  # type: ignore[no-untyped-call]
+    return marked

@@ -1,0 +1,41 @@
+"""Files that a user gives and that hold no text: an error in our words, with the file's name and a line to type."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import CheckpointError, PacelineError, UsageError
+from paceline.place.start.files import Shelf
+from paceline.place.tensor.plan_file import read_plan
+from paceline.schedule import read
+from paceline.spec.given_text import given_text
+from paceline.spec.read import read_asked
+
+
+def read_settings(path: Path) -> Any:
+    return read_asked(file=path, overrides=())
+
+
+@pytest.mark.parametrize("reader", [read_plan, read, read_settings])
+def test_bytes_that_are_no_text(reader: Callable[[Path], Any], tmp_path: Path) -> None:
+    (tmp_path / "given").write_bytes(b"a = 1\n\x9c\xff\x00")
+    with pytest.raises(PacelineError, match="given is no text") as caught:
+        reader(tmp_path / "given")
+    assert str(tmp_path / "given") in (caught.value.where or "") and "byte 6" in (caught.value.where or "")
+    assert caught.value.hint
+
+
+def test_what_is_text_or_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "marked").write_bytes(b"\xef\xbb\xbfname: mine")
+    assert given_text(tmp_path / "marked", what="it", hint="it") == "name: mine"
+    with pytest.raises(UsageError, match="can't be read"):
+        given_text(tmp_path, what="it", hint="it")
+
+
+def test_an_index_of_weights_that_is_none(tmp_path: Path) -> None:
+    for content in (b"\x9c\xff", b"{", b"{}", b"[]"):
+        (tmp_path / "model.safetensors.index.json").write_bytes(content)
+        with pytest.raises(CheckpointError, match="can't be read: "):
+            Shelf(tmp_path)
