@@ -22,6 +22,12 @@ PARTS = {"fsdp": 2, "pp": 2, "tp": 2, "pp=2,dp_shard=2": 4, "dp_shard=2,tp=2": 4
 """Of how many parts a process has one."""
 
 
+def bound(layout: str) -> float:
+    """The most bytes; gloo's own thread may let go of what a block was gathered from when the next one is."""
+    sharded = "fsdp" in layout or "dp_shard" in layout
+    return WHOLE / PARTS[layout] + MORE + (tensor_bytes(Block(64)) if sharded else 0)
+
+
 def ranks_tell(folder: Path, *layouts: str, ranks: int, asks: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     payload = {"layouts": layouts, "limit": LIMIT, "answer": str(folder / "rank-"), "asks": asks}
     entry = "tests.parity.reach_job:run"
@@ -45,7 +51,7 @@ def test_nobody_has_the_whole_and_all_have_parts_of_the_same(tmp_path: Path, lay
     told = ranks_tell(tmp_path, *layouts, ranks=PARTS[layouts[0]])
     for rank, found in enumerate(told):
         for layout, one in found.items():
-            assert one["most"] <= WHOLE / PARTS[layout] + MORE < WHOLE, f"rank {rank}: {layout}, {one}, of {WHOLE}"
+            assert one["most"] <= bound(layout) < WHOLE, f"rank {rank}: {layout}, {one}, of {WHOLE}"
             assert "init.limit" in one["notes"][0] and len(one["notes"]) == 1
     assert len({one["digest"] for found in told for one in found.values()}) == 1
 
@@ -72,5 +78,5 @@ def test_through_the_command(tmp_path: Path, shop: Shop, layout: str) -> None:
     assert ended.code == 0, ended.text
     for rank in range(ranks):
         most = json.loads(Path(f"{answer}-{rank}.json").read_text())["most"]
-        bound = WHOLE / PARTS[layout] + MORE if layout in PARTS else WHOLE + 3 * MORE / 2
-        assert 0 < most <= bound, f"rank {rank}: {most} of {WHOLE}"
+        most_allowed = bound(layout) if layout in PARTS else WHOLE + 3 * MORE / 2
+        assert 0 < most <= most_allowed, f"rank {rank}: {most} of {WHOLE}"
