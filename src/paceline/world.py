@@ -169,12 +169,14 @@ class World:
         self.all_reduce(torch.zeros(1, device=self.device))
 
     def close(self) -> None:
-        """Leave; every rank calls this once, last.
-
-        The group is let go of here and now: its threads must end before the interpreter does.
-        """
+        """Leave; every rank calls this once, last."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Forget the group here and now, which may be another's to end: its threads must end before the interpreter."""
+        if self.group is not None:
             for world in (self, *self.parts.values()):
                 object.__setattr__(world, "group", None)
             gc.collect()

@@ -1,8 +1,10 @@
 """What one rank does in the tests of `pl.place`: trains as a script would, and beside it plain torch on all samples."""
 
+import atexit
 import json
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -207,6 +209,9 @@ def main() -> None:
     torch.set_num_threads(1)
     if sys.argv[2] == "theirs":  # a script that has made its own group
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        group = weakref.ref(dist.group.WORLD)
+        if os.environ["RANK"] == "0":  # after what is registered later
+            atexit.register(lambda: print(json.dumps(["group", "gone" if group() is None else "held"])))
     for word in sys.argv[3:]:
         case, _, layout = word.partition(":")
         found = CASES[case](layout)

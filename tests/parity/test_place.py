@@ -66,10 +66,11 @@ def test_weights_are_those_of_one_process(tmp_path: Path) -> None:
 def test_one_process_alone_gives_the_bits_of_plain_torch(tmp_path: Path) -> None:
     found = started(tmp_path, ranks=1, cases=["plain:single", "gan:single", "large:single"])
     assert found["plain:single"] == {"apart": 0.0, "norm": 0.0} and found["gan:single"] == {"apart": 0.0}
-    cases = ["large:ddp", "large:fsdp", "large:tp", "plain:fsdp"]
-    others = started(tmp_path, ranks=2, cases=cases, mode="theirs")
+    others = started(tmp_path, ranks=2, cases=["large:fsdp", "large:tp", "plain:fsdp"], mode="theirs")
+    ddp = started(tmp_path, ranks=2, cases=["large:ddp"], mode="theirs")
     check({"plain:fsdp": others["plain:fsdp"]}, ["plain:fsdp"])
-    assert others["large:ddp"] == others["large:fsdp"] == others["large:tp"] == found["large:single"]
+    assert ddp["group"] == "gone", "its threads would outlive the interpreter"  # fully_shard itself keeps it
+    assert ddp["large:ddp"] == others["large:fsdp"] == others["large:tp"] == found["large:single"]
 
 
 @pytest.mark.soak

@@ -24,7 +24,9 @@ def found_world(*, device: str, settings: Settings) -> World:
     """
     train = settings.train
     if dist.is_available() and dist.is_initialized():
-        return _theirs(train.timeout_seconds)
+        theirs = _theirs(train.timeout_seconds)
+        atexit.register(theirs.let_go)
+        return theirs
     kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
     joined = detect(os.environ)
     if joined is not None:
