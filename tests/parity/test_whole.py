@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.step.nested import leaves, rebuilt
+from paceline.nested import leaves, rebuilt
 from paceline.step.whole import gather
 from paceline.world import World
 from tests.conftest import Shop

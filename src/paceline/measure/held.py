@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from paceline.nested import leaves
 from paceline.torch_modes import DispatchMode, storage_resizes
 from paceline.torch_private import in_backward
 
@@ -203,12 +204,4 @@ class Watch(DispatchMode):
 
 def _within(value: Any) -> Iterator[Tensor]:
     """The tensors in nested values that have memory of their own to count."""
-    if isinstance(value, Tensor):
-        if value.layout is torch.strided and value.device.type != "meta":
-            yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _within(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _within(item)
+    return (t for t in leaves(value) if t.layout is torch.strided and t.device.type != "meta")

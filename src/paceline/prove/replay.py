@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from paceline.feed.types import StepInput
+from paceline.nested import to_device
 from paceline.prove.inquiry import Inquiry, flat
 from paceline.prove.weighed import weighed
-from paceline.step.nested import to_device
 from paceline.train.built import Built
 
 MOST_NAMES = 8

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.step.nested import leaves, rebuilt
+from paceline.nested import leaves, rebuilt
 
 
 def part_of(values: Sequence[Any], *, live: int) -> Any:

@@ -14,6 +14,7 @@ from paceline import talk
 from paceline.feed.feed import refuse_no_batch
 from paceline.job import Job
 from paceline.measure.environment import job_facts
+from paceline.nested import mapped
 from paceline.order.cursor import Cursor
 from paceline.prove.answer import Rung, answer
 from paceline.prove.double import in_double
@@ -24,7 +25,6 @@ from paceline.prove.lockstep import Lockstep
 from paceline.prove.reference import At, Reference, Spec
 from paceline.prove.single import run_single
 from paceline.spec.task import Task
-from paceline.step.nested import mapped
 from paceline.store.disk import write_json
 from paceline.torch_private import guard_hooks
 from paceline.train.built import Built, begun_whole, build

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError
+from paceline.nested import to_device
 from paceline.place.shard.guard import forward_runs
 from paceline.step.generate import logits
 from paceline.step.given import Given
 from paceline.step.joint import Joint
 from paceline.step.loss import Terms
-from paceline.step.nested import to_device
 from paceline.step.parts import Parts, Portion
 from paceline.step.telling import Telling
 from paceline.step.whole import gather, quotients

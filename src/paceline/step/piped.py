@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.nested import to_device
 from paceline.place.stage.pipe import Piped
 from paceline.place.stage.stages import Sent
 from paceline.schedule.program import Action, Op, Program
@@ -15,7 +16,6 @@ from paceline.step.generate import logits
 from paceline.step.given import Given
 from paceline.step.joint import Joint
 from paceline.step.loss import Terms
-from paceline.step.nested import to_device
 from paceline.step.parts import Parts, Portion
 from paceline.step.passes import See, Stand, divided
 from paceline.step.pipeline import Pipeline, Watch

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import JobError
+from paceline.nested import leaves, rebuilt
 from paceline.step.loss import Terms
-from paceline.step.nested import leaves, rebuilt
 from paceline.world import World
 
 Told = list[tuple[list[int], str]]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from paceline.errors import DataError, JobError
 from paceline.feed.feed import eval_feed
 from paceline.feed.types import LocalMicro
+from paceline.nested import to_device
 from paceline.step.loss import Terms
-from paceline.step.nested import to_device
 from paceline.streams import key, seed_all
 from paceline.train.built import Built
 from paceline.train.foreign import ForeignMetrics

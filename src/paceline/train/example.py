@@ -11,12 +11,12 @@ from paceline.errors import JobError
 from paceline.feed.feed import make_feed
 from paceline.feed.types import Cut
 from paceline.job import Job
+from paceline.nested import to_device
 from paceline.order.cursor import Cursor
 from paceline.place.views import write
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.step.loss import LossContract
-from paceline.step.nested import to_device
 from paceline.streams import preserved
 
 

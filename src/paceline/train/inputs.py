@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.errors import NonFiniteError
 from paceline.feed.types import LocalMicro, StepInput
-from paceline.step.nested import leaves
+from paceline.nested import leaves
 from paceline.world import World
 
 _MOST_SHOWN = 4

@@ -1,7 +1,6 @@
 """When what the parts of a sequence give is what the whole gives, up to rounding in float64."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -39,15 +38,3 @@ def where(tensor: Tensor, size: int) -> int | None:
     """Where the sequence is: usually the second dimension."""
     order = [d for d in (1, *range(tensor.dim())) if d < tensor.dim()]
     return next((d for d in order if tensor.shape[d] == size), None)
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """All tensors of an output, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_of(item)

@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
 from paceline.errors import LayoutError
-from paceline.place.context.alike import largest, near, same, tensors_of, where
+from paceline.nested import leaves
+from paceline.place.context.alike import largest, near, same, where
 from paceline.place.context.cut import Cut, batch_length
 from paceline.place.context.draws import Draw, NoAttentionDropout, drawn_otherwise, drawn_unseen, watched_draws
 from paceline.place.context.sequence import ContextParallel, refuse_model, refuse_window
@@ -177,7 +178,7 @@ class _Weigh:
 def _ran(
     model: nn.Module, output: Any, found: Any, weigh: _Weigh, *, rank: int, size: int, seen: Mapping[str, Tensor]
 ) -> _Ran:
-    outputs = [t for t in tensors_of(output) if t.is_floating_point() and t.dim() > 1]
+    outputs = [t for t in leaves(output) if t.is_floating_point() and t.dim() > 1]
     if isinstance(found, Tensor):
         raise LayoutError(
             "the loss is one number, a mean over its samples: parts of a sequence do not add up to it.",

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.place.context.alike import near, tensors_of
+from paceline.nested import leaves
+from paceline.place.context.alike import near
 from paceline.place.context.check import InDouble, doubled, eager_experts
 from paceline.place.exchange import Exchange, play
 from paceline.place.experts.spread import split_experts
@@ -57,7 +58,7 @@ def check_experts(
 
 def _run(model: nn.Module, batch: Any, forward: Any) -> tuple[list[Tensor], dict[str, Tensor | None]]:
     with InDouble():
-        outputs = [t for t in tensors_of(forward(model, batch)) if t.is_floating_point() and t.requires_grad]
+        outputs = [t for t in leaves(forward(model, batch)) if t.is_floating_point() and t.requires_grad]
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     weights = [torch.linspace(-1.0, 1.0, t.numel(), dtype=t.dtype, device=t.device).view(t.shape) for t in outputs]
     total = torch.stack([(t * w).sum() for t, w in zip(outputs, weights, strict=True)]).sum()

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from paceline.nested import leaves
 from paceline.place.tensor.cut import Cut, Misfit, even_cut
 from paceline.place.tensor.split import Split, name_of
 from paceline.place.tensor.wire import piece
@@ -260,11 +261,4 @@ def suggest(found: dict[str, Found], likes: dict[str, tuple[object, ...]]) -> No
 
 def splits_of(value: Any) -> Iterable[Split]:
     """Every cut tensor in an output of any shape."""
-    if isinstance(value, Split):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from splits_of(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from splits_of(inner)
+    return (tensor for tensor in leaves(value) if isinstance(tensor, Split))
