@@ -204,9 +204,10 @@ CASES: dict[str, tuple[Any, str, str, str]] = {
     "other parameters": (Swapped, "fsdp", "refused", "in the place of its parameter blocks.0.norm.bias"),
     "a write to the model's own": (Clamped, "fsdp", "refused", "the forward writes to the parameter last.weight"),
     "a write in a block": (lambda: Net(Clamping), "fsdp", "refused", "writes to the parameter blocks.0.up.weight"),
-    "a gradient in the forward": (Penalty, "fsdp", "refused", "the forward runs a backward of its own"),
+    "a gradient in the forward": (Penalty, "fsdp", "refused", "the forward or the loss runs a backward"),
     "a weight read elsewhere": (Reads, "fsdp", "refused", "blocks.0.up.weight is used where its unit of fsdp"),
     "a number read elsewhere": (ReadsNumber, "fsdp", "refused", "blocks.0.up.weight is used where its unit"),
+    "a number read in a stage": (ReadsNumber, "pp=2,dp_shard=2", "refused", "blocks.0.up.weight is used where its"),
     "a block's parts": (Parts, "fsdp", "refused", "blocks.0.norm.weight is used where its unit of fsdp"),
     "an argument written to": (Sums, "fsdp", "refused", "a block writes in place to a tensor that it is given"),
     "a hook under fsdp": (Hooked, "fsdp", "refused", "fsdp puts another tensor in the place of blocks.1.up.weight"),
@@ -220,18 +221,20 @@ CASES: dict[str, tuple[Any, str, str, str]] = {
 _QUICK = ("a list written to", "another order", "other parameters", "a gradient in the forward", "a hook under fsdp")
 
 
-def _told(make: Any, words: str, folder: Path) -> Told:
+def _told(make: Any, words: str, folder: Path, **other: Any) -> Told:
     def job() -> pl.Job:
         torch.manual_seed(1)
         rows = [(torch.randn(4), torch.randn(1)) for _ in range(16)]
         return pl.Job(
-            model=make, loss=lambda out, b: (out - b[1]).square().sum(), train_data=rows, global_batch_size=8,
+            model=make, train_data=rows, global_batch_size=8,
             optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.01),
+            **{"loss": lambda out, b: (out - b[1]).square().sum(), **other},
         )  # fmt: skip
 
     layout, *rest = words.split()
     asked = read_asked(file=None, overrides=["--train.micro_batch_size=2", *rest])
-    task = Task(verb="train", job="job.py", layout=layout, ranks=2, settings=asked.values, origins=asked.origins)
+    ranks = 2 ** max(1, layout.count("=2"))
+    task = Task(verb="train", job="job.py", layout=layout, ranks=ranks, settings=asked.values, origins=asked.origins)
     return try_pair(task, make=job, folder=folder)
 
 
@@ -244,6 +247,28 @@ def test_a_unit_is_right_or_refused(name: str, tmp_path: Path) -> None:
     assert (told.state, says in told.text) == (state, True), told
     assert state == "done" or "to do:" in told.text, told
     assert state == "done" or stands(told.text.splitlines()[0], patterns()), "docs/refusals.md does not have it"
+
+
+def _steep(given: tuple[Tensor, Tensor], batch: Any) -> Tensor:
+    x, out = given
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return (out - batch[1]).square().sum() + slope.square().sum()
+
+
+@pytest.mark.parametrize(("layout", "says"), [
+    ("zero2", ""),
+    pytest.param("fsdp", "the forward or the loss runs a backward of its own", marks=pytest.mark.soak),
+    pytest.param("pp", "the forward or the loss takes a gradient", marks=pytest.mark.soak),
+    ("tp", "the forward or the loss takes a gradient"),
+])  # fmt: skip
+def test_a_gradient_in_the_loss_is_right_or_refused(layout: str, says: str, tmp_path: Path) -> None:
+    def forward(model: nn.Module, batch: Any) -> Any:
+        x = batch[0].requires_grad_()
+        return x, model(x)
+
+    told = _told(Net, layout, tmp_path, loss=_steep, forward=forward)
+    assert (told.state, says in told.text) == ("refused" if says else "done", True), told
+    assert not says or stands(told.text.splitlines()[0], patterns()), "docs/refusals.md does not have it"
 
 
 def test_ranks_that_wait_for_each_other_are_told_how_far_each_was() -> None:

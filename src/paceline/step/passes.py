@@ -150,7 +150,7 @@ class WholePasses:
         own = sum(micro.num_samples for micro in given.micro)
         whole = gather(mine, world=parts.worlds.data, num_samples=own)
         if whole is not None:
-            with parts.autocast():
+            with forward_runs(), parts.autocast():
                 terms = parts.contract.terms(*whole, num_samples=given.num_samples)
         joint = self._telling.joint(given, terms, stop=stop)
         if terms is not None and given.micro[0].index == 0:  # all have the same: it is told once
@@ -191,7 +191,8 @@ def forward(parts: Parts, portion: Portion, *, step: int, index: int, num_sample
 
 def _output(parts: Parts, batch: Any, *, step: int, index: int) -> Any:
     parts.tape.at(index)
-    with parts.turns.forward(lambda: parts.streams.enter(step=step, microbatch=index)), parts.autocast():
+    enter = partial(parts.streams.enter, step=step, microbatch=index)
+    with forward_runs(), parts.turns.forward(enter), parts.autocast():
         return parts.contract.forward(parts.model, batch)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.nested import to_device
+from paceline.place.shard.guard import forward_runs
 from paceline.place.stage.pipe import Piped
 from paceline.place.stage.stages import Sent
 from paceline.schedule.program import Action, Op, Program
@@ -87,7 +88,7 @@ class PipelinePasses:
         portion = parts.portion(batch)
 
         def call() -> None:
-            with parts.autocast():
+            with forward_runs(), parts.autocast():
                 with portion.inside():
                     output = parts.contract.forward(parts.model, portion.data)
                 see(output, parts.contract.terms(output, portion.data, num_samples=num_samples), portion.data)
@@ -130,7 +131,7 @@ class _Work:
         parts, (index, num_samples) = self._parts, self.micro[microbatch]
         parts.tape.at(index, counts=num_samples > 0)
         parts.streams.enter(step=self._step, microbatch=index)
-        with parts.autocast():
+        with forward_runs(), parts.autocast():
             if num_samples:
                 return self._piped.stages.run(stage, received, lambda: self._loss(microbatch, num_samples))
             with parts.weightless():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.errors import JobError
+from paceline.errors import JobError, LayoutError, user_line
 from paceline.feed.feed import make_feed
 from paceline.feed.types import Cut
 from paceline.job import Job
@@ -46,8 +46,18 @@ class Example:
 
     def run(self, model: nn.Module) -> Any:
         """Forward and loss of this model, be it the job's or a copy of it: the sums of the terms."""
-        output = self.contract.forward(model, self.batch)
-        terms = self.contract.terms(output, self.batch, num_samples=self.plan.micro_batch_size)
+        try:
+            output = self.contract.forward(model, self.batch)
+            terms = self.contract.terms(output, self.batch, num_samples=self.plan.micro_batch_size)
+        except RuntimeError as error:
+            if torch.is_grad_enabled() or "does not require grad and does not have a grad_fn" not in str(error):
+                raise
+            raise LayoutError(
+                "the forward or the loss takes a gradient (torch.autograd.grad), and planning runs without any.",
+                where=str(user_line(error) or ""),
+                cause="a gradient penalty or an energy",
+                hint="--layout ddp, zero1 or zero2, which leave the graph whole",
+            ) from error
         return {name: total for name, (total, _) in terms.items()}
 
     def learn(self) -> None:

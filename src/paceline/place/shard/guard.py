@@ -22,7 +22,7 @@ from paceline.torch_private import Interception, in_backward, registries, tree_f
 from paceline.world import World
 
 _DEEP = 8
-_ELSEWHERE = "--layout zero2, which keeps parameters whole"
+_ELSEWHERE = "--layout zero2 (zero=2 in a mixture), which keeps parameters whole"
 _running = threading.local()
 
 
@@ -64,11 +64,11 @@ class Guards:
             Interception(self._model, self._run)
 
     def refuse_early(self) -> None:
-        """Raises: LayoutError: a unit runs backward while the model's forward has not ended."""
-        if self._runs:
+        """Raises: LayoutError: a unit runs backward while the model's forward has not ended, or the loss."""
+        if self._runs or getattr(_running, "depth", 0):
             raise LayoutError(
-                "the forward runs a backward of its own, through units that fsdp has let go of already.",
-                cause="torch.autograd.grad in the forward, as for a gradient penalty",
+                "the forward or the loss runs a backward of its own, through units that fsdp has let go of already.",
+                cause="torch.autograd.grad there, as for a gradient penalty",
                 hint=_ELSEWHERE,
             )
 
