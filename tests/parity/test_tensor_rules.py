@@ -233,6 +233,11 @@ def test_fused_projections() -> None:
     assert compare(work, random(5, 12), dim=1, ranks=2, sections=(4, 4, 4)) == [{}] * 2
 
 
+def test_one_column_spreads_over_many_as_a_whole() -> None:
+    told = compare(lambda x: x[:, 1:2] * random(5, 4) + x[:, 2:], random(5, 3), dim=1, ranks=2, sections=(1, 1, 1))
+    assert all(told)
+
+
 def test_grouped_attention() -> None:
     k, v = random(2, 2, 5, 3), random(2, 2, 5, 3) * 2
 

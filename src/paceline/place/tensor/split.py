@@ -198,7 +198,8 @@ def derived(splits: Iterable[Split]) -> tuple[Wire, frozenset[str]]:
 def operand(value: Any, *, of: Split, dim: int) -> Any:
     """Another operand of cut work, aligned from the right: `dim` is negative and cut in `of`.
 
-    A whole operand that has the dimension gives its piece; one that has not is read by all.
+    A whole operand that has the dimension gives its piece; one that has not is read by all. Where `of` has one entry
+    there, on one of the ranks, nothing can be spread along it.
     """
     if not isinstance(value, Tensor):
         return value
@@ -206,6 +207,8 @@ def operand(value: Any, *, of: Split, dim: int) -> Any:
         if value.cut.dim - len(value.whole) != dim or value.cut.sections != of.cut.sections:
             raise Unknown
         return value.local
+    if of.cut.size == 1 and value.dim() >= -dim and value.shape[dim] > 1:
+        raise Unknown
     if value.dim() >= -dim and value.shape[dim] == of.cut.size and of.cut.size > 1:
         return take_own(value, of.cut.at(value.dim() + dim), of.wire)
     return copy_in(value, of.wire)
