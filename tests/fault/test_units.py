@@ -203,6 +203,7 @@ CASES: dict[str, tuple[Any, str, str, str]] = {
     "a choice by samples": (OneOfTwo, "fsdp", "failed", "fsdp gathered different units on different ranks"),
     "other parameters": (Swapped, "fsdp", "refused", "in the place of its parameter blocks.0.norm.bias"),
     "a write to the model's own": (Clamped, "fsdp", "refused", "the forward writes to the parameter last.weight"),
+    "a write in a stage": (Clamped, "pp,schedule=zb_h1", "refused", "the forward writes to the parameter last.weight"),
     "a write in a block": (lambda: Net(Clamping), "fsdp", "refused", "writes to the parameter blocks.0.up.weight"),
     "a gradient in the forward": (Penalty, "fsdp", "refused", "the forward or the loss runs a backward"),
     "a weight read elsewhere": (Reads, "fsdp", "refused", "blocks.0.up.weight is used where its unit of fsdp"),

@@ -59,8 +59,13 @@ class SpmdStep:
             self.parts.tape.begin()
             self.parts.reducer.begin()
             before = self._versions()
-            with doing(self._told):
-                joint, divide = self.passes.run(given, step=self.step, stop=stop)
+            try:
+                with doing(self._told):
+                    joint, divide = self.passes.run(given, step=self.step, stop=stop)
+            except RuntimeError as error:
+                if "modified by an inplace operation" in str(error):
+                    self._refuse_writes(before)
+                raise
             waiting = time.perf_counter()
             self._refuse_writes(before)
             if self.parts.reducer.finish(divisor=joint.divisor() if divide else None):
