@@ -13,7 +13,7 @@ class Worlds:
 
     `data` have other samples of the same weights; `summed` are those and `cp`: their gradients add up; `mirrors` are
     those of them that hold the same rows where they are sharded. `ep` splits `data` into groups that share out the
-    experts, and `peers` hold the same experts in the other groups.
+    experts, and `peers` are those of `summed` that hold the same experts: the same place in every group.
     """
 
     mesh: Mesh
@@ -50,7 +50,7 @@ class Worlds:
             summed=summed,
             mirrors=every.part(mesh.groups(["dp_replicate", "cp"])) if mesh.cp > 1 else replicate,
             ep=every.part(_experts(mesh)),
-            peers=every.part(_peers(mesh)) if mesh.ep > 1 else data,
+            peers=every.part(_peers(mesh)) if mesh.ep > 1 else summed,
         )
 
     @staticmethod
@@ -79,8 +79,13 @@ def _experts(mesh: Mesh) -> list[list[int]]:
 
 
 def _peers(mesh: Mesh) -> list[list[int]]:
-    """Those that stand at the same place in each of these groups."""
-    return [list(ranks) for group in mesh.groups(DATA) for ranks in zip(*_cut(group, mesh.ep), strict=True)]
+    """Those that stand at the same place in each of these groups, on all slices of their sequences."""
+    found: dict[tuple[int, int, int], list[int]] = {}
+    for rank in range(mesh.ranks):
+        at = mesh.place(rank)
+        replica = at["dp_replicate"] * mesh.dp_shard + at["dp_shard"]
+        found.setdefault((at["pp"], at["tp"], replica % mesh.ep), []).append(rank)
+    return list(found.values())
 
 
 def _cut(group: Sequence[int], size: int) -> list[Sequence[int]]:

@@ -252,6 +252,35 @@ class Loop(Tiny):
         return found
 
 
+class Few(nn.Module):
+    """Experts of which none takes more than three tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, tokens: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            token, choice = (found[:3] for found in torch.where(expert_index == number))
+            out = out.index_add(0, token, expert(tokens[token]) * expert_weight[token, choice, None])
+        return out
+
+
+class Limited(Tiny):
+    """What is over is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.few = nn.Linear(WIDTH, 4), Few()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).flatten(0, 1)
+        weight, index = self.gate(x).softmax(-1).topk(2)
+        found: Tensor = self.head(x + self.few(x, index, weight)).unflatten(0, ids.shape)
+        return found
+
+
 class Layerwise(torch.optim.Optimizer):
     """Every parameter's step depends on all gradients."""
 

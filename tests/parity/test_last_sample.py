@@ -27,6 +27,7 @@ DEEP = ("pp,schedule=interleaved_1f1b", "pp,schedule=breadth_first", "pp,schedul
 EXPERTS = (
     *("ep", "dp_shard=8,ep=8", "dp_shard=8,ep=8,zero=1", "dp_replicate=8,ep=4", "dp_shard=8,ep=2"),
     *("dp_replicate=2,dp_shard=4,ep=4", "pp=2,dp_replicate=4,ep=4", "pp=2,dp_shard=4,ep=2"),
+    *("dp_replicate=4,ep=4,tp=2", "dp_shard=4,ep=2,cp=2"),
 )
 
 

@@ -40,6 +40,8 @@ LAYOUTS = {  # by name: ranks, and the words
     "zero1-ep": (2, "dp_shard=2,ep=2,zero=1"),
     "hsdp-ep": (4, "dp_replicate=2,dp_shard=2,ep=2"),
     "pp-ep": (4, "dp=2,pp=2,ep=2"),
+    "tp-ep": (4, "dp=2,ep=2,tp=2"),
+    "cp-ep": (4, "dp_shard=2,ep=2,cp=2"),
 }
 TIED = {"nano": {"fsdp-pp": "dp_shard=2,pp=2,zero=2"}}  # what two modules use can't be gathered inside a stage
 CUT = [name for name in LAYOUTS if name.endswith("cp")]  # sequences: not of `nano`, whose attention is written out

@@ -11,6 +11,7 @@ from paceline.place.compile import compile_blocks
 from paceline.place.context.sequence import ContextParallel
 from paceline.place.divide import Sharding, Split, divided, held_now, kept_now, nothing, with_experts
 from paceline.place.exact import ExactReducer, Grid
+from paceline.place.experts.find import find_experts
 from paceline.place.experts.spread import split_experts
 from paceline.place.holding import Holding, all_of, all_shares
 from paceline.place.hooked import hooked_in, refuse_lost
@@ -25,6 +26,7 @@ from paceline.place.shard.sharded import Data
 from paceline.place.stage.pipe import Piped, cut_model
 from paceline.place.stage.ties import TiedReducer, Ties
 from paceline.place.tensor.placed import split_model
+from paceline.place.tensor.plan import common
 from paceline.place.threads import ThreadReducer
 from paceline.place.units import Named, trainable
 from paceline.place.uses import Uses
@@ -164,6 +166,8 @@ def _shaped(
 ) -> _Shaped:
     mesh = worlds.mesh
     whole = {one.name: one.part for one in all_of(model) if not one.is_buffer}
+    if mesh.ep > 1 and mesh.tp > 1:  # each expert stays whole on the ranks that split the rest
+        how = replace(how, replicate=(*how.replicate, *(common(one.name) for one in find_experts(model))))
     plan = tensor_plan(model, how, mesh.tp, example, late) if mesh.tp > 1 else None
     piped = None
     if mesh.pp > 1:

@@ -37,7 +37,7 @@ from paceline.talk import say
 from paceline.torch_private import guard_hooks
 from paceline.train.apart import Unlisted
 from paceline.train.begin import Begun, begin, begin_whole
-from paceline.train.context import UNTRIED, context_of
+from paceline.train.context import UNTRIED, context_of, try_experts
 from paceline.train.example import Example
 from paceline.train.fit import refuse_unfit
 from paceline.train.options import Options
@@ -216,8 +216,9 @@ def _placed(
     if set(plan.mesh.split) - set(DATA):
         example.learn() if begun.late is None else begun.late.valued(example.learn)
     context = context_of(job, model=model, contract=contract, worlds=worlds, example=example)
-    if begun.late is not None and context is not None:
-        begun.late.notes.append(UNTRIED)
+    try_experts(model=model, contract=contract, worlds=worlds, example=example)
+    if begun.late is not None:
+        begun.late.notes.extend(UNTRIED.format(axis) for axis in ("cp", "ep") if plan.mesh.size(axis) > 1)
     return compose(
         model,
         asked=plan.asked,

@@ -1,4 +1,4 @@
-"""What a sequence's slices need of a job: which dimension is the sequence, and that the model can be cut there."""
+"""What `cp` and `ep` need of a job: which dimension is the sequence, and that the model gives the same in parts."""
 
 from collections.abc import Mapping
 
@@ -8,13 +8,14 @@ from paceline.errors import JobError
 from paceline.job import Job
 from paceline.place.context.check import check_context
 from paceline.place.context.sequence import ContextParallel
+from paceline.place.experts.check import check_experts
 from paceline.step.loss import LossContract
 from paceline.train.example import Example
 from paceline.worlds import Worlds
 
 _USUAL = "input_ids"
 _MOST_CHECKED = 50_000_000
-UNTRIED = "cp: that the model gives the same on slices was not tried above init.limit; `paceline verify` answers it"
+UNTRIED = "{}: that the model gives the same in parts was not tried above init.limit; `paceline verify` answers it"
 
 
 def context_of(
@@ -29,8 +30,7 @@ def context_of(
     if worlds.cp.world_size == 1:
         return None
     sequence = _sequence(job, example)
-    parameters = list(model.parameters())
-    if sum(p.numel() for p in parameters) <= _MOST_CHECKED and not any(p.is_meta for p in parameters):
+    if _can_be_tried(model):
         check_context(
             model=model,
             batch=example.batch,
@@ -44,6 +44,21 @@ def context_of(
     if context.shifts_labels:
         contract.moved()
     return context
+
+
+def try_experts(*, model: nn.Module, contract: LossContract, worlds: Worlds, example: Example) -> None:
+    """Whether the model gives the same where other ranks have its experts.
+
+    Raises:
+        LayoutError: they can't be spread, or what comes of it is something else.
+    """
+    if worlds.ep.world_size > 1 and _can_be_tried(model):
+        check_experts(model=model, batches=[example.batch, example.batch], forward=contract.forward)
+
+
+def _can_be_tried(model: nn.Module) -> bool:
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters) <= _MOST_CHECKED and not any(p.is_meta for p in parameters)
 
 
 def _sequence(job: Job, example: Example) -> Mapping[str, int]:
