@@ -214,6 +214,38 @@ def test_the_check_passes_what_is_right_and_names_what_is_not() -> None:
             check_experts(model=model, batches=tokens(6, 9)[0], forward=lambda model, batch: model(batch))
 
 
+def test_the_check_refuses_what_experts_do_in_training_alone() -> None:
+    class Dropping(Stacked):
+        def forward(self, tokens: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(tokens, expert_index, expert_weight), 0.1, self.training)
+
+    class Limited(Stacked):
+        def forward(self, tokens: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
+            kept = expert_weight.clone()
+            kept[3:] *= not self.training
+            return super().forward(tokens, expert_index, kept)
+
+    class Share(Stacked):
+        """A capacity that is a share of the tokens, and weights that are nothing at the start."""
+
+        def __init__(self, count: int, width: int) -> None:
+            super().__init__(count, width)
+            with torch.no_grad():
+                self.weight.zero_()
+
+        def forward(self, tokens: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
+            count = nn.functional.one_hot(expert_index.flatten(), self.num_experts).cumsum(0)
+            over = count.gather(1, expert_index.flatten()[:, None]).view_as(expert_index)
+            over = over > expert_index.numel() / self.num_experts
+            return super().forward(tokens, expert_index, expert_weight.masked_fill(over, 0.0))
+
+    draws, others = "the experts of moe draw random numbers", "spread over ranks"
+    for kind, says in ((Dropping, draws), (Limited, others), (Share, others)):
+        model = seeded(lambda kind=kind: Mixture(kind, count=4))
+        with pytest.raises(LayoutError, match=says):
+            check_experts(model=model, batches=tokens(6, 9)[0], forward=lambda model, batch: model(batch))
+
+
 def test_a_copy_routes_its_own_experts() -> None:
     model = seeded(lambda: Mixture(Stacked, count=4))
     split_experts(model=model)

@@ -78,6 +78,66 @@ Net.forward = forward
 }
 
 
+MOE_JOB = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import paceline as pl
+
+
+class Experts(nn.Module):
+    def __init__(self, count, width):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, tokens, expert_index, expert_weight):
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            token, choice = torch.where(expert_index == number)
+            out = out.index_add(0, token, expert(tokens[token]) * expert_weight[token, choice, None])
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.gate, self.experts = nn.Linear(16, 5), Experts(5, 16)
+
+    def forward(self, x):
+        heads = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        tokens = self.norm(x).flatten(0, 1)
+        weight, index = self.gate(tokens).softmax(-1).topk(2)
+        return x + self.experts(tokens, index, weight).view_as(x)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss(logits, batch):
+    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
+
+
+def job():
+    draw = torch.Generator().manual_seed(0)
+    rows = [tuple(torch.randint(32, (2, 8), generator=draw)) for _ in range(17)]
+    return pl.Job(model=Net, loss=loss, train_data=rows, global_batch_size=8, sequence={"0": 1, "1": 1},
+                  optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=0.01))
+"""
+
+
 @pytest.mark.parametrize(("ranks", "words"), SOUND)
 def test_sound_layouts_are_called_equal(shop: Shop, ranks: int, words: tuple[str, ...]) -> None:
     ended = shop.run("verify", "job.py", "--ranks", str(ranks), "--json", *words)
@@ -89,6 +149,15 @@ def test_sound_layouts_are_called_equal(shop: Shop, ranks: int, words: tuple[str
     in_double = next((r for r in answer["rungs"] if "float64" in r["name"]), None)
     assert in_double is None or in_double["max_difference"] < 1e-11
     assert {"reference", "layout", "update", "ranks", "steps", "noise_floor", "rungs"} <= set(answer)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("layout", "ranks"), [("ep", 2), ("dp=2,ep=2,tp=2", 4), ("dp=2,ep=2,cp=2", 4)])
+def test_experts_in_a_list_are_called_equal(shop: Shop, layout: str, ranks: int) -> None:
+    shop.write("job.py", MOE_JOB)
+    ended = shop.run("verify", "job.py", "--layout", layout, "--ranks", str(ranks), "--steps", "2", "--json")
+    assert ended.code == 0, ended.text
+    assert ended.json()["verdict"] == "rounding"
 
 
 @pytest.mark.parametrize("name", list(FAULTS))

@@ -162,10 +162,10 @@ def _of_layout(built: Built) -> dict[str, Tensor]:
 
 
 def _listed(built: Built) -> dict[str, Tensor]:
-    """What the `state_dict` lists, whole."""
+    """What the `state_dict` lists, whole; of experts a rank's own lists some."""
     holding = built.weights
-    listed = [name for name in tensors_of(built.model) if name in holding.mine]
-    return {name: holding.whole(name, holding.mine[name].tensor) for name in listed}
+    listed = {name for names in built.world.gather_json(list(tensors_of(built.model))) for name in names}
+    return {name: holding.whole(name, holding.mine[name].tensor) for name in holding.names if name in listed}
 
 
 def _evaluated(built: Built) -> Evaluated | None:

@@ -1,11 +1,15 @@
 """Does this model give the same when its experts are spread? Asked before anything is started, in one process.
 
-As for `cp`, threads play the ranks, in float64. What it finds: a forward that counts its experts in another way, drops
-tokens beyond a capacity, or mixes the tokens that it is given.
+As for `cp`, threads play the ranks, in float64; the experts run as in training, the rest as in an evaluation. What it
+finds: a forward that draws, counts its experts in another way, drops tokens beyond a capacity, or mixes the tokens that
+it is given.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +20,13 @@ from paceline.nested import leaves
 from paceline.place.context.alike import near
 from paceline.place.context.check import InDouble, doubled, eager_experts
 from paceline.place.exchange import Exchange, play
+from paceline.place.experts.find import find_experts
 from paceline.place.experts.spread import split_experts
 from paceline.place.parts import Part
 from paceline.place.traceless import traceless
+from paceline.streams import host_states
+
+_TOKENS = 64
 
 
 def check_experts(
@@ -34,19 +42,25 @@ def check_experts(
         LayoutError: they can't be spread, or outputs or gradients differ.
     """
     twin = eager_experts(copy.deepcopy(model).double().eval())
+    for found in find_experts(twin, pattern=experts):
+        found.module.train()
     data = [doubled(batch) for batch in batches]
-    with traceless(model, parameters=False):
+    with traceless(model, parameters=False), _watched(twin, experts) as seen:
         whole = [_run(twin, batch, forward) for batch in data]
+    for one in find_experts(twin, pattern=experts):
+        for width, choices in sorted(seen.get(one.name, ())):
+            if not _is_by_token(copy.deepcopy(one.module), count=one.count, width=width, choices=choices):
+                raise _different("outputs", one.name)
     names = [name for name, parameter in twin.named_parameters() if parameter.requires_grad]
     wanted = {name: _sum([found[1].get(name) for found in whole]) for name in names}
 
-    def one(over: Exchange) -> tuple[list[Tensor], dict[str, Tensor | None], dict[str, Part], tuple[str, ...]]:
+    def played(over: Exchange) -> tuple[list[Tensor], dict[str, Tensor | None], dict[str, Part], tuple[str, ...]]:
         mine = copy.deepcopy(twin)
         placed = split_experts(model=mine, over=over, experts=experts)
         return *_run(mine, data[over.rank], forward), dict(placed.parts), placed.modules
 
     with traceless(model, parameters=False):
-        ranks = play(one, size=len(data))
+        ranks = play(played, size=len(data))
     modules = ", ".join(ranks[0][3])
     for (outputs, _), found in zip(whole, ranks, strict=True):
         if not all(near(a, b) for a, b in zip(found[0], outputs, strict=True)):
@@ -54,6 +68,59 @@ def check_experts(
     for name, right in wanted.items():
         if not _gradient_fits(name, right, ranks):
             raise _different(f"gradients of {name}", modules)
+
+
+@contextmanager
+def _watched(model: nn.Module, pattern: str | None) -> Iterator[dict[str, set[tuple[int, int]]]]:
+    """What widths and numbers of choices each experts module is called with.
+
+    Raises:
+        LayoutError: it draws: which rank does so for which token is another matter where experts are spread.
+    """
+    device = next(model.parameters()).device
+    seen: dict[str, set[tuple[int, int]]] = {}
+    before: list[object] = []
+
+    def drawn() -> object:
+        return host_states(), None if device.type == "cpu" else torch.cuda.get_rng_state(device).numpy().tobytes()
+
+    def entered(*_: Any) -> None:
+        before.append(drawn())
+
+    def left(name: str, module: nn.Module, args: Any, kwargs: Any, _: Any) -> None:
+        tokens, index, *_ = inspect.signature(module.forward).bind(*args, **kwargs).arguments.values()
+        seen.setdefault(name, set()).add((tokens.shape[-1], index.shape[-1]))
+        if before.pop() != drawn():
+            raise LayoutError(
+                f"the experts of {name} draw random numbers in their forward: spread over ranks, a token gets others.",
+                cause="dropout or noise inside of an expert",
+                hint="the dropout behind the experts module, on what it gives; or no ep",
+            )
+
+    with ExitStack() as stack:
+        for one in find_experts(model, pattern=pattern):
+            stack.callback(one.module.register_forward_pre_hook(entered).remove)
+            stack.callback(one.module.register_forward_hook(partial(left, one.name), with_kwargs=True).remove)
+        yield seen
+
+
+def _is_by_token(module: nn.Module, *, count: int, width: int, choices: int) -> bool:
+    """Whether tokens in two halves get what they get together, be they spread over the experts or all at the same."""
+    draw = torch.Generator().manual_seed(0)
+    device = next(module.parameters()).device
+    with torch.no_grad(), InDouble():
+        for parameter in module.parameters():  # at the start they may be zero, and say nothing
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype).to(device))
+        tokens = torch.randn(_TOKENS, width, generator=draw, dtype=torch.float64).to(device)
+        weight = torch.rand(_TOKENS, choices, generator=draw, dtype=torch.float64).to(device)
+        spread = torch.arange(_TOKENS * choices, device=device).view(_TOKENS, choices) % count
+        for index in (spread, torch.arange(choices, device=device).expand(_TOKENS, choices)):
+            half = _TOKENS // 2
+            whole = module(tokens, index, weight)
+            parts = [module(tokens[at], index[at], weight[at]) for at in (slice(half), slice(half, None))]
+            if not near(torch.cat(parts), whole):
+                return False
+    return True
 
 
 def _run(model: nn.Module, batch: Any, forward: Any) -> tuple[list[Tensor], dict[str, Tensor | None]]:
