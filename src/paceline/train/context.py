@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from paceline.errors import JobError
 from paceline.job import Job
 from paceline.place.context.check import check_context
+from paceline.place.context.cut import sequence_hint
 from paceline.place.context.sequence import ContextParallel
 from paceline.place.experts.check import check_experts
 from paceline.step.loss import LossContract
@@ -70,5 +71,5 @@ def _sequence(job: Job, example: Example) -> Mapping[str, int]:
     raise JobError(
         "cp cuts sequences, and the job does not say which dimension of its batch is one.",
         cause="a batch that is no dict with input_ids has no dimension that is known to be the sequence",
-        hint='sequence={"input_ids": 1}, or sequence={"0": 1} for the first entry of a tuple',
+        hint=sequence_hint(batch),
     )

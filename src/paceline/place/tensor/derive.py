@@ -39,7 +39,7 @@ def choose_plan(
     """
     _refuse_unknown(model, replicate)
     if file is not None:
-        return read_plan(file).without(replicate)
+        return read_plan(file, model=model).without(replicate)
     if run is not None:
         return derive_plan(model, run=run, ranks=ranks, replicate=replicate)
     own = own_plan(model, ranks=ranks)
