@@ -180,6 +180,16 @@ def refuse_job(job: Job, *, where: str) -> None:
     raise_all(problems)
 
 
+def no_loss(batch: Any) -> JobError:
+    """The error of a job without loss= whose model gave none either."""
+    unlabelled = isinstance(batch, Mapping) and "labels" not in batch
+    return JobError(
+        "the job has no loss=, and the model's output has no .loss.",
+        cause=f"the rows have no `labels` (they have {', '.join(map(str, batch))})" if unlabelled else "",
+        hint=("rows with `labels`, or " if unlabelled else "") + "loss=lambda output, batch: (loss_sum, count)",
+    )
+
+
 def _unheard_rule(rule: EarlyStopping | int | None) -> list[PacelineError]:
     """What is wrong with a rule to stop early."""
     if rule is None:

@@ -21,12 +21,14 @@ from paceline.spec.task import Task
 from tests.conftest import Shop
 from tests.fault import bad_models
 from tests.fault.pairs import try_pair
+from tests.matrix.page import patterns, stands
 
 pytestmark = pytest.mark.xdist_group("bad layouts")
 HERE = Path(__file__).parent
 FILES = {
     "broken.toml": "[roles\n",
     "role.toml": '[roles]\n"layers.*.q" = "column"\n"layers.*.o" = "rows"\n',
+    "both.toml": '[roles]\n"layers.*.o" = "rows"\n"blocks.*.q" = "row"\n',
     "key.toml": '[roles]\n"layers.*.q" = { role = "column", head = 4 }\n',
     "name.toml": '[roles]\n"blocks.*.q" = "column"\n',
     "empty.toml": "[roles]\n",
@@ -165,7 +167,7 @@ LATE: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "a whole batch on shards": ("job_of(loss=mean, loss_over='batch')", "fsdp", (), 'loss_over="batch" with fsdp'),
     "a whole batch in pieces": (
         "job_of(loss=mean, loss_over='batch')", "tp", ("--train.micro_batch_size=4",), "refuses accumulation"),
-    "cp without a sequence": ("job_of()", "cp", (), "does not say which dimension"),
+    "cp without a sequence": ("job_of()", "cp", (), "to do: sequence={'0': 1, '1': 1} in the job, or leave cp out"),
     "a sequence of no entry": ("job_of(sequence={'input_ids': 1})", "cp", (), "sequence={'input_ids': 1} names no"),
     "a sequence of no dimension": ("job_of(sequence={'0': 3})", "cp", (), "sequence={'0': 3} names no"),
     "a sequence too short": (f"job_of({_BOTH}, train_data=rows(1))", "cp", (), "a sequence of 1 over cp=2"),
@@ -184,6 +186,8 @@ LATE: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "remat twice": ("job_of(Checkpointed)", "ddp,remat=full", (), "checkpoints its activations already"),
     "remat of an unknown operation": ("job_of()", "ddp,remat=selective:mmm", (), "no operation 'mmm'"),
     "remat of what is overwritten": ("job_of(Written)", "ddp,remat=selective", (), "overwrites a result"),
+    "tensor plan with two mistakes": (
+        "job_of()", "tp", ("--place.tensor_plan=both.toml",), "2. the tensor plan names 'blocks.*.q'"),
 }  # fmt: skip
 _OFTEN = 3  # of so many in LATE one is in `make test`, all are in `make soak`
 
@@ -235,6 +239,19 @@ def _refused(
     text = capsys.readouterr().err.removeprefix("error: ")
     assert code == 2, text
     return text
+
+
+def test_verify_refuses_what_rounds_at_every_use(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paceline.cli import main
+
+    monkeypatch.chdir(folder)
+    layout = "dp_replicate=1,dp_shard=2,params=bf16"
+    assert main(["verify", "job.py", "--layout", layout, "--ranks", "2", "--run-dir", "run"]) == 2
+    text = capsys.readouterr().err.removeprefix("error: ")
+    assert not list(folder.glob("run*")) and stands(text.splitlines()[0], patterns())
+    _one_screen(text, "to do: --layout dp_replicate=1,dp_shard=2, which is the same but for that rounding")
 
 
 def _hints_are_legal(text: str, ranks: int) -> None:

@@ -71,6 +71,12 @@ def test_labels_are_moved_before_they_are_cut() -> None:
         assert torch.equal(part["labels"][real], part["input_ids"][real] + 1)
 
 
+def test_what_a_batch_may_be_cut_by_is_said_of_its_own_entries() -> None:
+    images = (torch.ones(4, 3, 8, 8), torch.ones(4))
+    assert context_cut.sequence_hint(images) == "leave cp out: this batch has no sequence"
+    assert "sequence={'ids': 1} in" in context_cut.sequence_hint({"ids": torch.ones(4, 8), "label": torch.ones(4)})
+
+
 def test_what_has_the_tokens_shape_is_cut_and_the_rest_is_not() -> None:
     batch = ({"x": 1}, torch.zeros(2, 8), torch.zeros(2, 8, 3), torch.zeros(2, 5), torch.zeros(8))
     mine = cut_batch(batch, sequence={"1": 1}, ranks=2, rank=0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import paceline as pl
@@ -165,6 +166,43 @@ def test_refusals_say_what_to_type(call: Any, word: str) -> None:
     with pytest.raises((JobError, CheckpointError), match=word) as caught:
         call()
     assert "to do:" in str(caught.value)
+
+
+HEARS = {"vocab_size": 64, "num_mel_bins": 8, "d_model": 16, "max_source_positions": 8, "max_target_positions": 8} | {
+    f"{side}_{what}": number
+    for side in ("encoder", "decoder")
+    for what, number in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 16))
+}
+
+
+def test_what_hears_is_trained_to_write(tmp_path: Path) -> None:
+    """From a config and from a folder, whose class has the ending of a translator's."""
+    config = transformers.WhisperConfig(
+        **HEARS, pad_token_id=0, bos_token_id=1, eos_token_id=1, decoder_start_token_id=1
+    )
+    transformers.WhisperForConditionalGeneration(config).save_pretrained(tmp_path)
+    rows = [{"input_features": torch.ones(8, 16), "labels": [2, 3, 4][: 2 + i % 2]} for i in range(4)]
+    for source in (config, tmp_path):
+        job = pl.hf.job(source, train_data=rows, global_batch_size=2)
+        model = job.model()
+        assert type(model) is transformers.WhisperForConditionalGeneration and job.collate is not None
+        assert model(**job.collate([job.train_data[0], job.train_data[1]])).loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "task", "hint"),
+    [
+        ("CLIP", ["CLIPModel"], None, "task='image-classification' or task=transformers.CLIPModel"),
+        ("Siglip", None, None, "task=transformers.SiglipModel"),
+        ("Llava", ["LlavaForConditionalGeneration"], None, "task=transformers.LlavaForConditionalGeneration"),
+        ("Whisper", None, "seq2seq-lm", "task='causal-lm' or task='speech-seq2seq'"),
+    ],
+)
+def test_a_config_that_says_no_task_gets_told_what_works(kind: str, named: Any, task: Any, hint: str) -> None:
+    config = getattr(transformers, f"{kind}Config")(architectures=named)
+    with pytest.raises(JobError) as caught:
+        pl.hf.job(config, train_data=[0], global_batch_size=1, task=task)
+    assert hint in caught.value.hint
 
 
 class Letters:

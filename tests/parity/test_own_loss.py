@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline as pl
+from paceline.errors import JobError
 from paceline.prove.forward import Forward
 from paceline.step.loss import LossContract
 
@@ -77,13 +78,15 @@ def cut(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 def by_us(made: pl.Job, model: nn.Module, parts: list[dict[str, Tensor]]) -> Tensor:
     contract = LossContract(job=made, model=model)
-    found = [contract.terms(contract.forward(model, p), p, num_samples=len(p["labels"]))["loss"] for p in parts]
+    found = [
+        contract.terms(contract.forward(model, p), p, num_samples=len(next(iter(p.values()))))["loss"] for p in parts
+    ]
     return torch.stack([s for s, _ in found]).sum() / sum(float(n) for _, n in found)
 
 
 def by_the_oracle(made: pl.Job, model: nn.Module, parts: list[dict[str, Tensor]]) -> Tensor:
     oracle = Forward(made, model)
-    found = [oracle.own_loss(oracle.output(p), p, len(p["labels"])) for p in parts]
+    found = [oracle.own_loss(oracle.output(p), p, len(next(iter(p.values())))) for p in parts]
     return torch.stack([s for s, _ in found]).sum() / sum(float(n) for _, n in found)
 
 
@@ -106,6 +109,15 @@ def test_the_parts_of_a_batch_have_the_loss_of_the_batch(name: str, compute: Any
     for n, parameter in model.named_parameters():
         if n in wanted:
             torch.testing.assert_close(parameter.grad, wanted[n], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("compute", [by_us, by_the_oracle])
+def test_rows_without_labels_give_no_loss_and_are_named(compute: Any) -> None:
+    make, batch, _ = cases()["sentences"]
+    rows = {name: value for name, value in batch.items() if name != "labels"}
+    with pytest.raises(JobError, match=r"no \.loss") as caught:
+        compute(job(make), make(), [rows])
+    assert "the rows have no `labels` (they have input_ids, attention_mask)" in str(caught.value)
 
 
 def extra(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.errors import LayoutError, PacelineError, Problems, UsageError
+from paceline.errors import JobError, LayoutError, PacelineError, Problems, UsageError
 from paceline.place.tensor import rules_math, rules_product, rules_shape
 from paceline.place.tensor.cut import Cut, even_cut, reshaped
 from paceline.place.tensor.derive import check_plan, choose_plan, derive_plan
@@ -330,6 +330,13 @@ def test_check_plan_names_a_plan_that_changes_the_output(monkeypatch: pytest.Mon
     assert check_plan(copy.deepcopy(model), plan=plan, run=run, ranks=2) < 1e-6
     monkeypatch.setattr(rules_product, "reduce_out", lambda partial, wire: partial)
     assert "changes output 0 of Mlp" in said(lambda: check_plan(model, plan=plan, run=run, ranks=2))
+
+
+def test_check_plan_names_a_run_that_is_another_each_time() -> None:
+    model = bed.Mlp()
+    plan = derive_plan(model, run=bed.mlp_run, ranks=2)
+    with pytest.raises(JobError, match="other outputs of the whole Mlp each time"):
+        check_plan(model, plan=plan, run=lambda m: m(torch.randn(3, 6)), ranks=2)
 
 
 # -- cuts

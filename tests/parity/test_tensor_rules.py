@@ -213,11 +213,12 @@ def test_what_keeps_the_cut(kind: str) -> None:
     assert compare(work, random(*shape), dim=dim) == [{}] * 3
 
 
-@pytest.mark.parametrize("kind", ["flip", "fft", "softmin", "prod", "cross"])
+@pytest.mark.parametrize("kind", ["flip", "fft", "softmin", "prod", "cross", "places"])
 def test_what_no_rule_knows_is_right_and_noted(kind: str) -> None:
     work: dict[str, Callable[[Any], Any]] = {
         "flip": lambda x: x.flip(1), "fft": lambda x: torch.fft.fft(x, dim=1).abs(), "softmin": lambda x: F.softmin(x, 1),
         "prod": lambda x: x.prod(1), "cross": lambda x: torch.linalg.matrix_norm(x),
+        "places": lambda x: x[torch.where(x > 0)] * 2,
     }  # fmt: skip
     told = compare(work[kind], random(4, 6, 5), dim=1)
     assert all("put together" in note for each in told for note in each) and told[0]

@@ -293,6 +293,8 @@ def test_compare_says_what_was_set_differently_and_where_losses_part(tmp_path: P
     assert found.settings == {"ranks": ["1", "2", "3"]}
     assert [(one["first"], one["beyond_floor"]) for one in found.losses] == [(2, 3), (None, None)]
     assert [row["eval/loss"] for row in found.runs] == [1.0, 1.1, 1.0]
+    assert found.text.endswith("compare.html") and found.page == str(tmp_path / "compare.html")
+    assert "over the one that was there" in compare(*paths, page=tmp_path / "compare.html").text
     text = (tmp_path / "compare.html").read_text()
     assert "<script" not in text and "http" not in text
     chart = re.search(r'aria-label="loss">.*?</figure>', text)

@@ -40,7 +40,8 @@ def job(
         source: a config (fresh weights), or a folder with `config.json` and safetensors (its weights).
         train_data: rows that the model's forward takes (`input_ids`, `pixel_values`, `labels`, ...), or rows of text.
         task: `causal-lm`, `masked-lm`, `seq2seq-lm`, `image-classification`, ..., or a model class; by default what
-            the config names, or else its kind: encoder-decoders seq2seq, encoders masked, decoders causal.
+            the config names, or else its kind: encoder-decoders seq2seq (of text or of speech), encoders masked,
+            decoders causal.
         optimizer: as in `Job`; by default AdamW at `lr`, with `weight_decay` on matrices only.
         tokenizer: for rows of text; by default the folder's.
         text, target: the columns of the text, and of the answer for seq2seq.

@@ -20,6 +20,7 @@ TASKS = {
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
     "image-classification": "AutoModelForImageClassification",
     "text-classification": "AutoModelForSequenceClassification",
     "token-classification": "AutoModelForTokenClassification",
@@ -110,23 +111,28 @@ def task_of(config: Any) -> str:
     """The task that a config speaks for: that of its class, if it names one, else of its kind.
 
     Raises:
-        JobError: none that this page knows.
+        JobError: none that this page knows, or what one can be trained for is for the job to say.
     """
     named = " ".join(getattr(config, "architectures", None) or [])
     endings = {
-        "ForCausalLM": "causal-lm", "LMHeadModel": "causal-lm", "ForMaskedLM": "masked-lm",
-        "ForConditionalGeneration": "seq2seq-lm", "ForImageClassification": "image-classification",
-        "ForSequenceClassification": "text-classification", "ForTokenClassification": "token-classification",
+        "ForCausalLM": ["causal-lm"], "LMHeadModel": ["causal-lm"], "ForMaskedLM": ["masked-lm"],
+        "ForConditionalGeneration": ["seq2seq-lm", "speech-seq2seq"],
+        "ForImageClassification": ["image-classification"],
+        "ForSequenceClassification": ["text-classification"], "ForTokenClassification": ["token-classification"],
     }  # fmt: skip
-    for ending, task in endings.items():
-        if ending in named:
+    tasks = next((tasks for ending, tasks in endings.items() if ending in named), None) or _tasks_of_kind(config)
+    for task in tasks:
+        if _fits(config, task):
             return task
-    order = ["seq2seq-lm"] if getattr(config, "is_encoder_decoder", False) else []
-    order += ["causal-lm"] if getattr(config, "is_decoder", False) else ["masked-lm", "causal-lm"]
-    for task in [*order, "image-classification"]:
-        if type(config) in getattr(transformers, TASKS[task])._model_mapping:
-            return task
-    raise JobError(f"{type(config).__name__} says no task.", hint=f"task= one of {', '.join(TASKS)}, or a model class")
+    raise JobError(f"{type(config).__name__} says no task.", hint=_what_fits(config))
+
+
+def _tasks_of_kind(config: Any) -> list[str]:
+    """Two towers of unlike kinds, as text and image, are no encoder that a head is put on unasked."""
+    if getattr(config, "is_encoder_decoder", False):
+        return ["seq2seq-lm", "speech-seq2seq"]
+    texts = ["causal-lm"] if getattr(config, "is_decoder", False) else ["masked-lm", "causal-lm"]
+    return texts if "text_config" in getattr(config, "sub_configs", {}) else [*texts, "image-classification"]
 
 
 def class_for(config: Any, task: Any) -> Any:
@@ -139,10 +145,23 @@ def class_for(config: Any, task: Any) -> Any:
         return task
     if task not in TASKS:
         raise JobError(f"task={task!r} is not known.", hint=f"task= one of {', '.join(TASKS)}, or a model class")
-    auto = getattr(transformers, TASKS[task])
-    if type(config) not in auto._model_mapping:
+    if not _fits(config, task):
         raise JobError(
-            f"transformers has no {type(config).__name__.removesuffix('Config')} for {task}.",
-            hint=f"task={task_of(config)!r}",
+            f"transformers has no {type(config).__name__.removesuffix('Config')} for {task}.", hint=_what_fits(config)
         )
-    return auto
+    return getattr(transformers, TASKS[task])
+
+
+def _fits(config: Any, task: str) -> bool:
+    return type(config) in getattr(transformers, TASKS[task])._model_mapping
+
+
+def _what_fits(config: Any) -> str:
+    """What to type for this config: the tasks that it fits, and the classes with another head that transformers has."""
+    tasks = [f"task={task!r}" for task in TASKS if _fits(config, task)]
+    others = sorted({name for name in dir(transformers) if name.startswith("AutoModelFor")} - set(TASKS.values()))
+    tables = [getattr(getattr(transformers, name), "_model_mapping", {}) for name in others]
+    found = [table[type(config)] for table in tables if type(config) in table]
+    names = {kind.__name__ for given in found for kind in (given if isinstance(given, tuple | list) else (given,))}
+    kinds = [f"task=transformers.{name}" for name in sorted(names, key=lambda name: (len(name), name))[:3]]
+    return " or ".join(tasks + kinds) or f"task= one of {', '.join(TASKS)}, or a model class"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.job import Job
+from paceline.job import Job, no_loss
 from paceline.streams import preserved
 
 _IGNORED = -100
@@ -43,8 +43,14 @@ class Forward:
         return self._model(**given, **({"num_items_in_batch": 1} if self._divisor else {}))
 
     def own_loss(self, output: Any, data: Any, num_samples: int) -> Any:
-        """The model's own loss with its count: of targets, where labels are classes, else of samples."""
-        loss, count = output["loss"] if isinstance(output, Mapping) else output.loss, self._count(data)
+        """The model's own loss with its count: of targets, where labels are classes, else of samples.
+
+        Raises:
+            JobError: the output has no loss.
+        """
+        loss, count = _loss_in(output), self._count(data)
+        if loss is None:
+            raise no_loss(data)
         if count is None:
             return loss * num_samples, num_samples
         if self._divisor:
@@ -68,9 +74,13 @@ class Forward:
         modes = {module: module.training for module in self._model.modules()}
         with torch.no_grad(), preserved():
             self._model.eval()
-            by_one = self._model(**given, num_items_in_batch=1).loss
-            by_itself = self._model(**given).loss
+            by_one = _loss_in(self._model(**given, num_items_in_batch=1))
+            by_itself = _loss_in(self._model(**given))
         for module, mode in modes.items():
             module.training = mode
-        exact_enough = by_one.dtype in (torch.float32, torch.float64)
+        exact_enough = by_one is not None and by_one.dtype in (torch.float32, torch.float64)
         return exact_enough and math.isclose(by_one.item(), by_itself.item() * count, rel_tol=1e-4)
+
+
+def _loss_in(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import JobError
+from paceline.job import no_loss
 from paceline.place.context.sequence import moves_labels
 from paceline.streams import preserved
 
@@ -50,10 +50,7 @@ class OwnLoss:
         """
         loss = _loss_of(output)
         if loss is None:
-            raise JobError(
-                "the job has no loss=, and the model's output has no .loss.",
-                hint="loss=lambda output, batch: (loss_sum, count)",
-            )
+            raise no_loss(batch)
         loss = loss.reshape(())
         count = self._targets(batch)
         if count is None:

@@ -116,7 +116,8 @@ def _screen(failure: Failure) -> str:
     """A rank's own words; one that only lost another does not look as if it had failed."""
     at = f" at step {failure.step}" if failure.step else ""
     if failure.exit_code == ExitCode.FAILED and is_lost_connection(failure):
-        return f"rank {failure.rank} stopped{at} because another rank left ({failure.kind}: {failure.message})"
+        why = "that rank's own output says why"
+        return f"rank {failure.rank} stopped{at} because another rank left; {why} ({failure.kind}: {failure.message})"
     if failure.exit_code != ExitCode.FAILED:
         return f"rank {failure.rank}: {failure.screen}"
     place = f"{failure.where}, " if failure.where else ""

@@ -1,20 +1,27 @@
 """What `cp` and `ep` need of a job: which dimension is the sequence, and that the model gives the same in parts."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from paceline.errors import JobError
+from paceline.errors import JobError, LayoutError
 from paceline.job import Job
 from paceline.place.context.check import check_context
+from paceline.place.context.cut import batch_length, sequence_hint
 from paceline.place.context.sequence import ContextParallel
 from paceline.place.experts.check import check_experts
 from paceline.step.loss import LossContract
+from paceline.streams import preserved
 from paceline.train.example import Example
 from paceline.worlds import Worlds
 
 _USUAL = "input_ids"
 _MOST_CHECKED = 50_000_000
+_MORE_LENGTHS = 3
 UNTRIED = "{}: that the model gives the same in parts was not tried above init.limit; `paceline verify` answers it"
 
 
@@ -30,20 +37,60 @@ def context_of(
     if worlds.cp.world_size == 1:
         return None
     sequence = _sequence(job, example)
+    lengths: Lengths | None = None
     if _can_be_tried(model):
-        check_context(
-            model=model,
-            batch=example.batch,
+        tried = partial(
+            check_context,
             sequence=sequence,
             ranks=worlds.cp.world_size,
             forward=contract.forward,
             loss=job.loss,
             own_loss=contract.is_own,
         )
-    context = ContextParallel(model=model, sequence=sequence, world=worlds.cp, own_loss=contract.is_own)
+        tried(model=model, batch=example.batch)
+        if _stays_whole(worlds):
+            lengths = Lengths(model, tried, first=batch_length(example.batch, sequence=sequence))
+    context = ContextParallel(
+        model=model, sequence=sequence, world=worlds.cp, own_loss=contract.is_own, at_length=lengths
+    )
     if context.shifts_labels:
         contract.moved()
     return context
+
+
+class Lengths:
+    """Batches of other lengths than the first one's, tried as that was: the first few of them, each once.
+
+    Every rank of the `cp` axis has the same batch and weights, so all find the same, without a message.
+    """
+
+    def __init__(self, model: nn.Module, tried: Callable[..., None], *, first: int) -> None:
+        tensors = [*model.parameters(), *model.buffers()]
+        self._model = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})  # as it is before it is placed
+        self._tried, self._seen = tried, {first}
+
+    def __call__(self, batch: Any, length: int) -> None:
+        """Raises: LayoutError, where a batch of this length can't be cut."""
+        if length in self._seen or len(self._seen) > _MORE_LENGTHS:
+            return
+        self._seen.add(length)
+        try:
+            with preserved():
+                self._tried(model=self._model, batch=batch)
+        except torch.OutOfMemoryError:
+            return  # beside the optimizer's state there is no room to try it
+        except LayoutError as error:
+            raise LayoutError(
+                f"at a length of {length}, other than the first batch's, {error.what}",
+                cause=error.cause,
+                hint=error.hint,
+            ) from None
+
+
+def _stays_whole(worlds: Worlds) -> bool:
+    """Whether every rank has all weights in the step, where they were before it was placed."""
+    mesh = worlds.mesh
+    return mesh.pp == mesh.tp == mesh.ep == 1 and mesh.dp_shard == 1
 
 
 def try_experts(*, model: nn.Module, contract: LossContract, worlds: Worlds, example: Example) -> None:
@@ -70,5 +117,5 @@ def _sequence(job: Job, example: Example) -> Mapping[str, int]:
     raise JobError(
         "cp cuts sequences, and the job does not say which dimension of its batch is one.",
         cause="a batch that is no dict with input_ids has no dimension that is known to be the sequence",
-        hint='sequence={"input_ids": 1}, or sequence={"0": 1} for the first entry of a tuple',
+        hint=sequence_hint(batch),
     )

@@ -106,7 +106,9 @@ def _check_split(job: Job, plan: Plan) -> list[PacelineError]:
     mesh = plan.mesh
     if job.loss_over == "batch" and (mesh.pp > 1 or mesh.cp > 1 or mesh.zero == 3 or mesh.ep > 1):
         cause = "all outputs meet before the loss, and these ranks meet within the forward as well"
-        found.append(UsageError(f'loss_over="batch" with {plan.layout}.', cause=cause, hint="--layout ddp or zero2"))
+        found.append(
+            UsageError(f'loss_over="batch" with {plan.layout}.', cause=cause, hint="--layout ddp, zero2 or tp")
+        )
     return found
 
 

@@ -9,7 +9,7 @@ from paceline.errors import ExitCode, UsageError, raise_all
 from paceline.prove.compare import ROUNDING, Comparison, compare_recordings, ranks_part
 from paceline.prove.prints import has_recording, num_ranks, read_recording
 from paceline.store.runs import RunFolder
-from paceline.verbs.layouts import Layouts, compare_layouts
+from paceline.verbs.layouts import Layouts, compare_layouts, page_line
 from paceline.verbs.running import Common
 from paceline.watch.versus import Parting, Side, partings, read_sides, settings_apart, table, write_page
 
@@ -76,8 +76,9 @@ def compare(
         return _answer([], [], recorded, page=None)
     sides = read_sides(paths)
     parted = partings(sides, floor=ROUNDING)
+    over = page is not None and Path(page).exists()
     written = write_page(sides, parted, to=Path(page)) if page is not None else None
-    return _answer(sides, parted, recorded, page=written)
+    return _answer(sides, parted, recorded, page=written, over=over)
 
 
 def _job(runs: Sequence[str | Path]) -> str:
@@ -131,7 +132,12 @@ def _recordings(paths: list[Path]) -> list[tuple[Path, Comparison]]:
 
 
 def _answer(
-    sides: list[Side], parted: list[Parting], recorded: list[tuple[Path, Comparison]], *, page: Path | None
+    sides: list[Side],
+    parted: list[Parting],
+    recorded: list[tuple[Path, Comparison]],
+    *,
+    page: Path | None,
+    over: bool = False,
 ) -> Compared:
     first = next((found.first for _, found in recorded if found.first is not None), None)
     lines = _lines(sides, parted)
@@ -139,7 +145,7 @@ def _answer(
         lines.append(found.text if len(recorded) == 1 else f"{path}: {found.text}")
         lines += _replicas(path) if found.first is not None else []
     if page is not None:
-        lines.append(f"\n{page}")
+        lines.append(f"\n{page_line(page, over=over)}")
     return Compared(
         exit_code=int(ExitCode.DIFFERENT if first is not None else ExitCode.DONE),
         text="\n".join(lines),

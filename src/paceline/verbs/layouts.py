@@ -70,8 +70,10 @@ def compare_layouts(
         micro = micro or (found[name][1].value or {}).get("micro_batch_size")
     measured = _judged([refused[name] if name in refused else _measured(name, *found[name], steps) for name in layouts])
     proof = _proof(measured, job)
+    over = page is not None and Path(page).exists()
     written = None if page is None else write_layouts(measured, job=parse_jobref(job).short, to=Path(page), proof=proof)
-    said = "\n".join([text(measured), *([proof] if proof else []), *([] if written is None else ["", str(written)])])
+    last = [] if written is None else ["", page_line(written, over=over)]
+    said = "\n".join([text(measured), *([proof] if proof else []), *last])
     return Layouts(
         exit_code=max(_code(each) for each in measured),
         text=said,
@@ -237,6 +239,11 @@ def _as_json(each: Measured, run: str | None) -> dict[str, Any]:
         "bubble_planned": each.planned,
         "losses": [loss for _, loss in each.losses],
     }
+
+
+def page_line(page: Path, *, over: bool) -> str:
+    """Where the page is, and what is no longer there."""
+    return f"{page} (over the one that was there; --page FILE keeps both)" if over else str(page)
 
 
 def refuse_mixed(runs: Sequence[str], settings: Sequence[str]) -> None:

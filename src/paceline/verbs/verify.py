@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.errors import ExitCode, UsageError
+from paceline.errors import ExitCode, LayoutError, UsageError
+from paceline.spec.layout import parse_layout
+from paceline.spec.task import Task
 from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
 
 ENTRY = "paceline.prove.worker:verify"
@@ -25,6 +27,7 @@ def verify(
     if against != "single":
         raise UsageError(f"verify --against {against} is not in this version yet.", hint="--against single")
     task = make_task("verify", job, replace(common, layout=common.layout or "ddp"), overrides)
+    _refuse_rounding(task)
     if common.dry_run:
         return Answer(exit_code=0, run=Path(task.run), value=task.as_json())
     task = with_run(replace(task, options={"steps": steps}), resume=None)
@@ -34,3 +37,17 @@ def verify(
         return answer
     code = ExitCode.DIFFERENT if value["verdict"] == "different" else answer.exit_code
     return replace(answer, exit_code=int(code), value=value, screen="\n".join(value["lines"]))
+
+
+def _refuse_rounding(task: Task) -> None:
+    """What rounds at every use otherwise than one process has no floor to be held against."""
+    layout = parse_layout(task.layout)
+    if layout.params == "fp32":
+        return
+    rest = replace(layout, params="fp32")
+    raise LayoutError(
+        f"verify has no measure for params={layout.params}: it rounds every parameter where one process rounds none.",
+        where=f"--layout {layout}",
+        cause="each difference would be that rounding, and a mistake could hide in it",
+        hint=f"--layout {rest}, which is the same but for that rounding",
+    )

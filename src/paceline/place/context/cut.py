@@ -96,11 +96,10 @@ def batch_length(batch: Any, *, sequence: Mapping[str, int]) -> int:
     entries = dict(_entries(batch))
     lengths = {name: _named(entries, name, dim).shape[dim] for name, dim in sequence.items()}
     if not lengths:
-        named = ", ".join(f"{n!r}: 1" for n, v in entries.items() if v.dim() in (2, 3))
         raise JobError(
             "the job does not say which dimension of the batch is the sequence.",
             cause="context parallelism cuts that dimension over its ranks",
-            hint=f"sequence={{{named}}} in the job" if named else "leave cp out: this batch has no sequence",
+            hint=sequence_hint(batch),
         )
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
@@ -110,6 +109,12 @@ def batch_length(batch: Any, *, sequence: Mapping[str, int]) -> int:
             hint="name in sequence={...} only what has one length, or leave cp out",
         )
     return next(iter(lengths.values()))
+
+
+def sequence_hint(batch: Any) -> str:
+    """What to type for a batch whose sequence nobody named: its own entries that may have one."""
+    named = ", ".join(f"{n!r}: 1" for n, v in _entries(batch) if v.dim() in (2, 3))
+    return f"sequence={{{named}}} in the job, or leave cp out" if named else "leave cp out: this batch has no sequence"
 
 
 def batch_rows(batch: Any, *, sequence: Mapping[str, int]) -> int:

@@ -6,7 +6,7 @@ data ranks and the `cp` ranks alike.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +49,8 @@ class ContextParallel:
     """One model on the ranks of a `cp` axis. `sequence` is the job's: which dimension of which entry is cut.
 
     `own_loss` says that the loss is the model's own `output.loss`: a model that moves its labels by one there is given
-    labels that were moved over the whole sequence before they were cut.
+    labels that were moved over the whole sequence before they were cut. `at_length(batch, length)` sees each batch
+    in training before it is cut.
 
     Raises:
         LayoutError: the model has a layer or a setting that can't be cut, named with the reason.
@@ -63,11 +64,13 @@ class ContextParallel:
         world: World | None = None,
         over: Exchange | None = None,
         own_loss: bool = False,
+        at_length: Callable[[Any, int], None] | None = None,
     ) -> None:
         self._exchange = over or Sent(world=world or World.alone())
         self._model, self._sequence = model, dict(sequence)
         self.shifts_labels = own_loss and moves_labels(model)
         self._mode: ContextMode | None = None
+        self._at_length = at_length
         if self._exchange.size > 1:
             refuse_model(model)
 
@@ -78,6 +81,8 @@ class ContextParallel:
         if over.size == 1:
             return Slice(data=batch, cut=cut, padded=False)
         refuse_window(self._model, length=cut.length)
+        if self._at_length is not None and self._model.training:
+            self._at_length(batch, cut.length)
         data = cut_batch(
             batch, sequence=self._sequence, ranks=over.size, rank=over.rank, shift_labels=self.shifts_labels
         )

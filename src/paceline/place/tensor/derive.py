@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import LayoutError, PacelineError, raise_all
+from paceline.errors import JobError, LayoutError, PacelineError, raise_all
 from paceline.place.tensor.explore import Explorer, Found, forget_guesses, learn, splits_of, suggest
 from paceline.place.tensor.own_plan import own_plan
 from paceline.place.tensor.placed import split_over
@@ -39,7 +39,7 @@ def choose_plan(
     """
     _refuse_unknown(model, replicate)
     if file is not None:
-        return read_plan(file).without(replicate)
+        return read_plan(file, model=model).without(replicate)
     if run is not None:
         return derive_plan(model, run=run, ranks=ranks, replicate=replicate)
     own = own_plan(model, ranks=ranks)
@@ -251,7 +251,7 @@ def check_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int, sequ
     the outputs, relative.
 
     Raises:
-        LayoutError: an output differs by more than rounding.
+        JobError: `run` gives another output each time. LayoutError: an output differs by more than rounding.
     """
 
     def alone(subject: nn.Module) -> list[Tensor]:
@@ -264,12 +264,20 @@ def check_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int, sequ
         return alone(mine)
 
     with traceless(model, parameters=False):
-        expected = alone(copy.deepcopy(model))
+        expected, again = (alone(copy.deepcopy(model)) for _ in range(2))
+        if not all(
+            _apart(*pair) <= 4096 * torch.finfo(pair[1].dtype).eps for pair in zip(again, expected, strict=True)
+        ):
+            raise JobError(
+                f"run gives other outputs of the whole {type(model).__name__} each time: no plan can be held to it.",
+                cause="it makes another batch each time, or the model draws in evaluation too",
+                hint="make the batch once, before: batch = torch.randn(4, 16), run = lambda model: model(batch)",
+            )
         found = together(work, ranks=ranks, sequence=sequence)
     worst = 0.0
     for rank, outputs in enumerate(found):
         for number, (mine, whole) in enumerate(zip(outputs, expected, strict=True)):
-            apart = float((mine - whole).abs().max() / whole.abs().max().clamp(min=1e-30)) if whole.numel() else 0.0
+            apart = _apart(mine, whole)
             worst = max(worst, apart)
             if not apart <= 4096 * torch.finfo(whole.dtype).eps:
                 raise LayoutError(
@@ -278,6 +286,10 @@ def check_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int, sequ
                     hint="keep the modules behind it whole: --place.replicate NAME, and tell us",
                 )
     return worst
+
+
+def _apart(mine: Tensor, whole: Tensor) -> float:
+    return float((mine - whole).abs().max() / whole.abs().max().clamp(min=1e-30)) if whole.numel() else 0.0
 
 
 def _floats(value: Any) -> list[Tensor]:

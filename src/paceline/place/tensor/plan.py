@@ -102,7 +102,7 @@ def cuts_of(model: nn.Module, plan: TensorPlan, *, ranks: int) -> Cuts:
         if cut is not None:
             found[name] = cut
     _follow_ties(model, found)
-    problems = [*_each_once(problems), *_unused(model, plan), *_not_cut(model, local, found)]
+    problems = [*_each_once(problems), *unknown_names(model, plan.roles), *_not_cut(model, local, found)]
     raise_all(problems)
     return Cuts(of=found, local=local)
 
@@ -205,7 +205,8 @@ def _follow_ties(model: nn.Module, found: dict[str, Cut]) -> None:
             found[name] = by_id[id(parameter)]
 
 
-def _unused(model: nn.Module, plan: TensorPlan) -> list[PacelineError]:
+def unknown_names(model: nn.Module, roles: Mapping[str, object]) -> list[PacelineError]:
+    """What is wrong with patterns that fit nothing of the model; to keep whole what is not there harms nobody."""
     names = [n for n, _ in model.named_modules(remove_duplicate=False)] + [n for n, _, _ in _parameters(model)]
     return [
         LayoutError(
@@ -213,8 +214,10 @@ def _unused(model: nn.Module, plan: TensorPlan) -> list[PacelineError]:
             cause=did_you_mean(pattern, map(common, names)) or f"the model has {', '.join(names[1:4])}, ...",
             hint="the names that model.named_modules() gives; * is one name between dots",
         )
-        for pattern, role in plan.roles.items()
-        if role.kind != "whole" and pattern not in names and not any(fits(pattern, name) for name in names)
+        for pattern, role in roles.items()
+        if getattr(role, "kind", role) != "whole"
+        and pattern not in names
+        and not any(fits(pattern, name) for name in names)
     ]
 
 

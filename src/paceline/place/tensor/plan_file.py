@@ -6,8 +6,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from paceline.errors import PacelineError, UsageError, raise_all
-from paceline.place.tensor.plan import KINDS, Role, TensorPlan
+from paceline.place.tensor.plan import KINDS, Role, TensorPlan, unknown_names
 from paceline.spec.given_text import given_text
 from paceline.spec.words import did_you_mean
 
@@ -43,8 +45,8 @@ def _value(role: Role) -> str:
     )
 
 
-def read_plan(path: Path) -> TensorPlan:
-    """Read it.
+def read_plan(path: Path, *, model: nn.Module | None = None) -> TensorPlan:
+    """Read it. With `model` a file that can't be read is also held against the model's names, so that all is said.
 
     Raises:
         UsageError: with the file and line; several at once as `Problems`.
@@ -93,6 +95,9 @@ def read_plan(path: Path) -> TensorPlan:
                 hint='"layers.*.up" = "column"; or leave --place.tensor_plan out',
             )
         )
+    if problems and model is not None:
+        given = {name: v.get("role") if isinstance(v, dict) else v for name, v in table.get("roles", {}).items()}
+        problems += unknown_names(model, given)
     raise_all(problems)
     return TensorPlan(roles=roles, source=str(path))
 

@@ -24,8 +24,8 @@ DUNDER = "add radd sub rsub mul rmul truediv rtruediv floordiv pow rpow mod neg 
 @rule(*BINARY.split(), *UNARY.split(), *(f"__{name}__" for name in DUNDER.split()))
 def elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     """Every operand's own piece; what broadcasts over the cut dimension is read as it is."""
-    if kwargs.get("out") is not None:
-        raise Unknown
+    if kwargs.get("out") is not None or (func.__name__ == "where" and len(args) + len(kwargs) == 1):
+        raise Unknown  # where(condition) are its nonzero's places
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     first = next(t for t in tensors if isinstance(t, Split))
     dim = first.cut.dim - len(first.whole)
