@@ -164,3 +164,39 @@ def test_a_list_that_blocks_append_to_is_refused() -> None:
     model = _Appending()
     with pytest.raises(LayoutError, match=r"blocks\.0 changes a list or a dict that it is given"):
         plan_graph(model, num_stages=2, call=lambda: _odd_loss(model, 0))
+
+
+class _Decides(nn.Module):
+    """A branch on a value that is drawn before the list of blocks, or made by its first one."""
+
+    def __init__(self, drawn: bool) -> None:
+        super().__init__()
+        self.drawn = drawn
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.blocks = nn.Sequential(*(_Block() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(nn.functional.dropout(x, 0.5) if self.drawn else x)
+        if self.drawn:
+            x = self.blocks(x * 2 if x.sum() > 1e6 else x)
+        else:
+            kept = self.blocks[0](x)
+            x = self.blocks[2](self.blocks[1](kept))
+            x = self.blocks[3](x * 2 if kept.sum() > 1e6 else x)
+        found: Tensor = self.last(x)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("drawn", "bounds", "hint"),
+    [
+        (True, [2, 2], "--place.blocks first,blocks,last --place.stages 1,2; or move it into a block"),
+        (False, [2, 2], "--place.stages 1,3; or move it into a block"),
+    ],
+)
+def test_a_branch_on_another_stage_says_a_cut_that_works(drawn: bool, bounds: list[int], hint: str) -> None:
+    torch.manual_seed(0)
+    model = _Decides(drawn)
+    with pytest.raises(LayoutError, match="the forward branches on a value that stage") as refused:
+        plan_cut(model, num_stages=2, call=lambda: _odd_loss(model, 0), bounds=bounds)
+    assert refused.value.hint == hint
