@@ -200,3 +200,34 @@ def test_a_branch_on_another_stage_says_a_cut_that_works(drawn: bool, bounds: li
     with pytest.raises(LayoutError, match="the forward branches on a value that stage") as refused:
         plan_cut(model, num_stages=2, call=lambda: _odd_loss(model, 0), bounds=bounds)
     assert refused.value.hint == hint
+
+
+class _Raised(nn.Module):
+    """Dropout that is off at first, in blocks and between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(_Block(), nn.Dropout(0.0)) for _ in range(4))
+        self.between = nn.Dropout(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.between(block(x))
+        return x
+
+
+def test_dropout_that_is_raised_after_planning_draws_as_in_one_process() -> None:
+    def loss(model: Any, microbatch: int) -> Tensor:
+        for block in model.blocks if microbatch else ():
+            block[1].p = model.between.p = 0.3
+        return _odd_loss(model, microbatch)
+
+    torch.manual_seed(0)
+    model = _Raised()
+    cut = plan_cut(model, num_stages=2, call=lambda: loss(model, 0))
+    assert not cut.parts[1].takes_stream
+    losses, right, _ = alone(model, loss=loss, num_micro=2)
+    staged = Ranks(model, cut=cut, loss=loss, staged=lambda each, index: Stages(each, cut=cut, own=[index]))
+    assert [len(sent.tensors) for sent in staged.forward(0)[0][:1]] == [1], "nothing crosses for rates that are off"
+    assert all(torch.equal(staged.train(microbatch), loss) for microbatch, loss in enumerate(losses))
+    assert all(torch.equal(found, right[name]) for name, found in staged.gradients().items())
