@@ -166,14 +166,26 @@ def random_blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+class IdleRates:
+    """Dropout that was off when the model was planned; a rate that is raised later draws where nobody reckoned with it.
+
+    Its blocks start no streams of their own, then or later: that would change what one process draws.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rates = [(m, name) for m in model.modules() for name, value in _rates(m) if value == 0]
+
+    def any_raised(self) -> bool:
+        """Whether one of them is on now."""
+        return any(getattr(module, name, 0) for module, name in self._rates)
+
+
 def _draws(block: nn.Module) -> bool:
-    return any(
-        "drop" in name and isinstance(value, float) and value > 0
-        for module in block.modules()
-        for name, value in [*vars(module).items(), *_own_rate(module)]
-    )
+    return any(isinstance(value, float) and value > 0 for module in block.modules() for _, value in _rates(module))
 
 
-def _own_rate(module: nn.Module) -> list[tuple[str, float]]:
-    rate = getattr(module, "p", None)
-    return [("dropout", rate)] if isinstance(rate, float) and "drop" in type(module).__name__.lower() else []
+def _rates(module: nn.Module) -> Iterator[tuple[str, float]]:
+    """A module's own dropout rates, by their attribute."""
+    found = [(name, value) for name, value in vars(module).items() if "drop" in name]
+    found += [("p", getattr(module, "p", None))] if "drop" in type(module).__name__.lower() else []
+    yield from ((name, value) for name, value in found if isinstance(value, int | float) and value is not False)

@@ -19,6 +19,7 @@ from paceline.place.stage.graph_stages import GraphStages
 from paceline.place.stage.hollow import hollow_parameters
 from paceline.place.stage.stages import Sent
 from paceline.schedule import SCHEDULES
+from tests.matrix.page import patterns, stands
 from tests.parity.graph_models import CASES, INPUTS, built
 from tests.parity.staged_ranks import ROOT, run_ranks
 from tests.parity.stages_bed import Ranks, alone
@@ -208,6 +209,52 @@ def test_what_has_no_graph_is_refused_by_name(kind: type[nn.Module], how: dict[s
     with pytest.raises(LayoutError) as found:
         plan_graph(model, num_stages=2, call=lambda: model(torch.ones(3, 8)), **how)
     assert re.search(said, str(found.value)), str(found.value)
+
+
+class Plain(Layers):
+    """What modules leave on themselves, and hooks in dicts, is other stages' and not the model's to return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+        for name in ("a", "c"):
+            self.get_submodule(name).register_forward_hook(lambda m, x, y, name=name: self.kept.update({name: y * 2}))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.c(self.keep(self.a(x)))
+        return found
+
+
+BESIDE: dict[str, tuple[Any, str]] = {
+    "twice": (lambda m, x: m(x) + m(x * 2), r"calls the model twice(.|\n)*test_graph_stages.py:(.|\n)*torch.cat"),
+    "a hook": (lambda m, x: m(x) + m.kept["a"].mean(), r"reads a value \(mul\) made in a, and(.|\n)*graph_stages.py:"),
+    "an attribute": (
+        lambda m, x: m(x) + m.keep.last.detach().sum(),
+        r"reads a value \(mul\) made in keep, and the mod",
+    ),
+    "a hook of the last stage": (lambda m, x: m(x) + m.kept["c"].mean(), ""),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_a_loss_takes_of_other_stages_beside_the_output_is_refused(name: str) -> None:
+    model, (loss, said) = Plain(), BESIDE[name]
+    how: dict[str, Any] = {"blocks": ["a", "keep", "c"], "bounds": [2, 1]}
+    if not said:
+        plan_graph(model, num_stages=2, call=lambda: loss(model, torch.ones(3, 8)), **how)
+        return
+    with pytest.raises(LayoutError) as found:
+        plan_graph(model, num_stages=2, call=lambda: loss(model, torch.ones(3, 8)), **how)
+    assert re.search(said, str(found.value)) and stands(found.value.what, patterns()), str(found.value)
+
+
+def test_a_second_call_that_was_not_planned_is_refused() -> None:
+    model, x = Plain(), torch.ones(3, 8)
+    plan = plan_graph(model, num_stages=2, call=lambda: model(x), blocks=["a", "keep", "c"])
+    stages = GraphStages(model, cut=plan.cut, own=[0, 1], bare=plan.bare)
+    sent = stages.run(0, None, lambda: (model(x), model(2 * x)))
+    with pytest.raises(LayoutError, match="the forward calls the model twice"):
+        stages.run(1, sent.received(), lambda: (model(x), model(2 * x)))
 
 
 class Shapes(Layers):

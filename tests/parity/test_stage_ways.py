@@ -164,3 +164,70 @@ def test_a_list_that_blocks_append_to_is_refused() -> None:
     model = _Appending()
     with pytest.raises(LayoutError, match=r"blocks\.0 changes a list or a dict that it is given"):
         plan_graph(model, num_stages=2, call=lambda: _odd_loss(model, 0))
+
+
+class _Decides(nn.Module):
+    """A branch on a value that is drawn before the list of blocks, or made by its first one."""
+
+    def __init__(self, drawn: bool) -> None:
+        super().__init__()
+        self.drawn = drawn
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.blocks = nn.Sequential(*(_Block() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(nn.functional.dropout(x, 0.5) if self.drawn else x)
+        if self.drawn:
+            x = self.blocks(x * 2 if x.sum() > 1e6 else x)
+        else:
+            kept = self.blocks[0](x)
+            x = self.blocks[2](self.blocks[1](kept))
+            x = self.blocks[3](x * 2 if kept.sum() > 1e6 else x)
+        found: Tensor = self.last(x)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("drawn", "bounds", "hint"),
+    [
+        (True, [2, 2], "--place.blocks first,blocks,last --place.stages 1,2; or move it into a block"),
+        (False, [2, 2], "--place.stages 1,3; or move it into a block"),
+    ],
+)
+def test_a_branch_on_another_stage_says_a_cut_that_works(drawn: bool, bounds: list[int], hint: str) -> None:
+    torch.manual_seed(0)
+    model = _Decides(drawn)
+    with pytest.raises(LayoutError, match="the forward branches on a value that stage") as refused:
+        plan_cut(model, num_stages=2, call=lambda: _odd_loss(model, 0), bounds=bounds)
+    assert refused.value.hint == hint
+
+
+class _Raised(nn.Module):
+    """Dropout that is off at first, in blocks and between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(_Block(), nn.Dropout(0.0)) for _ in range(4))
+        self.between = nn.Dropout(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.between(block(x))
+        return x
+
+
+def test_dropout_that_is_raised_after_planning_draws_as_in_one_process() -> None:
+    def loss(model: Any, microbatch: int) -> Tensor:
+        for block in model.blocks if microbatch else ():
+            block[1].p = model.between.p = 0.3
+        return _odd_loss(model, microbatch)
+
+    torch.manual_seed(0)
+    model = _Raised()
+    cut = plan_cut(model, num_stages=2, call=lambda: loss(model, 0))
+    assert not cut.parts[1].takes_stream
+    losses, right, _ = alone(model, loss=loss, num_micro=2)
+    staged = Ranks(model, cut=cut, loss=loss, staged=lambda each, index: Stages(each, cut=cut, own=[index]))
+    assert [len(sent.tensors) for sent in staged.forward(0)[0][:1]] == [1], "nothing crosses for rates that are off"
+    assert all(torch.equal(staged.train(microbatch), loss) for microbatch, loss in enumerate(losses))
+    assert all(torch.equal(found, right[name]) for name, found in staged.gradients().items())

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.place.traceless import traceless
+from paceline.place.traceless import stateless, traceless
 
 
 class _Changing(nn.Module):
@@ -63,3 +63,39 @@ def test_a_forward_that_only_looks_leaves_no_trace_in_the_model_or_the_generator
     assert model.array is array
     model(batch)
     assert _all_of(model) != before
+
+
+class _Centre:
+    """A loss with a running state: numbers, a tensor, a list."""
+
+    def __init__(self) -> None:
+        self.count, self.centre, self.seen = 0, torch.zeros(3), [1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.centre += x.mean(0)
+        self.centre = self.centre * 2
+        self.seen.append(2)
+        self.new = x
+        return x.sum()
+
+    def method(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+def test_a_loss_that_is_only_tried_keeps_its_own_state():
+    batch, centre, count, kept = torch.randn(4, 3), _Centre(), 0, {"mean": 0.0, "deep": [[1]]}
+    large = torch.zeros(1 << 17)
+
+    def loss(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        kept["mean"] = x.mean()
+        kept["deep"][0].append(2)  # type: ignore[index]
+        return x.sum() + large.sum()
+
+    for function in (centre, centre.method, loss, torch.relu, nn.Linear(3, 3)):
+        with stateless(function):
+            function(batch)  # type: ignore[operator]
+    assert (count, kept) == (0, {"mean": 0.0, "deep": [[1]]})
+    assert (centre.count, centre.centre.tolist(), centre.seen) == (0, [0.0] * 3, [1]) and not hasattr(centre, "new")

@@ -3,7 +3,9 @@
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from types import CellType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from paceline.torch_modes import DispatchMode, unseen, written
 from paceline.torch_private import storage_key
 
 _TORCH = frozenset(vars(nn.Module()))
+_MOST = 1 << 16
 _PLAIN = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 
 
@@ -44,6 +47,25 @@ def traceless(model: nn.Module, *, parameters: bool = True) -> Iterator[list[tup
                         parameter.data = data
                 for parameter, value in before:
                     write(parameter.data, value)
+
+
+@contextmanager
+def stateless(function: object) -> Iterator[None]:
+    """Call a function of the user's inside; afterwards what it keeps in Python is as before.
+
+    That is what it closes over, or an object's attributes. Modules, and tensors and containers that are too large for
+    a running state, are taken to be only read.
+    """
+    kept = _Small(iter(()))
+    owner = getattr(function, "__self__", function)
+    if not isinstance(owner, type | ModuleType) and hasattr(owner, "__dict__"):
+        kept.keep(vars(owner))
+    kept.keep_cells(getattr(function, "__closure__", None) or ())
+    try:
+        yield
+    finally:
+        with unseen():
+            kept.put_back()
 
 
 def plain_state(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
@@ -129,8 +151,31 @@ class _Kept:
         return None
 
 
+class _Small(_Kept):
+    """Without modules and what is large."""
+
+    def keep(self, value: Any) -> None:
+        """A value with all that is in it."""
+        if not isinstance(value, nn.Module) and _size(value) <= _MOST:
+            super().keep(value)
+
+    def keep_cells(self, cells: Sequence[CellType]) -> None:
+        """What names a function closes over, and what they stand for."""
+        for cell in cells:
+            with suppress(ValueError):  # one that has no value yet
+                value = cell.cell_contents
+                self._undos.append(partial(setattr, cell, "cell_contents", value))
+                self.keep(value)
+
+
 def _inner(value: Any) -> list[Any]:
     return [*value, *value.values()] if isinstance(value, dict) else list(value)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel()
+    return int(value.size) if isinstance(value, np.ndarray) else len(value) if type(value) in _PLAIN else 0
 
 
 def _refill(value: Any, inner: list[Any]) -> None:

@@ -13,6 +13,7 @@ from paceline.feed.types import Cut
 from paceline.job import Job
 from paceline.nested import to_device
 from paceline.order.cursor import Cursor
+from paceline.place.traceless import stateless
 from paceline.place.views import write
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
@@ -47,8 +48,9 @@ class Example:
     def run(self, model: nn.Module) -> Any:
         """Forward and loss of this model, be it the job's or a copy of it: the sums of the terms."""
         try:
-            output = self.contract.forward(model, self.batch)
-            terms = self.contract.terms(output, self.batch, num_samples=self.plan.micro_batch_size)
+            with stateless(self.job.loss):
+                output = self.contract.forward(model, self.batch)
+                terms = self.contract.terms(output, self.batch, num_samples=self.plan.micro_batch_size)
         except RuntimeError as error:
             if torch.is_grad_enabled() or "does not require grad and does not have a grad_fn" not in str(error):
                 raise

@@ -13,12 +13,14 @@ from typing import Any
 
 from torch import nn
 
+from paceline.errors import LayoutError
 from paceline.place.blocks import Block, NoChain, find_blocks
 from paceline.place.stage.bounds import Bounds, checked_bounds, even_bounds
 from paceline.place.stage.dummies import Form, form_of
 from paceline.place.stage.flow import Flow, Key, watch
 from paceline.place.stage.held import holding, tied
-from paceline.place.stage.needs import Needs, needs_of
+from paceline.place.stage.instead import instead
+from paceline.place.stage.needs import Branch, Needs, needs_of
 from paceline.place.stage.values import Kinds, Path
 
 Sight = tuple[int, bool, Path]
@@ -123,7 +125,18 @@ def plan_cut(
     found = find_blocks(model, listed=blocks)
     chosen = checked_bounds(bounds, num_stages, len(found)) if bounds else even_bounds(num_stages, found, weights)
     flow = watch(model, blocks=found, call=call)
-    return cut_flow(model, flow=flow, bounds=chosen)
+    try:
+        return cut_flow(model, flow=flow, bounds=chosen)
+    except Branch as error:
+        works = instead(
+            model,
+            flow=flow,
+            num_stages=num_stages,
+            cut=lambda flow, bounds: cut_flow(model, flow=flow, bounds=bounds),
+            watch=lambda names: watch(model, blocks=find_blocks(model, listed=names), call=call),
+        )
+        hint = f"{works}; or move it into a block" if works else error.hint
+        raise LayoutError(error.what, where=error.where, cause=error.cause, hint=hint) from error
 
 
 def cut_flow(model: nn.Module, *, flow: Flow, bounds: Bounds) -> Cut:

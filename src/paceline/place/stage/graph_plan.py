@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 
 from paceline.errors import JobError, LayoutError
 from paceline.place.blocks import Block, find_blocks
+from paceline.place.late import Late
+from paceline.place.stage.beside import refuse_taken, taken_beside
 from paceline.place.stage.bounds import checked_bounds, even_bounds
 from paceline.place.stage.export import export
 from paceline.place.stage.graph import Call, Graph
@@ -39,15 +42,17 @@ def plan_graph(
     blocks: Sequence[str] | None = None,
     bounds: Sequence[int] | None = None,
     seconds: Callable[[Mapping[str, nn.Module]], Sequence[float]] | None = None,
+    late: Late | None = None,
 ) -> GraphPlan:
-    """Cut a whole model along its graph. `call` runs its forward on one example microbatch;
-    it is on `device` where the model has no memory yet.
+    """Cut a whole model along its graph. `call` runs its forward (and loss) on one example microbatch;
+    it is on `device` where the model has no memory yet, which `late` then lends.
 
     `blocks` names the modules between whose calls borders may lie, `bounds` the number of their calls in each stage;
     else these are balanced over parameters, or over `seconds` of each module.
 
     Raises:
-        LayoutError: no graph, fewer calls than stages, or a value would have to cross that can't.
+        LayoutError: no graph, fewer calls than stages, a value would have to cross that can't, a model that is called
+            twice, or a loss that reads what the model does not return.
     """
     args, kwargs, modes = _first_call(model, call)
     bare = skeleton(model, device=device)
@@ -55,6 +60,8 @@ def plan_graph(
         module.training = modes[name]
     listed = [block.name for block in find_blocks(model, listed=blocks)] if blocks else []
     units = tuple(_units(model, num_stages, listed))
+    see = partial(taken_beside, model, units=units, call=call)
+    taken = see() if late is None else late.planned(see)
     graph = export(bare, args, kwargs, units=units)
     places = [place for place, step in enumerate(graph.steps) if _is_block(model, step, listed)]
     found = _blocks(model, graph, places)
@@ -64,7 +71,10 @@ def plan_graph(
         chosen = checked_bounds(bounds, num_stages, len(found))
     else:
         chosen = even_bounds(num_stages, found, _weights(graph, places, found, seconds))
-    return GraphPlan(cut=cut_graph(model, graph, units=units, blocks=places, bounds=chosen), bare=bare)
+    cut = cut_graph(model, graph, units=units, blocks=places, bounds=chosen)
+    *others, last = (part.modules for part in cut.parts)
+    refuse_taken(taken, last=last.difference(*others))
+    return GraphPlan(cut=cut, bare=bare)
 
 
 class _Seen(BaseException):

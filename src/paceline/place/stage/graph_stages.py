@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError, LayoutError, RunError
+from paceline.place.stage.beside import called_twice
 from paceline.place.stage.export import export
 from paceline.place.stage.graph import Call, Graph
 from paceline.place.stage.graph_cut import GraphCut, Live, parameters_in, place_of
@@ -28,6 +29,7 @@ class _Run:
     stage: int
     received: Sent | None
     sent: Sent | None = None
+    called: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class GraphStages:
 
         Raises:
             JobError: `call` does not call the model.
-            LayoutError: with these inputs the forward is another than the one that was cut.
+            LayoutError: with these inputs the forward is not the one that was cut, or the model is called twice.
         """
         if stage not in self.own:
             raise RunError(f"stage {stage} is not one of this process's stages {list(self.own)}.")
@@ -111,6 +113,10 @@ class GraphStages:
                 f"{self.cut.num_stages} only.",
                 hint="run the model by its stages: stages.run(stage, received, call)",
             )
+        if run is not None:
+            if run.called:
+                raise called_twice()
+            run.called = True
         output = call(*args, **kwargs)
         if run is not None and run.stage + 1 < self.cut.num_stages:
             raise _Left(run)

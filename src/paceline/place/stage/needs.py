@@ -9,6 +9,10 @@ from paceline.place.stage.flow import Flow, Key, Node
 from paceline.place.stage.values import Path
 
 
+class Branch(LayoutError):
+    """The forward decides by a value that a stage does not have; other cuts may leave it on one stage."""
+
+
 @dataclass(kw_only=True)
 class Needs:
     """A stage's parameters outside its blocks, and the values to be carried to it, with the arguments they become."""
@@ -70,12 +74,12 @@ class _Stage:
             if read.block is None and (read.after < self.stop or self.last):
                 _, missing = self._reach(read.node)
                 if missing is not None:
-                    raise LayoutError(
+                    raise Branch(
                         f"the forward branches on a value that stage {self.name} does not have: it depends on "
                         f"{self._maker(missing)}.",
                         where=read.where,
                         cause="an `if`, a loop or .item() on a tensor between blocks",
-                        hint="move it into a block, or cut so that both sides are on one stage: --place.stages 3,1",
+                        hint="move it into a block; or --layout ddp or fsdp",
                     )
 
     @property

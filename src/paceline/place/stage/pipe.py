@@ -95,7 +95,14 @@ def cut_model(
     else:
         _refuse_beside(mesh, found)
         plan = _graph(
-            model, found, num_stages=some.num_stages, call=call, how=how, seconds=seconds, device=world.device
+            model,
+            found,
+            num_stages=some.num_stages,
+            call=call,
+            how=how,
+            seconds=seconds,
+            device=world.device,
+            late=late,
         )
         stages = GraphStages(model, cut=plan.cut, own=own, bare=plan.bare)
         hollow = _hollow_graph(model, cut=plan.cut, own=own)
@@ -144,12 +151,20 @@ def _graph(
     how: Place,
     seconds: Seconds | None,
     device: torch.device,
+    late: Late | None,
 ) -> GraphPlan:
     """The second way; where neither can be gone, what was wrong with the first is told too."""
     blocks, bounds = how.blocks or None, how.stages or None
     try:
         return plan_graph(
-            model, num_stages=num_stages, call=call, device=device, blocks=blocks, bounds=bounds, seconds=seconds
+            model,
+            num_stages=num_stages,
+            call=call,
+            device=device,
+            blocks=blocks,
+            bounds=bounds,
+            seconds=seconds,
+            late=late,
         )
     except LayoutError as error:
         if refused is not None:

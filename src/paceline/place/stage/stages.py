@@ -17,6 +17,7 @@ from paceline.place.stage.cut import Cut, StagePart
 from paceline.place.stage.dummies import Dummy, Form, Pool
 from paceline.place.stage.hollow import glue, hollow
 from paceline.place.stage.values import Spec, flattened, replaced, tensors_in, unflattened
+from paceline.streams import IdleRates
 from paceline.torch_private import Interception
 
 
@@ -67,6 +68,7 @@ class Stages:
         self.own = tuple(own)
         self.on_leave: list[Callable[[], None]] = []
         self._run: _Run | None = None
+        self._idle = IdleRates(model)
         modules = dict(model.named_modules(remove_duplicate=False))
         blocks = [modules[name] for name in cut.blocks]
         first = {id(p): name for name, p in model.named_parameters()}
@@ -220,7 +222,8 @@ class Stages:
     def _packed(self, run: _Run, number: int, output: Any) -> Sent:
         tensors, spec = flattened(output, where=self.cut.blocks[number])
         tensors += [run.seen[carried] for carried in run.part.gives]
-        streams = self.cut.parts[run.part.index + 1].takes_stream and self.model.training
+        streams = self.cut.parts[run.part.index + 1].takes_stream or self._idle.any_raised()
+        streams = streams and self.model.training
         if streams:
             tensors.append(stream_of(tensors[0].device))
         return Sent(tensors=tensors, spec=[spec, int(streams)])

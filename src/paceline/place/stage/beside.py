@@ -1,0 +1,118 @@
+"""What code outside of the model takes of it beside its output, seen in one run: other stages' is not there to take."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from paceline.errors import LayoutError, line_now
+from paceline.place.stage.values import tensors_in
+from paceline.place.traceless import traceless
+from paceline.torch_modes import WatchedOps
+from paceline.torch_private import Interception
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """A value that an operation outside of the model takes: what made it, in which unit, and the line that takes it."""
+
+    name: str
+    unit: str
+    where: str
+
+
+def taken_beside(model: nn.Module, *, units: Sequence[str], call: Callable[[], Any]) -> tuple[Taken, ...]:
+    """Run `call`, a forward of the model and its loss on one example, without gradients or lasting effects.
+
+    Raises:
+        LayoutError: the model is called twice.
+    """
+    watcher = _Watcher()
+    gates = [Interception(model.get_submodule(name), watcher.unit(name)) for name in units]
+    gates.append(Interception(model, watcher.model))
+    try:
+        with traceless(model), torch.no_grad(), WatchedOps(watcher.see):
+            call()
+    finally:
+        for gate in reversed(gates):
+            gate.undo()
+    return tuple(watcher.taken)
+
+
+def refuse_taken(taken: Sequence[Taken], *, last: Collection[str]) -> None:
+    """Refuse what the last stage does not have: all that is not made in one of its units, `last`.
+
+    Raises:
+        LayoutError: with the value, and the line that takes it.
+    """
+    for one in taken:
+        if one.unit not in last:
+            raise LayoutError(
+                f"the loss reads a value ({one.name}) made in {one.unit or 'the forward'}, and the model does not "
+                "return it.",
+                where=one.where,
+                cause="an auxiliary loss or features, left on a module, in a list or by a hook: the last stage, which "
+                "has the loss, does not have other stages'",
+                hint="return it from its module, and add it in the model's output; or --layout ddp or fsdp",
+            )
+
+
+def called_twice() -> LayoutError:
+    """What to say of a forward= or a loss that calls the model again."""
+    line = line_now()
+    return LayoutError(
+        "the forward calls the model twice, and a stage is left after the model's first call.",
+        where="" if line is None else str(line),
+        cause="two views of a batch, a teacher or a consistency term (R-Drop, SimCSE), each by a call of its own",
+        hint="both as one batch: model(torch.cat([a, b])), its output cut in two; or --layout ddp or fsdp",
+    )
+
+
+class _Watcher:
+    def __init__(self) -> None:
+        self.taken: list[Taken] = []
+        self._made = WeakIdKeyDictionary()
+        self._inside = False
+        self._called = False
+        self._unit = ""
+
+    def model(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call."""
+        if self._called:
+            raise called_twice()
+        self._called = self._inside = True
+        output = call(*args, **kwargs)
+        self._inside = False
+        for _, tensor in tensors_in(output):
+            self._made.pop(tensor.untyped_storage(), None)
+        return output
+
+    def unit(self, name: str) -> Callable[..., Any]:
+        """What answers the calls of a unit."""
+
+        def answer(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            before, self._unit = self._unit, name
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._unit = before
+
+        return answer
+
+    def see(self, operation: Any, args: Any, kwargs: Any, result: Any, drew: bool) -> None:
+        """One operation has run."""
+        given = [tensor for _, tensor in tensors_in([args, kwargs])]
+        if self._inside:
+            old = {id(tensor.untyped_storage()) for tensor in given}
+            name = operation.overloadpacket.__name__
+            for _, tensor in tensors_in(result):
+                if id(storage := tensor.untyped_storage()) not in old:
+                    self._made[storage] = name, self._unit
+            return
+        for tensor in given:
+            name, unit = self._made.pop(tensor.untyped_storage(), ("", ""))
+            if name:
+                self.taken.append(Taken(name=name, unit=unit, where=str(line_now() or "")))
