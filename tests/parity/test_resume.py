@@ -1,5 +1,6 @@
 """What a resumed run must not lose, and must not overrule in silence."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import paceline as pl
 from paceline.errors import ResumeError
 from paceline.start import EXACT_KERNELS
+from paceline.train.unsaved import Unsaved
 from tests.parity.test_found import job, trained
 
 
@@ -175,3 +177,44 @@ def test_another_optimizer_that_is_allowed_starts_afresh(tmp_path: Path) -> None
 def test_the_way_it_is_computed_is_no_change(tmp_path: Path) -> None:
     trained(job(**adam(lr=0.01)), tmp_path, train_steps=3)
     assert trained_options(job(**adam(lr=0.01, foreach=False)), tmp_path, steps=4)[0]["foreach"] is False
+
+
+class Slow(torch.optim.SGD):
+    """Lookahead with its slow weights in a list, an inner optimizer, and a count."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.slow = [[p.detach().clone()] for group in self.param_groups for p in group["params"]]
+        self.inner = torch.optim.RMSprop(self.param_groups)
+        self.mine = [p for group in self.param_groups for p in group["params"]]
+        self.beside, self.calls, self.size, self.fixed = {"sum": torch.zeros(1)}, 0, 1.0, torch.ones(2)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.inner.step()
+        self.calls += 1
+        self.beside["sum"] = self.beside["sum"] + 1
+        for (slow,), p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            slow.lerp_(p, 0.5)
+
+
+def test_what_an_optimizer_keeps_and_no_checkpoint_has_is_told_once(tmp_path: Path) -> None:
+    trained(job(optimizer=lambda named: Slow([p for _, p in named])), tmp_path, train_steps=4, checkpoint_every=2)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    told = [event for event in events if "no checkpoint has" in event.get("text", "")]
+    assert [row["level"] for row in told] == ["warning"]
+    assert told[0]["text"].startswith("no checkpoint has Slow.slow, Slow.inner, Slow.beside, Slow.calls, and a run")
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam", "ASGD", "Adafactor", "Rprop"])
+def test_torch_s_own_keep_nothing_that_no_checkpoint_has(name: str) -> None:
+    parameter = nn.Parameter(torch.ones(3, 2))
+    parameter.grad = torch.ones(3, 2)
+    optimizer = getattr(torch.optim, name)([parameter], lr=0.1)
+    unsaved = Unsaved([optimizer])
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+    assert unsaved.note() == ""

@@ -11,8 +11,10 @@ from paceline.errors import JobError, LayoutError
 from paceline.place.rules import learn, shared_optimizers
 from paceline.place.shard.offload import offload_state
 from paceline.place.shard.share import Share, cuts, shares_of
+from paceline.place.tried import alike
 from paceline.place.units import trainable
 from paceline.torch_private import JointScaler
+from tests.matrix.page import patterns, stands
 
 
 class Sign(Optimizer):
@@ -54,6 +56,84 @@ class Joint(Sign):
             p.sub_(p.grad / size)
 
 
+class Late(Sign):
+    """Looks at whole tensors from its fourth step on."""
+
+    def moved(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+        return grad / grad.norm() if self.state[p]["steps"] > 3 else grad
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * self.moved(p, p.grad))
+
+
+class Clips(Late):
+    def moved(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return grad * (10 / grad.norm()).clamp(max=1.0)
+
+
+class Spikes(Late):
+    """Clips to twice the usual norm."""
+
+    def moved(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        usual = self.state[p].setdefault("usual", grad.norm())
+        return grad * (2 * usual.lerp_(grad.norm(), 0.1) / grad.norm()).clamp(max=1.0)
+
+
+class Large(Late):
+    def moved(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return grad / grad.norm() if min(p.shape) >= 128 else grad
+
+
+class Skips(Late):
+    """Leaves the momentum of a tensor without a gradient as it is."""
+
+    def moved(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        last = self.state[p].setdefault("last", torch.zeros_like(p))
+        return last.mul_(0.9).add_(grad) if grad.any() else last.mul(0)
+
+
+class JointClips(Sign):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        size = torch.stack([p.grad.norm() for p in every]).norm()
+        for p in every:
+            p.sub_(p.grad * (1000 / size).clamp(max=1.0))
+
+
+class Places(Sign):
+    """A rate by the place in the list."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for place, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            p.sub_(0.9**place * p.grad)
+
+
+class Inner(Optimizer):
+    """Leaves the work to another one; where `shares`, with the same groups."""
+
+    def __init__(self, params: Any, *, shares: bool) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+        if shares:
+            self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+class Copies(Sign):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+
 class Noisy(Sign):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -81,7 +161,49 @@ def shares(place: int, places: int = 3, whole: Any = ()) -> tuple[nn.Module, lis
     return made, shares_of(named, cut=cuts(named, places=places, whole=whole), place=place)
 
 
+def scheduled(named: Any) -> Optimizer:
+    """A schedule wraps the step of the optimizer itself."""
+    made = torch.optim.Muon([p for _, p in named if p.dim() == 2])
+    torch.optim.lr_scheduler.StepLR(made, 3)
+    return made
+
+
+def closed(named: Any) -> Optimizer:
+    class Closed(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for _, p in named:
+                if p.grad is not None:
+                    p.sub_(p.grad)
+
+    return Closed([p for _, p in named])
+
+
+def hooked(named: Any, when: str) -> Optimizer:
+    made = torch.optim.SGD([p for _, p in named], lr=0.1)
+
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_([p for _, p in named], 0.3)
+
+    getattr(made, f"register_step_{when}_hook")(clip)
+    return made
+
+
+def patched(named: Any) -> Optimizer:
+    made = torch.optim.SGD([p for _, p in named], lr=0.1)
+    plain = made.step
+
+    def step() -> None:
+        plain()
+
+    made.step = step  # type: ignore[method-assign]
+    return made
+
+
+LAYERS = list(model().parameters())
 RIGHT = {
+    "inside": lambda named: Inner([p for _, p in named], shares=True),
+    "rates": lambda named: torch.optim.AdamW([{"params": [p], "lr": 0.1 / n} for n, (_, p) in enumerate(named, 1)]),
     "sgd": lambda named: torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9, weight_decay=0.1),
     "adam": lambda named: torch.optim.Adam([p for _, p in named], lr=0.1, amsgrad=True),
     "fused": lambda named: torch.optim.AdamW([p for _, p in named], lr=0.1, fused=True),
@@ -151,12 +273,20 @@ def test_named_groups_stay_also_where_one_is_empty_here() -> None:
         (lambda named: torch.optim.Muon([p for _, p in named if p.dim() == 2]), "Muon gives other values"),
         (lambda named: torch.optim.Adafactor([p for _, p in named]), "Adafactor gives other values"),
         (lambda named: Trust([p for _, p in named]), "Trust gives other values"),
+        (lambda named: Trust([p for _, p in named], lr=0.0), "Trust gives other values"),
+        (lambda named: Late([p for _, p in named]), "Late gives other values"),
+        (lambda named: Clips([p for _, p in named]), "Clips gives other values"),
+        (lambda named: Spikes([p for _, p in named]), "Spikes gives other values"),
+        (lambda named: Large([p for _, p in named]), "Large gives other values"),
+        (lambda named: Skips([p for _, p in named]), "Skips gives other values"),
+        (lambda named: scheduled(named), "Muon gives other values"),
     ],
 )
 def test_a_rule_on_whole_tensors_is_refused_by_name_or_given_whole_ones(make: Any, says: str) -> None:
     rules = learn(make, trainable(model()))
-    with pytest.raises(LayoutError, match=says):
+    with pytest.raises(LayoutError, match=says) as raised:
         rules.refuse_rows(layout="fsdp")
+    assert stands(str(raised.value).splitlines()[0], patterns()), "docs/refusals.md does not have it"
     whole = rules.whole()
     assert "0.weight" in whole
     cut = cuts(trainable(model()), places=2, whole=list(whole))
@@ -180,18 +310,41 @@ def test_fused_rows_are_refused_in_exact_mode_only() -> None:
     [
         (lambda named: Joint([p for _, p in named]), "Joint moves a parameter otherwise beside a second one"),
         (lambda named: Noisy([p for _, p in named]), "Noisy moves a parameter otherwise beside a second one"),
+        (lambda named: JointClips([p for _, p in named]), "JointClips moves a parameter otherwise beside a second one"),
+        (lambda named: Places([p for _, p in named]), "Places moves a parameter otherwise beside a second one"),
+        (lambda named: Inner([p for _, p in named], shares=False), "Inner does not move the parameters in its param"),
+        (lambda named: closed(named), "Closed does not move the parameters in its param"),
+        (lambda named: hooked(named, "pre"), r"optimizer= hooked hooked.<locals>.clip into the step of SGD"),
+        (lambda named: hooked(named, "post"), r"optimizer= hooked hooked.<locals>.clip into the step of SGD"),
+        (lambda named: patched(named), r"optimizer= hooked patched.<locals>.step into the step of SGD"),
         (lambda named: torch.optim.SGD([p for _, p in named if p.norm().item() > 0]), "parameters without memory"),
     ],
 )
 def test_what_no_cut_gets_right_is_refused(make: Any, says: str) -> None:
-    with pytest.raises(JobError, match=says):
+    with pytest.raises(JobError, match=says) as raised:
         learn(make, trainable(model())).whole()
+    told = str(raised.value).splitlines()[0]
+    assert "without memory" in told or stands(told, patterns()), "docs/refusals.md does not have it"
 
 
 def test_an_optimizer_with_its_own_references_is_refused() -> None:
     made, own = shares(0)
     with pytest.raises(JobError, match=r"Keeper\.mine holds parameters"):
         learn(lambda named: Keeper([p for _, p in named]), trainable(made)).on(own)
+    with pytest.raises(JobError, match=r"Copies\.slow holds parameters"):
+        learn(lambda named: Copies([p for _, p in named]), trainable(made)).on(own)
+
+
+def test_groups_that_differ_in_their_rate_alone_are_tried_once() -> None:
+    groups = [{"params": [p], "lr": 0.1 / n, "weight_decay": 0.1 * (p.dim() > 1)} for n, p in enumerate(LAYERS, 1)]
+    assert [len(group["params"]) for group in alike(torch.optim.AdamW(groups))] == [5, 2]
+
+
+def test_a_rule_on_whole_vectors_is_refused_on_pieces_of_one() -> None:
+    rules = learn(lambda named: Trust([p for _, p in named]), trainable(nn.LayerNorm(6)))
+    with pytest.raises(LayoutError, match="Trust looks at whole vectors, and tp leaves pieces of weight"):
+        rules.refuse_pieces({"weight"}, layout="tp")
+    rules.refuse_pieces(set(), layout="tp")
 
 
 def test_a_probe_leaves_the_optimizer_and_the_random_stream_alone() -> None:

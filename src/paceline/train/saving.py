@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError, PacelineError, ResumeError, raise_all
-from paceline.events import CheckpointRefused, CheckpointSaved, Event
+from paceline.events import CheckpointRefused, CheckpointSaved, Event, Note
 from paceline.feed.feed import Feed
 from paceline.measure.environment import cpu_name, torch_build
 from paceline.order.cursor import Cursor
@@ -26,6 +26,7 @@ from paceline.train.optimizer_state import Shares, group_names
 from paceline.train.phases import write_together
 from paceline.train.state import Trained, files_of, grid_state, load_ema, load_grid, load_model, load_update
 from paceline.train.together import together
+from paceline.train.unsaved import Unsaved
 from paceline.world import World
 
 
@@ -78,6 +79,7 @@ class Saver:
         self._folder = folder
         self._identity = identity
         self._names = names
+        self._unsaved = Unsaved(built.update.optimizers)
         self.last_saved = begun_from.step if begun_from is not None and begun_from.is_in(folder) else -1
 
     def save(self, *, cursor: Cursor, feed: Feed, extra: Mapping[str, Any], best: bool) -> list[Event]:
@@ -103,7 +105,9 @@ class Saver:
             return []
         seconds = time.perf_counter() - began
         num_bytes = folder_bytes(path)
-        return [CheckpointSaved(step=cursor.step, path=str(path), seconds=seconds, num_bytes=num_bytes, best=best)]
+        saved = CheckpointSaved(step=cursor.step, path=str(path), seconds=seconds, num_bytes=num_bytes, best=best)
+        lost = self._unsaved.note()
+        return [saved, *([Note(text=lost, level="warning")] if lost else [])]
 
     def _mark(self, path: Path, step: int, best: bool) -> None:
         if not self._world.is_main:
