@@ -92,11 +92,18 @@ class _Guard:
         self._from_caller: list[Any] = []
         self._copies: list[tuple[Any, Any]] = []
         self._versions: list[int] = []
+        self._left: list[int] = []
 
     def called(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """As a pre-hook, before all others."""
         self._from_caller = [*_containers((*args, *kwargs.values()))]
-        for name, owner, own, either in self.parameters:
+        for number, (name, owner, own, either) in enumerate(self.parameters):
+            if self._left and owner.get(own) is either[-1] and version(either[-1]) != self._left[number]:
+                raise LayoutError(
+                    f"{name} was written to while it was gathered, and its rows, which fsdp keeps, were not.",
+                    cause="a callback that changes weights after an evaluation",
+                    hint=_ELSEWHERE,
+                )
             if not any(owner.get(own) is known for known in either):
                 raise LayoutError(
                     f"{self.name} is called with another tensor in the place of its parameter {name}, and fsdp would "
@@ -141,6 +148,7 @@ class _Guard:
                     hint="F.normalize(self.weight) where it is used, or --ranks 1 without --train.exact",
                 )
         self._copies, self._from_caller = [], []
+        self._left = self._versions
 
     def given(self, output: Any) -> None:
         """Notice the first of its tensors to which a gradient comes."""
