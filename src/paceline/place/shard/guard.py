@@ -98,7 +98,7 @@ class _Guard:
         """As a pre-hook, before all others."""
         self._from_caller = [*_containers((*args, *kwargs.values()))]
         for number, (name, owner, own, either) in enumerate(self.parameters):
-            if self._left and owner.get(own) is either[-1] and version(either[-1]) != self._left[number]:
+            if self._left and version(either[-1]) != self._left[number]:
                 raise LayoutError(
                     f"{name} was written to while it was gathered, and its rows, which fsdp keeps, were not.",
                     cause="a callback that changes weights after an evaluation",
