@@ -56,22 +56,29 @@ def check(found: dict[str, Any], cases: list[str]) -> None:
         assert found[case].get("norm", 0.0) <= TOLERANCE, case
 
 
+def check_words(found: dict[str, Any], cases: list[str]) -> None:
+    words = {f"{case}, {name}": what for case in cases for name, what in found.pop(case).items()}
+    assert not [name for name, what in words.items() if stands(what, patterns()) is None], words
+
+
 def test_weights_are_those_of_one_process(tmp_path: Path) -> None:
     cases = [f"{case}:{layout}" for layout in ("ddp", "zero1", "zero2", "fsdp") for case in ("plain", "counted", "gan")]
     cases += ["gan:tp=2", "handed:fsdp", "files:fsdp", "files:ddp"]
-    found = started(tmp_path, ranks=2, cases=cases)
+    cases += ["dropped:zero1", "dropped:fsdp", "frozen:fsdp", "changed:fsdp"]
+    found = started(tmp_path, ranks=2, cases=[*cases, "told:ddp", "told:fsdp"])
+    check_words(found, ["told:ddp", "told:fsdp"])
     check(found, cases)
     assert found["handed:fsdp"]["drafted"] == 1
 
 
+@pytest.mark.soak
 def test_gradients_between_backward_and_step(tmp_path: Path) -> None:
     cases = [f"dropped:{layout}" for layout in ("ddp", "zero1", "zero2", "fsdp")]
     cases += ["frozen:ddp", "frozen:zero2", "frozen:fsdp", "changed:ddp", "changed:zero1", "changed:fsdp"]
     tells = ["told:ddp", "told:zero1", "told:fsdp"]
     found = started(tmp_path, ranks=2, cases=[*cases, *tells])
-    words = {f"{case}, {name}": what for case in tells for name, what in found.pop(case).items()}
+    check_words(found, tells)
     check(found, cases)
-    assert not [name for name, what in words.items() if stands(what, patterns()) is None], words
 
 
 def test_one_process_alone_gives_the_bits_of_plain_torch(tmp_path: Path) -> None:
