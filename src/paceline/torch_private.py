@@ -34,6 +34,7 @@ __all__ = [
     "add_all",
     "compile_errors",
     "copy_all",
+    "disabled_torch_function",
     "divide_all",
     "give_memory",
     "guard_hooks",
@@ -54,6 +55,9 @@ __all__ = [
     "version",
     "without_group",
 ]
+
+
+disabled_torch_function = torch._C._disabled_torch_function_impl  # a subclass whose operations are dispatched alone
 
 
 def divide_all(tensors: Sequence[Tensor], divisor: float | Tensor) -> None:

@@ -1,6 +1,8 @@
 """What one rank does in the tests of `pl.place`: trains as a script would, and beside it plain torch on all samples."""
 
 import atexit
+import contextlib
+import copy
 import json
 import os
 import sys
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline as pl
+from paceline.errors import PacelineError
 from paceline.train import begin
 
 STEPS = 4
@@ -202,7 +205,143 @@ def large(layout: str) -> dict[str, Any]:
     return {"values": found}
 
 
+def dropped(layout: str) -> dict[str, Any]:
+    """Gradients thrown away: of a whole step, in the midst of one, of one of two optimizers, and with zeros."""
+    placed, right = made(layout)
+
+    def halves(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+        first = [p for n, p in named if n.startswith("blocks")]
+        return [adam_of(first), adam_of([p for n, p in named if not n.startswith("blocks")])]
+
+    ours, theirs = placed.optimizer(halves), halves(list(right.named_parameters()))
+    for step, (x, y) in enumerate(batches()):
+        for optimizer in theirs:
+            optimizer.zero_grad()
+        for number, keeps in enumerate((step != 0, step == 2, True)):
+            is_last = number == 2 or not keeps
+            placed.backward(F.cross_entropy(placed.model(mine(placed, x)), mine(placed, y)), last=is_last)
+            F.cross_entropy(right(x), y).backward()
+            for optimizer in () if keeps else (*ours, *theirs):
+                optimizer.zero_grad(set_to_none=step < 2)
+        if step == 1:
+            for optimizers in (ours, theirs):
+                optimizers[0].zero_grad()
+        if step == 3:
+            placed.model.leave.zero_grad(set_to_none=False)
+            right.leave.zero_grad(set_to_none=False)
+        for optimizer in (*ours, *theirs):
+            optimizer.step()
+    return {"apart": apart(placed.whole(), right)}
+
+
+def adam_of(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def frozen(layout: str) -> dict[str, Any]:
+    """A layer frozen in mid-training, found sharded or gathered (after an evaluation), and let go again."""
+    placed, right = made(layout)
+    ours, theirs = placed.optimizer(adam), adam(list(right.named_parameters()))
+    for step, (x, y) in enumerate(batches()):
+        if step in (1, 2):
+            with torch.no_grad():
+                placed.model(x)
+        for model in (placed.model, right):
+            model.blocks[0].requires_grad_(step != 1)
+            model.leave.requires_grad_(step not in (1, 2))
+        placed.backward(F.cross_entropy(placed.model(mine(placed, x)), mine(placed, y)))
+        ours.step()
+        theirs.zero_grad()
+        F.cross_entropy(right(x), y).backward()
+        theirs.step()
+    return {"apart": apart(placed.whole(), right)}
+
+
+def changed(layout: str) -> dict[str, Any]:
+    """Gradients changed between backward and step."""
+    placed, right = made(layout)
+    ours, theirs = placed.optimizer(sgd), sgd(list(right.named_parameters()))
+    for x, y in batches():
+        placed.backward(F.cross_entropy(placed.model(mine(placed, x)), mine(placed, y)))
+        for gradient in placed.gradients().values():
+            gradient.mul_(3).clamp_(-0.02, 0.02)
+        placed.clip(0.1)
+        ours.step()
+        theirs.zero_grad()
+        F.cross_entropy(right(x), y).backward()
+        for p in right.parameters():
+            if p.grad is not None:
+                p.grad.mul_(3).clamp_(-0.02, 0.02)
+        nn.utils.clip_grad_norm_(right.parameters(), 0.1)
+        theirs.step()
+    return {"apart": apart(placed.whole(), right)}
+
+
+def told(layout: str) -> dict[str, Any]:
+    """What is refused of work on gradients that are not whole here: the first line of each."""
+    placed, _ = made(layout)
+    optimizer = placed.optimizer(adam)
+    x, y = next(batches())
+    parameters = list(placed.model.parameters())
+
+    def loss() -> Tensor:
+        return F.cross_entropy(placed.model(mine(placed, x)), mine(placed, y))
+
+    def replaced() -> None:
+        parameters[0].grad = torch.zeros_like(parameters[0])
+        optimizer.step()
+
+    def one_thrown_away() -> None:
+        placed.model.leave.zero_grad()
+        placed.backward(loss())
+
+    def written() -> None:
+        with torch.no_grad():
+            placed.model(x)
+            placed.model.leave.bias.add_(1)
+        loss()
+
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    tries: dict[str, Callable[[], Any]] = {
+        "norm": lambda: nn.utils.clip_grad_norm_(parameters, 1.0),
+        "value": lambda: nn.utils.clip_grad_value_(parameters, 1.0),
+        "read": lambda: [p.grad.square().sum() for p in parameters if p.grad is not None],
+        "list": lambda: next(p.grad for p in parameters if p.grad is not None).tolist(),
+        "scaler": lambda: scaler.unscale_(optimizer),
+        "replaced": replaced,
+        "part": one_thrown_away,
+        "again": lambda: (placed.norm(), placed.backward(loss())),
+    }
+    if layout == "fsdp":
+        tries["penalty"] = lambda: placed.backward(loss() + sum(p.square().sum() for p in parameters))
+        tries["whole penalty"] = lambda: placed.backward(
+            loss() + sum(p.square().sum().full_tensor() for p in parameters if hasattr(p, "full_tensor"))  # type: ignore[operator]
+        )
+    if layout in ("fsdp", "tp=2"):
+        tries["copy"] = lambda: copy.deepcopy(placed.model)
+    if layout != "fsdp":
+        tries["plain"] = lambda: loss().backward()
+    else:
+        tries["gathered"] = written
+    found = {}
+    for name, attempt in tries.items():
+        optimizer.zero_grad()
+        with contextlib.suppress(PacelineError):  # what the last attempt left
+            placed.backward(loss())
+        try:
+            attempt()
+        except PacelineError as error:
+            found[name] = error.what
+        else:
+            found[name] = "not refused"
+        with contextlib.suppress(PacelineError):
+            optimizer.step()
+    return found
+
+
 CASES = {"plain": plain_loop, "counted": counted_loop, "gan": gan, "files": files, "large": large, "handed": handed}
+CASES |= {"dropped": dropped, "frozen": frozen, "changed": changed, "told": told}
 
 
 def main() -> None:

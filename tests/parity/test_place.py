@@ -14,6 +14,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.errors import JobError, LayoutError, UsageError
+from tests.matrix.page import patterns, stands
 from tests.parity.placed_ranks import Net, adam
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,12 +56,29 @@ def check(found: dict[str, Any], cases: list[str]) -> None:
         assert found[case].get("norm", 0.0) <= TOLERANCE, case
 
 
+def check_words(found: dict[str, Any], cases: list[str]) -> None:
+    words = {f"{case}, {name}": what for case in cases for name, what in found.pop(case).items()}
+    assert not [name for name, what in words.items() if stands(what, patterns()) is None], words
+
+
 def test_weights_are_those_of_one_process(tmp_path: Path) -> None:
     cases = [f"{case}:{layout}" for layout in ("ddp", "zero1", "zero2", "fsdp") for case in ("plain", "counted", "gan")]
     cases += ["gan:tp=2", "handed:fsdp", "files:fsdp", "files:ddp"]
-    found = started(tmp_path, ranks=2, cases=cases)
+    cases += ["dropped:zero1", "dropped:fsdp", "frozen:fsdp", "changed:fsdp"]
+    found = started(tmp_path, ranks=2, cases=[*cases, "told:ddp", "told:fsdp"])
+    check_words(found, ["told:ddp", "told:fsdp"])
     check(found, cases)
     assert found["handed:fsdp"]["drafted"] == 1
+
+
+@pytest.mark.soak
+def test_gradients_between_backward_and_step(tmp_path: Path) -> None:
+    cases = [f"dropped:{layout}" for layout in ("ddp", "zero1", "zero2", "fsdp")]
+    cases += ["frozen:ddp", "frozen:zero2", "frozen:fsdp", "changed:ddp", "changed:zero1", "changed:fsdp"]
+    tells = ["told:ddp", "told:zero1", "told:fsdp"]
+    found = started(tmp_path, ranks=2, cases=[*cases, *tells])
+    check_words(found, tells)
+    check(found, cases)
 
 
 def test_one_process_alone_gives_the_bits_of_plain_torch(tmp_path: Path) -> None:
@@ -106,6 +124,38 @@ def test_a_step_needs_a_backward_of_its_own() -> None:
         placed.backward(placed.model(torch.ones(2, 6)).sum())
     with pytest.raises(JobError, match="has an optimizer already"):
         placed.optimizer(adam)
+
+
+def test_alone_gradients_are_at_hand() -> None:
+    placed = pl.place(Net, world=pl.World.alone())
+    optimizer = placed.optimizer(adam)
+    x = torch.ones(2, 6)
+    placed.backward(placed.model(x).sum())
+    assert nn.utils.clip_grad_norm_(placed.model.parameters(), 1.0) > 1
+    optimizer.step()
+    placed.backward(placed.model(x).sum(), count=3)
+    with pytest.raises(UsageError, match="is not put together yet"):
+        nn.utils.clip_grad_norm_(placed.model.parameters(), 1.0)
+    optimizer.zero_grad()
+    placed.backward(placed.model(x).sum(), count=2)
+    right = torch.autograd.grad(placed.model(x).sum() / 2, placed.model.enter.weight)[0]
+    torch.testing.assert_close(placed.gradients()["enter.weight"], right)
+
+
+def test_what_is_frozen() -> None:
+    def half() -> nn.Module:
+        model = Net()
+        model.enter.requires_grad_(False)
+        return model
+
+    placed = pl.place(half, world=pl.World.alone())
+    placed.model.enter.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"enter.weight was frozen when the model was placed") as refused:
+        placed.backward(placed.model(torch.ones(2, 6)).sum())
+    assert stands(refused.value.what, patterns())
+    placed.model.requires_grad_(False)
+    with pytest.raises(UsageError, match="every parameter is frozen"):
+        placed.backward(torch.zeros((), requires_grad=True) * 1)
 
 
 def test_it_can_be_called_whatever_was_imported_before() -> None:

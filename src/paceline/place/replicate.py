@@ -82,6 +82,7 @@ class _Unit:
         self.parameters = [member.parameter for member in members]
         self.ready = 0
         self.wait: Callable[[], object] | None = None
+        self.landed = False
         self.flat: Tensor | None = None
         self.views: list[Tensor] = []
         self.flags: Tensor | None = None
@@ -106,9 +107,16 @@ class _Unit:
             parameter.grad = None
         return self.flat
 
+    def forget(self) -> None:
+        """Begin anew; what is still under way, of a step that was dropped, is waited for."""
+        if self.wait is not None and not self.landed:
+            self.wait()
+        self.ready, self.wait, self.landed = 0, None, False
+
     def land(self, divisor: float | Tensor | None) -> None:
         assert self.wait is not None
         self.wait()
+        self.landed = True
         result = self.flat if self.flat is not None else self.parameters[0].grad
         assert result is not None
         if divisor is not None:
@@ -141,8 +149,7 @@ class BucketReducer:
         for member in self._named:
             member.parameter.grad = None
         for unit in self._units:
-            unit.ready = 0
-            unit.wait = None
+            unit.forget()
         self._touched = [False] * len(self._named)
         self._armed = False
         self._next = 0

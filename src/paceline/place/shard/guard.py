@@ -57,6 +57,7 @@ class Guards:
             either[0].__class__ = Kept  # type: ignore[assignment]
             vars(either[0])["known_as"] = name
         self._guards[id(unit)].parameters.append((name, registries(owner)[0], own, tuple(either)))
+        self._guards[id(unit)].trains.append(either[0].requires_grad)
 
     def begin(self) -> None:
         """When all parameters are known. Of stages nobody calls the whole model."""
@@ -87,14 +88,22 @@ class _Guard:
     def __init__(self, guards: Guards, name: str, number: int) -> None:
         self.name, self._guards, self._number = name, guards, number
         self.parameters: list[tuple[str, dict[str, Any], str, tuple[nn.Parameter, ...]]] = []
+        self.trains: list[bool] = []
         self._from_caller: list[Any] = []
         self._copies: list[tuple[Any, Any]] = []
         self._versions: list[int] = []
+        self._left: list[int] = []
 
     def called(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """As a pre-hook, before all others."""
         self._from_caller = [*_containers((*args, *kwargs.values()))]
-        for name, owner, own, either in self.parameters:
+        for number, (name, owner, own, either) in enumerate(self.parameters):
+            if self._left and version(either[-1]) != self._left[number]:
+                raise LayoutError(
+                    f"{name} was written to while it was gathered, and its rows, which fsdp keeps, were not.",
+                    cause="a callback that changes weights after an evaluation",
+                    hint=_ELSEWHERE,
+                )
             if not any(owner.get(own) is known for known in either):
                 raise LayoutError(
                     f"{self.name} is called with another tensor in the place of its parameter {name}, and fsdp would "
@@ -107,10 +116,19 @@ class _Guard:
         """As a pre-hook, after those that gather."""
         if not in_backward():
             self._guards.order.saw(self._number)
+        self._freeze()
         same = set(map(id, self._from_caller))
         inside: Iterable[Any] = _containers((*args, *kwargs.values())) if same else ()
         self._copies = [(each, _content(each)) for each in inside if id(each) not in same]
         self._versions = [version(either[-1]) for *_, either in self.parameters]
+
+    def _freeze(self) -> None:
+        """A parameter that is frozen or let go, sharded or gathered as the user met it, is so both ways."""
+        for number, (*_, either) in enumerate(self.parameters):
+            if either[0].requires_grad != either[-1].requires_grad:
+                for parameter in either:
+                    parameter.requires_grad_(not self.trains[number])
+            self.trains[number] = either[0].requires_grad
 
     def left(self, *_: Any) -> None:
         """As a hook, before those that let go."""
@@ -130,6 +148,7 @@ class _Guard:
                     hint="F.normalize(self.weight) where it is used, or --ranks 1 without --train.exact",
                 )
         self._copies, self._from_caller = [], []
+        self._left = self._versions
 
     def given(self, output: Any) -> None:
         """Notice the first of its tensors to which a gradient comes."""
@@ -193,6 +212,15 @@ def _explained(error: RuntimeError) -> LayoutError | None:
             hint=f"x = x + ..., and return it; or {_ELSEWHERE}",
         )
     return None
+
+
+def in_the_loss(name: str) -> LayoutError:
+    """Of a weight penalty, whose gradient would go to rows that no backward writes to."""
+    return LayoutError(
+        f"the loss is made of {name} itself, and under fsdp a rank has its rows only.",
+        cause="a weight penalty: a sum over model.parameters() that is added to the loss",
+        hint=f"weight_decay= of the optimizer; or {_ELSEWHERE}",
+    )
 
 
 def _elsewhere(name: str) -> LayoutError:

@@ -100,7 +100,8 @@ class ScatterReducer:
         return self._shard.world_size > 1
 
     def begin(self) -> None:
-        """Forget the last step's gradients."""
+        """Forget the last step's gradients, and those of one that was dropped."""
+        self._land(keep=0)
         self._forget()
         if self._grid is not None:
             self._grid.begin()
