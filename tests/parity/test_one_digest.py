@@ -114,7 +114,8 @@ def test_every_layout_starts_with_the_weights_of_one_plain_build(tmp_path: Path)
 @pytest.mark.soak
 def test_every_layout_starts_alike_above_the_limit(tmp_path: Path) -> None:
     """Where no process has the whole: parts of one digest, which is not that of the plain build; and one training."""
-    words = [f"{model}:{layout}" for layout in (*ABOVE, *START) for model in MODELS]
+    rows = [(model, layout) for layout in (*ABOVE, *START) for model in MODELS]
+    words = [f"{m}:{row}" for m, row in rows if (m, row) != ("nano", "dp_shard=2,cp=2:4")]  # is not tried, and told so
     answers = run(
         tmp_path, "--case", *words, "--limit", "1000", "--checks", "start", "float64", "--seconds", "240", seconds=7200
     )

@@ -37,7 +37,7 @@ from paceline.talk import say
 from paceline.torch_private import guard_hooks
 from paceline.train.apart import Unlisted
 from paceline.train.begin import Begun, begin, begin_whole
-from paceline.train.context import UNTRIED, context_of, try_experts
+from paceline.train.context import UNTRIED, can_be_tried, context_of, try_experts
 from paceline.train.example import Example
 from paceline.train.fit import refuse_unfit
 from paceline.train.options import Options
@@ -217,8 +217,9 @@ def _placed(
         example.learn() if begun.late is None else begun.late.valued(example.learn)
     context = context_of(job, model=model, contract=contract, worlds=worlds, example=example)
     try_experts(model=model, contract=contract, worlds=worlds, example=example)
-    if begun.late is not None:
-        begun.late.notes.extend(UNTRIED.format(axis) for axis in ("cp", "ep") if plan.mesh.size(axis) > 1)
+    untried = [] if can_be_tried(model) else [a for a in ("cp", "ep") if plan.mesh.size(a) > 1]
+    for note in (UNTRIED.format(axis) for axis in untried):
+        say(note) if begun.late is None else begun.late.notes.append(note)
     return compose(
         model,
         asked=plan.asked,

@@ -22,7 +22,7 @@ from paceline.worlds import Worlds
 _USUAL = "input_ids"
 _MOST_CHECKED = 50_000_000
 _MORE_LENGTHS = 3
-UNTRIED = "{}: that the model gives the same in parts was not tried above init.limit; `paceline verify` answers it"
+UNTRIED = "{}: that the model gives the same in parts was not tried, since it is large; `paceline verify` answers it"
 
 
 def context_of(
@@ -38,7 +38,7 @@ def context_of(
         return None
     sequence = _sequence(job, example)
     lengths: Lengths | None = None
-    if _can_be_tried(model):
+    if can_be_tried(model):
         tried = partial(
             check_context,
             sequence=sequence,
@@ -99,11 +99,12 @@ def try_experts(*, model: nn.Module, contract: LossContract, worlds: Worlds, exa
     Raises:
         LayoutError: they can't be spread, or what comes of it is something else.
     """
-    if worlds.ep.world_size > 1 and _can_be_tried(model):
+    if worlds.ep.world_size > 1 and can_be_tried(model):
         check_experts(model=model, batches=[example.batch, example.batch], forward=contract.forward)
 
 
-def _can_be_tried(model: nn.Module) -> bool:
+def can_be_tried(model: nn.Module) -> bool:
+    """Whether it is whole here, and small enough to run some more times in double precision."""
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters) <= _MOST_CHECKED and not any(p.is_meta for p in parameters)
 
