@@ -262,7 +262,9 @@ divide.reducer_of = lambda named, world, grid: _reducer(named, type(world).alone
         code="""
 from dataclasses import replace
 from paceline.place.experts import spread as experts
+from paceline.train import context
 _plan_route = experts.plan_route
+context.check_experts = lambda **_: None  # which would find it before verify does
 
 def plan_route(index, *, ranges, exchange):
     route = _plan_route(index, ranges=ranges, exchange=exchange)

@@ -1,6 +1,8 @@
 """Forwards that only look leave the model as it was: attributes, buffers, parameters, generators."""
 
 import random
+import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,3 +101,12 @@ def test_a_loss_that_is_only_tried_keeps_its_own_state():
             function(batch)  # type: ignore[operator]
     assert (count, kept) == (0, {"mean": 0.0, "deep": [[1]]})
     assert (centre.count, centre.centre.tolist(), centre.seen) == (0, [0.0] * 3, [1]) and not hasattr(centre, "new")
+
+
+def test_what_a_loss_only_reads_is_not_written_to(tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.ones(3, dtype=np.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of an array that can't be written to: writing is a crash
+        table = torch.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="r"))
+    with stateless(lambda: table):
+        assert float(table.sum()) == 3

@@ -56,7 +56,7 @@ def stateless(function: object) -> Iterator[None]:
     That is what it closes over, or an object's attributes. Modules, and tensors and containers that are too large for
     a running state, are taken to be only read.
     """
-    kept = _Small(iter(()))
+    kept = _Small()
     owner = getattr(function, "__self__", function)
     if not isinstance(owner, type | ModuleType) and hasattr(owner, "__dict__"):
         kept.keep(vars(owner))
@@ -135,7 +135,7 @@ class _Kept:
             if storage_key(value) in self._without:
                 return None
             old = value.detach().clone()
-            return lambda: write(value.data, old)
+            return lambda: None if not old.is_meta and torch.equal(value, old) else write(value.data, old)
         if isinstance(value, np.ndarray):
             array = value.copy()
             return lambda: np.copyto(value, array) if value.flags.writeable else None
@@ -152,11 +152,17 @@ class _Kept:
 
 
 class _Small(_Kept):
-    """Without modules and what is large."""
+    """Without modules and what is large, by itself or together with what came before."""
+
+    def __init__(self) -> None:
+        super().__init__(iter(()))
+        self._left = 16 * _MOST
 
     def keep(self, value: Any) -> None:
         """A value with all that is in it."""
-        if not isinstance(value, nn.Module) and _size(value) <= _MOST:
+        size = _size(value)
+        if not isinstance(value, nn.Module) and size <= min(_MOST, self._left):
+            self._left -= size
             super().keep(value)
 
     def keep_cells(self, cells: Sequence[CellType]) -> None:

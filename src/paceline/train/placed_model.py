@@ -141,6 +141,7 @@ class PlacedModel:
 
     def close(self) -> None:
         """Take the hooks away."""
+        self._veil.up()
         for module in self._copies:
             vars(module).pop("__deepcopy__", None)
         self._placed.reducer.close()

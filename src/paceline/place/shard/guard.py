@@ -24,6 +24,7 @@ from paceline.world import World
 _DEEP = 8
 _ELSEWHERE = "--layout zero2 (zero=2 in a mixture), which keeps parameters whole"
 _running = threading.local()
+_open: list[None] = []  # forwards that have not ended, of all threads: on a GPU backwards run in one of their own
 
 
 class Guards:
@@ -66,7 +67,7 @@ class Guards:
 
     def refuse_early(self) -> None:
         """Raises: LayoutError: a unit runs backward while the model's forward has not ended, or the loss."""
-        if self._runs or getattr(_running, "depth", 0):
+        if self._runs or _open:
             raise LayoutError(
                 "the forward or the loss runs a backward of its own, through units that fsdp has let go of already.",
                 cause="torch.autograd.grad there, as for a gradient penalty",
@@ -189,6 +190,7 @@ def forward_runs() -> Iterator[None]:
         LayoutError: what the model's author can do about it.
     """
     _running.depth = getattr(_running, "depth", 0) + 1
+    _open.append(None)
     try:
         yield
     except RuntimeError as error:
@@ -198,6 +200,7 @@ def forward_runs() -> Iterator[None]:
         raise found.with_traceback(error.__traceback__) from error
     finally:
         _running.depth -= 1
+        _open.pop()
 
 
 def _explained(error: RuntimeError) -> LayoutError | None:

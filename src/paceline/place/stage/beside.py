@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.errors import LayoutError, line_now
@@ -87,7 +87,7 @@ class _Watcher:
         output = call(*args, **kwargs)
         self._inside = False
         for _, tensor in tensors_in(output):
-            self._made.pop(tensor.untyped_storage(), None)
+            self._made.pop(_memory(tensor), None)
         return output
 
     def unit(self, name: str) -> Callable[..., Any]:
@@ -106,13 +106,18 @@ class _Watcher:
         """One operation has run."""
         given = [tensor for _, tensor in tensors_in([args, kwargs])]
         if self._inside:
-            old = {id(tensor.untyped_storage()) for tensor in given}
+            old = {id(_memory(tensor)) for tensor in given}
             name = operation.overloadpacket.__name__
             for _, tensor in tensors_in(result):
-                if id(storage := tensor.untyped_storage()) not in old:
-                    self._made[storage] = name, self._unit
+                if id(memory := _memory(tensor)) not in old:
+                    self._made[memory] = name, self._unit
             return
         for tensor in given:
-            name, unit = self._made.pop(tensor.untyped_storage(), ("", ""))
+            name, unit = self._made.pop(_memory(tensor), ("", ""))
             if name:
                 self.taken.append(Taken(name=name, unit=unit, where=str(line_now() or "")))
+
+
+def _memory(tensor: Tensor) -> Any:
+    """What views share; a sparse tensor has none of its own."""
+    return tensor.untyped_storage() if tensor.layout is torch.strided else tensor
