@@ -23,7 +23,6 @@ from paceline.train.ready import prepare
 from paceline.world import Place, World
 
 WORDS = 32
-tried._LARGE = ()  # an update rule is tried on tensors of a fixed size, larger than this model's
 
 
 class Block(nn.Module):
@@ -113,6 +112,7 @@ class Meter(Watch):
     def __init__(self) -> None:
         super().__init__(model=nn.Module())
         self.is_on, self.resident = True, 0
+        tried._LARGE = ()  # an update rule is tried on tensors of a fixed size, larger than this model's
         for module, name in ((fsdp, "ScatterReducer"), (sharded, "_reducer"), (divide, "reducer_of")):
             setattr(module, name, self._ending(PLAIN.setdefault(name, getattr(module, name))))
         self.__enter__()
