@@ -239,8 +239,16 @@ def test_the_check_refuses_what_experts_do_in_training_alone() -> None:
             over = over > expert_index.numel() / self.num_experts
             return super().forward(tokens, expert_index, expert_weight.masked_fill(over, 0.0))
 
+    class Roomy(Stacked):
+        """No expert takes more than twenty tokens, and the batch is smaller."""
+
+        def forward(self, tokens: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
+            count = nn.functional.one_hot(expert_index.flatten(), self.num_experts).cumsum(0)
+            over = count.gather(1, expert_index.flatten()[:, None]).view_as(expert_index) > 20
+            return super().forward(tokens, expert_index, expert_weight.masked_fill(over, 0.0))
+
     draws, others = "the experts of moe draw random numbers", "spread over ranks"
-    for kind, says in ((Dropping, draws), (Limited, others), (Share, others)):
+    for kind, says in ((Dropping, draws), (Limited, others), (Share, others), (Roomy, others)):
         model = seeded(lambda kind=kind: Mixture(kind, count=4))
         with pytest.raises(LayoutError, match=says):
             check_experts(model=model, batches=tokens(6, 9)[0], forward=lambda model, batch: model(batch))
