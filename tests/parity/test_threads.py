@@ -99,7 +99,7 @@ def make(
 def built(job: Job, replicas: int, *, micro: int | None = None, **train: Any) -> Built:
     plan = settle(
         layout=parse_layout("threads"),
-        update=Update.SYNC,
+        update=Update(),
         cluster=Cluster(ranks=replicas, cores=1),
         facts=Facts(global_batch_size=job.global_batch_size, micro_batch_size=micro),
     )

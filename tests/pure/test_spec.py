@@ -227,17 +227,17 @@ def test_sizes_are_bounded_before_anything_is_made_of_them(text: str) -> None:
 def test_threads_are_replicas_of_one_process() -> None:
     facts = Facts(global_batch_size=64)
     cluster = Cluster(ranks=3, cores=8)
-    plan = settle(layout=parse_layout("threads"), update=Update.SYNC, cluster=cluster, facts=facts)
+    plan = settle(layout=parse_layout("threads"), update=Update(), cluster=cluster, facts=facts)
     assert (plan.processes, plan.replicas, plan.backend, plan.threads, plan.num_micro) == (1, 3, "none", 2, 3)
     with pytest.raises(LayoutError, match="threads=2 needs 2 ranks, you have 3") as caught:
-        settle(layout=parse_layout("threads=2"), update=Update.SYNC, cluster=cluster, facts=facts)
+        settle(layout=parse_layout("threads=2"), update=Update(), cluster=cluster, facts=facts)
     assert caught.value.hint == "--ranks 2, or --layout threads=3"
 
 
 def test_micro_batches_are_derived_and_disagreement_is_refused() -> None:
     plan = settle(
         layout=parse_layout("ddp"),
-        update=Update.SYNC,
+        update=Update(),
         cluster=Cluster(ranks=3, cores=8),
         facts=Facts(global_batch_size=64),
     )
@@ -245,7 +245,7 @@ def test_micro_batches_are_derived_and_disagreement_is_refused() -> None:
     with pytest.raises(UsageError, match="8 × 3 replicas × 2 accumulation steps = 48, but global_batch_size is 64"):
         settle(
             layout=parse_layout("ddp"),
-            update=Update.SYNC,
+            update=Update(),
             cluster=Cluster(ranks=3),
             facts=Facts(global_batch_size=64, micro_batch_size=8, accumulation=2),
         )

@@ -41,6 +41,11 @@ class Holding:
         }
 
     @property
+    def world(self) -> World:
+        """The ranks that hold it."""
+        return self._world
+
+    @property
     def names(self) -> list[str]:
         """In the model's order."""
         return list(self.mine)

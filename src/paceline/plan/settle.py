@@ -7,8 +7,9 @@ from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.plan.legal import refuse_products
 from paceline.plan.mesh import Mesh, label, mesh_of
 from paceline.plan.pipeline import pipeline_notes
+from paceline.plan.stashed import refuse_stash, stash_notes
 from paceline.spec.layout import Kind, Layout
-from paceline.spec.update import Update
+from paceline.spec.update import Update, parse_update
 from paceline.spec.words import many
 
 _DEVICES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "mpi": ("cpu", "cuda"), "ucc": ("cpu", "cuda")}
@@ -56,6 +57,11 @@ class Plan:
     num_micro: int
     notes: tuple[str, ...]
 
+    @property
+    def rule(self) -> Update:
+        """How a batch becomes an update."""
+        return parse_update(self.update)
+
     def as_json(self) -> dict[str, Any]:
         """For plan.json."""
         return asdict(self)
@@ -70,14 +76,15 @@ def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts) ->
     problems: list[PacelineError] = []
     processes = layout.processes(ranks=cluster.ranks)
     mesh = mesh_of(layout, ranks=cluster.ranks, problems=problems)
-    problems += refuse_products(layout, mesh)
+    problems += [*refuse_products(layout, mesh), *refuse_stash(update, layout, mesh)]
     replicas = mesh.replicas
     micro = _micro_batch_size(facts, replicas, problems)
     backend, why = settle_backend(replace(cluster, ranks=processes), facts, problems)
     raise_all(problems)
     threads = settle_threads(cluster=cluster, one=facts.one_thread, asked=facts.threads)
     num_micro = -(-facts.global_batch_size // micro)
-    pipeline = pipeline_notes(layout, mesh, num_micro=num_micro, micro_batch_size=micro)
+    pipeline = [*stash_notes(update, mesh, num_micro=num_micro)]
+    pipeline = pipeline or [*pipeline_notes(layout, mesh, num_micro=num_micro, micro_batch_size=micro)]
     return Plan(
         layout=label(layout, mesh),
         asked=layout,

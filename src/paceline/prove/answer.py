@@ -40,7 +40,7 @@ def answer(*, rungs: Sequence[Rung], layout: str, update: str, ranks: int, steps
     worst = max(findings, key=lambda f: (VERDICTS.index(f.verdict), f.max_difference / (f.noise_floor or 1e-300)))
     value = {
         "verdict": worst.verdict,
-        "reference": "single",
+        "reference": "single" if update == "sync" else f"serial {update}",
         "layout": layout,
         "update": update,
         "ranks": ranks,
@@ -74,9 +74,15 @@ def _sentence(value: dict[str, Any]) -> str:
         return f"DIFFERENT at step {first['step']}, first in {first['parameter']}: {first['cause']}"
     meaning = "bit for bit" if value["verdict"] == "bitwise" else "up to rounding, below the floor of every tensor"
     ranks = many(value["ranks"], "rank")
-    same = f"{value['layout']} on {ranks} is the same training as one process: {value['verdict']} ({meaning})"
+    same = (
+        f"{value['layout']} on {ranks} is the same training as one process{_of(value)}: {value['verdict']} ({meaning})"
+    )
     depends = any(rung["warning"] for rung in value["rungs"])
     return f"{same}; another micro_batch_size is another training: see the warning" if depends else same
+
+
+def _of(value: dict[str, Any]) -> str:
+    return "" if value["update"] == "sync" else f" that does {value['update']}"
 
 
 def _shown(value: float) -> str:

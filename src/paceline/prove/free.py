@@ -50,7 +50,9 @@ def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say)
     steps = built.world.share_json(len(right_losses))
     say(many(steps, "step"))
     contents: Contents = {}
-    losses = [built.step.run(given).loss for given in _first(built, steps, contents)]
+    results = [built.step.run(given) for given in _first(built, steps, contents)]
+    built.step.settle()
+    losses = [result.loss for result in results]
     _see_contents(finding, built, contents, right_contents)
     apart = first_apart(built)
     if apart is not None:

@@ -15,6 +15,7 @@ from paceline.prove.noise import Floors, Kept, distance, floors
 from paceline.prove.places import Places
 from paceline.prove.reference import At, Gradient, Reference
 from paceline.prove.states import buffer_cause
+from paceline.prove.weighed import known_counts
 
 _MOST_PARAMETERS = 24
 _MOST_ELEMENTS = 1 << 16
@@ -50,7 +51,7 @@ class Inquiry:
     @cached_property
     def known(self) -> dict[str, float] | None:
         """The joint counts, where the job gives them before the forward."""
-        return self._reference.known_counts([piece.data for piece in self.pieces])
+        return known_counts(self._reference.job, [piece.data for piece in self.pieces])
 
     @property
     def count(self) -> float:

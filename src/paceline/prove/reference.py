@@ -18,7 +18,7 @@ from paceline.prove.alone import alone
 from paceline.prove.average import Average
 from paceline.prove.forward import Forward
 from paceline.prove.reading import Reading, merged
-from paceline.prove.weighed import weighed
+from paceline.prove.weighed import known_counts, weighed
 from paceline.prove.whole import part_of
 from paceline.streams import Calls, block_key, key, random_blocks, seed_all, seed_torch
 
@@ -166,7 +166,7 @@ class Reference:
         """
         given = self.joined(self.pieces(at) if pieces is None else pieces, epoch=at.epoch)
         self.model.train()
-        known = self.known_counts([micro.data for micro in given])
+        known = known_counts(self.job, [micro.data for micro in given])
         total: dict[str, Tensor] = {}
         parts: list[dict[str, Tensor]] = [{} for _ in given]
         buffers: list[dict[str, Tensor]] = []
@@ -209,12 +209,15 @@ class Reference:
         for name, parameter in self.model.named_parameters():
             parameter.grad = gradient[name].clone() if name in gradient else None
         if self.spec.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.max_grad_norm)
+            self._clip(self.spec.max_grad_norm)
         for optimizer in self.optimizers:
             optimizer.step()
         self.average.update(self.model)
         for schedule in self.schedules:
             schedule.step()
+
+    def _clip(self, most: float) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), most)
 
     def after(self, at: At, num_samples: int) -> At:
         """The place of the next step."""
@@ -286,14 +289,3 @@ class Reference:
                 seed_torch(block_key(self._stream, block=block, call=self._calls.number(block)))
 
         return hook
-
-    def known_counts(self, data: Sequence[Any]) -> dict[str, float] | None:
-        """The joint counts, where the job gives them before the forward."""
-        if self.job.count is None:
-            return None
-        totals: dict[str, float] = {}
-        for batch in data:
-            found = self.job.count(batch)
-            for name, value in (found if isinstance(found, Mapping) else {"loss": found}).items():
-                totals[name] = totals.get(name, 0.0) + float(value)
-        return totals

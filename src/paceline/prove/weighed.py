@@ -1,10 +1,12 @@
 """Loss terms, as one number for backward."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from paceline.job import Job
 
 
 def weighed(terms: Mapping[str, tuple[Tensor, Any]], known: Mapping[str, float] | None) -> Tensor:
@@ -16,3 +18,15 @@ def weighed(terms: Mapping[str, tuple[Tensor, Any]], known: Mapping[str, float] 
         return total
     parts = [value / known[name] for name, (value, _) in terms.items()]
     return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+
+def known_counts(job: Job, data: Sequence[Any]) -> dict[str, float] | None:
+    """The joint counts of these microbatches, where the job gives them before the forward."""
+    if job.count is None:
+        return None
+    totals: dict[str, float] = {}
+    for batch in data:
+        found = job.count(batch)
+        for name, value in (found if isinstance(found, Mapping) else {"loss": found}).items():
+            totals[name] = totals.get(name, 0.0) + float(value)
+    return totals

@@ -16,6 +16,7 @@ from paceline.job import Job
 from paceline.measure.environment import job_facts
 from paceline.nested import mapped
 from paceline.order.cursor import Cursor
+from paceline.plan.stashed import stash_of
 from paceline.prove.answer import Rung, answer
 from paceline.prove.double import in_double
 from paceline.prove.dropout import draws, quiet
@@ -24,6 +25,7 @@ from paceline.prove.free import run_free
 from paceline.prove.lockstep import Lockstep
 from paceline.prove.reference import At, Reference, Spec
 from paceline.prove.single import run_single
+from paceline.prove.stashed import StashedReference, Way, stages_of
 from paceline.spec.task import Task
 from paceline.store.disk import write_json
 from paceline.torch_private import guard_hooks
@@ -58,7 +60,9 @@ def examine(ready: Ready, world: World, *, steps: int) -> dict[str, Any]:
     rungs = [
         _rung("one process", "a job that is not deterministic, a loss that is no sum", lambda: _single(ready, world))
     ]
-    if rungs[0].finding.verdict != DIFFERENT:
+    if rungs[0].finding.verdict != DIFFERENT and ready.plan.rule.is_stashed:
+        rungs += _late(ready, world, steps, rungs[0].finding)
+    elif rungs[0].finding.verdict != DIFFERENT:
         places = _places(ready, world, steps, rungs[0].finding)
         for dtype, name in _precisions(ready, world, rungs[0].finding):
             rules_out = "samples, gradients, loss, buffers or optimizer that differ"
@@ -76,6 +80,16 @@ def examine(ready: Ready, world: World, *, steps: int) -> dict[str, Any]:
     return answer(rungs=rungs, layout=plan.layout, update=plan.update, ranks=ready.task.ranks, steps=steps)
 
 
+def _late(ready: Ready, world: World, steps: int, single: Finding) -> Iterator[Rung]:
+    """Stages whose weights are of several times have no step to be compared alone: they run freely, twice."""
+    rules_out = "other weights for a microbatch than the rule's, gradients, loss, or evaluation"
+    for dtype, name in _precisions(ready, world, single):
+        rung = _rung(f"free running in {name}", rules_out, _free(ready, world, steps, dtype=dtype))
+        yield rung
+        if rung.finding.verdict == DIFFERENT:
+            return
+
+
 def cast_to(dtype: torch.dtype | None) -> Callable[[Any], Any]:
     """A function that gives every floating tensor of a batch this type."""
 
@@ -85,8 +99,8 @@ def cast_to(dtype: torch.dtype | None) -> Callable[[Any], Any]:
     return _as_it_is if dtype is None else lambda batch: mapped(batch, cast)
 
 
-def reference(ready: Ready, dtype: torch.dtype | None) -> Reference:
-    """The one-process oracle of this job, in this precision."""
+def reference(ready: Ready, dtype: torch.dtype | None, *, way: Way | None = None) -> Reference:
+    """The one-process oracle of this job, in this precision; by the pipeline's `way`, where it has one."""
     plan, settings = ready.plan, ready.settings
     spec = Spec(
         seed=settings.seed,
@@ -104,7 +118,10 @@ def reference(ready: Ready, dtype: torch.dtype | None) -> Reference:
         loss_scale=_LOSS_SCALE if dtype is not torch.float64 and settings.train.precision == "fp16" else 1.0,
     )
     job = _in(ready.job, dtype)
-    return Reference(job=replace(job, model=begun_whole(job, settings)), spec=spec, cast=cast_to(dtype))
+    job, cast = replace(job, model=begun_whole(job, settings)), cast_to(dtype)
+    if way is not None:
+        return StashedReference(way=way, job=job, spec=spec, cast=cast)
+    return Reference(job=job, spec=spec, cast=cast)
 
 
 def cursors(ready: Ready, steps: int) -> list[Cursor]:
@@ -223,16 +240,28 @@ def _comparable(ready: Ready, built: Built, alone: Reference | None) -> Iterator
         yield "Dropout is off here: under sync_bn one process can't draw each replica's numbers."
 
 
-def _free(ready: Ready, world: World, steps: int) -> Callable[[], Finding]:
+def _free(ready: Ready, world: World, steps: int, *, dtype: torch.dtype | None = None) -> Callable[[], Finding]:
     def climb() -> Finding:
-        built = _built(ready, world, None)
-        alone = reference(ready, None) if world.is_main else None
+        with in_double(active=dtype is torch.float64):
+            return compared()
+
+    def compared() -> Finding:
+        built = _built(ready, world, dtype)
+        alone = reference(ready, dtype, way=_way(built)) if world.is_main else None
         with _comparable(ready, built, alone):
             found = run_free(built, reference=alone, steps=steps, say=_say(world, "free running"))
         built.close()
         return found
 
     return climb
+
+
+def _way(built: Built) -> Way | None:
+    """How stages choose their weights, where that is by a rule."""
+    plan, piped = built.plan, built.placed.piped
+    if piped is None or not plan.rule.is_stashed:
+        return None
+    return Way(stash=stash_of(plan.rule, plan.mesh), stage_of=stages_of(piped), replicas=plan.replicas)
 
 
 def _built(ready: Ready, world: World, dtype: torch.dtype | None) -> Built:

@@ -15,6 +15,7 @@ _WORDS = {
     Op.BACKWARD: "backward",
     Op.INPUT: "gradient of the input",
     Op.WEIGHT: "gradient of the weights",
+    Op.UPDATE: "update of the weights",
 }
 
 
@@ -140,6 +141,7 @@ _INKS = {  # the letters say the same
     Op.BACKWARD: (("#b34d00", _WHITE), ("#f3b48c", _DARK_TEXT)),
     Op.INPUT: (("#e0a100", _DARK_TEXT), ("#f4da96", _DARK_TEXT)),
     Op.WEIGHT: (("#00745a", _WHITE), ("#8fd3bf", _DARK_TEXT)),
+    Op.UPDATE: (("#7b3fa0", _WHITE), ("#cdb0e0", _DARK_TEXT)),
 }
 _STYLE = (
     "text{font:11px system-ui,-apple-system,'Segoe UI',sans-serif;font-variant-numeric:tabular-nums}"

@@ -21,6 +21,7 @@ class Costs:
     input: PerStage = 1.0
     weight: PerStage = 1.0
     backward: PerStage | None = None
+    update: PerStage = 0.0
     transfer: PerStage = 0.0
     latency: float = 0.0
 
@@ -30,7 +31,8 @@ class Costs:
             return _at(self.forward, action.stage)
         if action.op is Op.BACKWARD and self.backward is not None:
             return _at(self.backward, action.stage)
-        parts = {Op.INPUT: (self.input,), Op.WEIGHT: (self.weight,)}.get(action.op, (self.input, self.weight))
+        alone = {Op.INPUT: self.input, Op.WEIGHT: self.weight, Op.UPDATE: self.update}
+        parts = (alone[action.op],) if action.op in alone else (self.input, self.weight)
         return sum(_at(part, action.stage) for part in parts)
 
     def transfer_seconds(self, message: Message) -> float:

@@ -12,9 +12,9 @@ With that, sending right after the value is made and receiving right before it i
 anything: a rank waits only for values that its next compute needs. A deadlock is then one of the compute orders.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from paceline.schedule.program import Action, Actions, Op, Program
+from paceline.schedule.program import Action, Op, Program
 
 
 def lower(orders: Sequence[Sequence[Action]], *, name: str, rank_of_stage: Sequence[int], num_micro: int) -> Program:
@@ -26,7 +26,7 @@ def lower(orders: Sequence[Sequence[Action]], *, name: str, rank_of_stage: Seque
         num_stages=len(owner),
         num_micro=num_micro,
         rank_of_stage=owner,
-        actions=tuple(_with_messages(order, owner=owner) for order in orders),
+        actions=tuple(tuple(with_messages(order, owner=owner)) for order in orders),
     )
 
 
@@ -39,13 +39,11 @@ def messages_of(action: Action, *, owner: Sequence[int]) -> tuple[Action | None,
     return None, None
 
 
-def _with_messages(order: Sequence[Action], *, owner: Sequence[int]) -> Actions:
-    def walk() -> Iterator[Action]:
-        for action in order:
-            before, after = messages_of(action, owner=owner)
-            yield from (step for step in (before, action, after) if step is not None)
-
-    return tuple(walk())
+def with_messages(order: Iterable[Action], *, owner: Sequence[int]) -> Iterator[Action]:
+    """One rank's computes, each after the receive that it needs and before the send that it feeds."""
+    for action in order:
+        before, after = messages_of(action, owner=owner)
+        yield from (step for step in (before, action, after) if step is not None)
 
 
 def _message(op: Op, action: Action, shift: int, owner: Sequence[int]) -> Action | None:

@@ -18,6 +18,7 @@ class Op(StrEnum):
     BACKWARD = "B"  # the gradients of input and weights together
     INPUT = "I"  # the gradient of the stage's input only
     WEIGHT = "W"  # the gradients of its weights only, some time after INPUT
+    UPDATE = "U"  # the stage takes a step with the gradients up to this microbatch, while others are under way
     SEND_F = "SF"  # this stage's output, to the next stage
     RECV_F = "RF"  # this stage's input, from the stage before
     SEND_B = "SB"  # the gradient of this stage's input, to the stage before
@@ -44,7 +45,7 @@ class Op(StrEnum):
         return self in (Op.BACKWARD, Op.INPUT)
 
 
-COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT)
+COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.UPDATE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +120,11 @@ class Program:
     def splits_backward(self) -> bool:
         """Whether gradients of input and weights are computed apart."""
         return any(a.op in (Op.INPUT, Op.WEIGHT) for row in self.actions for a in row)
+
+    @cached_property
+    def updates(self) -> tuple[int, ...]:
+        """The microbatches after whose gradients stages take a step; none where all step together at the end."""
+        return tuple(sorted({a.microbatch for row in self.actions for a in row if a.op is Op.UPDATE}))
 
     @property
     def num_actions(self) -> int:

@@ -1,6 +1,7 @@
 """What has to stand on one rank's line, and after what: the rules that need no look at the other ranks."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from paceline.schedule.lower import messages_of
 from paceline.schedule.program import Action, Op, Program
@@ -61,7 +62,20 @@ def needs_of_rank(program: Program, rank: int) -> Needs:
                 needs[back].insert(0, forward)
                 if back.op is Op.INPUT:
                     needs[Action(op=Op.WEIGHT, stage=stage, microbatch=micro)] = [back]
+        needs |= _steps(program, stage=stage, backward=backward)
     return needs
+
+
+def _steps(program: Program, *, stage: int, backward: dict[tuple[int, int], Action]) -> Needs:
+    """A stage's updates, each after the weights' gradients of all microbatches since the one before."""
+    found: Needs = {}
+    start = 0
+    for last in program.updates:
+        backs = [backward[stage, micro] for micro in range(start, last + 1) if (stage, micro) in backward]
+        weights = [replace(back, op=Op.WEIGHT) if back.op is Op.INPUT else back for back in backs]
+        found[Action(op=Op.UPDATE, stage=stage, microbatch=last)] = weights
+        start = last + 1
+    return found
 
 
 def _add(needs: Needs, action: Action, *, inner: list[Action], owner: tuple[int, ...], rank: int) -> None:
@@ -94,6 +108,7 @@ _WHY = {
     Op.BACKWARD: "every microbatch goes backward through every stage once, as B or as I and later W",
     Op.INPUT: "W takes up what I left",
     Op.WEIGHT: "without it the stage's weights get no gradient from this microbatch",
+    Op.UPDATE: "every stage takes every step, or its weights are of another time than the other stages'",
     Op.SEND_F: "the next stage waits for this stage's output",
     Op.RECV_F: "the stage computes on what the stage before sends",
     Op.SEND_B: "the stage before waits for the gradient of its output",

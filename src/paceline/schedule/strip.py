@@ -36,7 +36,7 @@ def in_text(timeline: Timeline, *, width: int = 120) -> str:
     with_stage = names_stages(rows)
     tick = min((span.seconds for span in timeline.computes if span.seconds > 0), default=1.0)
     lines: list[list[Cell]] = [[] for _ in rows]
-    for span in sorted(timeline.computes, key=lambda s: s.start):
+    for span in sorted((s for s in timeline.computes if s.seconds > 0), key=lambda s: s.start):
         line = lines[span.rank]
         at = max(round((span.start - timeline.start) / tick), line[-1].at + line[-1].long if line else 0)
         long = max(1, round(span.seconds / tick))

@@ -23,7 +23,7 @@ from paceline.schedule.strip import names_stages
 from paceline.schedule.wrong import ScheduleError, compute_of
 from paceline.spec.given_text import given_text
 
-_ACTION = re.compile(r"(?P<op>SF|RF|SB|RB|[FBIW])(?:(?P<stage>\d+)\.)?(?P<micro>\d+)(?:(?P<way>[<>])(?P<peer>\d+))?")
+_ACTION = re.compile(r"(?P<op>SF|RF|SB|RB|[FBIWU])(?:(?P<stage>\d+)\.)?(?P<micro>\d+)(?:(?P<way>[<>])(?P<peer>\d+))?")
 _LINE = re.compile(r"(?P<key>name|rank\s+(?P<rank>\d+))\s*:(?P<rest>.*)", re.I | re.S)
 
 

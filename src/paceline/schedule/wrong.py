@@ -46,7 +46,7 @@ class ScheduleError(LayoutError):
 
 def picture(program: Program, *, marks: Mapping[int, int]) -> str:
     """The program one tick a compute, as far as it goes and then what was still to come, with the marked actions."""
-    followed = follow(program, costs=Costs(backward=1.0))
+    followed = follow(program, costs=Costs(backward=1.0, update=1.0))
     order: dict[int, list[tuple[int, Action]]] = {}
     places: dict[int, int] = {}
     for rank, row in enumerate(program.actions):

@@ -103,13 +103,14 @@ class MicroPasses:
 class Stand:
     """What a replica without a sample runs where layers meet over all replicas."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, *, always: bool = False) -> None:
         self._parts = parts
+        self._meets = always or parts.meets
         self._spare: Portion | None = None
 
     def missing(self, given: Given) -> int:
         """Rounds in which this replica has no sample and the others do."""
-        if not self._parts.meets:
+        if not self._meets:
             return 0
         return -(-given.num_micro // self._parts.worlds.data.world_size) - len(given.micro)
 

@@ -93,17 +93,22 @@ class Pipeline:
             JobError: the last stage's loss does not depend on the weights.
         """
         actions = self.program.actions[self._rank]
-        self._expect(actions)
+        self.expect(actions)
         try:
             with nullcontext() if self.program.trains else torch.no_grad():
                 for action in actions:
-                    self._one(action, work)
-            self._wire.finish()
+                    self.one(action, work)
+            self.finish()
         finally:
             for left in (self._live, self._arrived, self._leaving, self._gradients, self._returning):
                 left.clear()
 
-    def _one(self, action: Action, work: Work) -> None:
+    def finish(self) -> None:
+        """Wait until everything that was sent has left."""
+        self._wire.finish()
+
+    def one(self, action: Action, work: Work) -> None:
+        """Do one action, of those that were expected."""
         if self._watch is None:
             self._do[action.op](action, work)
             return
@@ -210,8 +215,11 @@ class Pipeline:
             self._wire.expect(edge)
         return found
 
-    def _expect(self, actions: Iterable[Action]) -> None:
-        """Post the first receive of each edge; later ones are posted as their forerunners arrive."""
+    def expect(self, actions: Iterable[Action]) -> None:
+        """These come next, all of them.
+
+        The first receive of each edge is posted now, later ones as their forerunners arrive.
+        """
         self._expected = {}
         for action in actions:
             if action.op.is_receive:

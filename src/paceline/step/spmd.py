@@ -19,7 +19,12 @@ MOST_ATTEMPTS = 4
 
 
 class SpmdStep:
-    """One program on every rank. `run` is a transaction: it commits on all ranks or on none."""
+    """One program on every rank. `run` is a transaction: it commits on all ranks or on none.
+
+    What a step gave may be looked at `lag` steps later without waiting, here at once.
+    """
+
+    lag = 0
 
     def __init__(self, parts: Parts, *, passes: Passes | None = None) -> None:
         self.parts = parts
@@ -51,6 +56,9 @@ class SpmdStep:
         if not at_once:
             self.late.hear(result)
         return result
+
+    def settle(self) -> None:
+        """Leave no step half done; every rank calls this."""
 
     def gradients(self, given: Given, *, stop: bool = False) -> StepResult:
         """Leave the global gradient in every `.grad`, and update nothing but running statistics."""

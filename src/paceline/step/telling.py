@@ -20,6 +20,15 @@ class Telling:
         self._tells = tells
         self._names: tuple[str, ...] | None = None
 
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the names of the terms are known."""
+        return self._names is not None
+
+    def agree(self, terms: Terms | None) -> None:
+        """Every rank calls this, once the last stage has had a microbatch."""
+        self._agreed_names(terms)
+
     def joint(self, given: Given, terms: Terms | None, *, stop: bool) -> Joint:
         """The vector of this step, before anything was put into it."""
         joint = Joint(world=self._parts.world, names=self._agreed_names(terms), num_micro=given.num_micro)

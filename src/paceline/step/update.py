@@ -78,13 +78,18 @@ class Update:
         self.schedules = list(schedules)
         self.scaler = scaler
         self.ema = ema
-        self._named = list(named)
+        self.named = list(named)
         self._max_grad_norm = max_grad_norm
         self._check = check_finite
         self._skip = skip_nonfinite
         self._joint_norm = norm
         self._spread = spread
         self.lr = self.optimizers[0].param_groups[0]["lr"]  # of the last step; the schedule has moved on since
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that this rank updates."""
+        return [member.parameter for member in self.named]
 
     @property
     def skips(self) -> bool:
@@ -106,7 +111,7 @@ class Update:
             NonFiniteError: loss or gradient is not finite, and the run stops for that.
         """
         self._unscale()
-        gradients = [p.grad for p in (m.parameter for m in self._named) if p.grad is not None]
+        gradients = [p.grad for p in (m.parameter for m in self.named) if p.grad is not None]
         norm = self._norm(gradients)
         if loss is not None and self._check and not self._finite(loss, norm):
             if not self._skip:
@@ -114,7 +119,7 @@ class Update:
             self._after(taken=False)
             return norm, False
         if self._max_grad_norm is not None and norm is not None:
-            nn.utils.clip_grads_with_norm_([m.parameter for m in self._named], self._max_grad_norm, norm)
+            nn.utils.clip_grads_with_norm_([m.parameter for m in self.named], self._max_grad_norm, norm)
         self.lr = self.optimizers[0].param_groups[0]["lr"]
         self._take()
         self._after(taken=True)
@@ -131,7 +136,7 @@ class Update:
             )
         bad = [
             member.name
-            for member in self._named
+            for member in self.named
             if member.parameter.grad is not None and not bool(torch.isfinite(member.parameter.grad).all())
         ]
         shown = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")

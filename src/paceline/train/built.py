@@ -27,9 +27,7 @@ from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.step.loss import LossContract
 from paceline.step.parts import Parts
-from paceline.step.piped import PipelinePasses
 from paceline.step.spmd import SpmdStep
-from paceline.step.threads import ThreadsStep
 from paceline.step.turns import ALONE, SharedTurns
 from paceline.step.update import Update
 from paceline.streams import Streams, key, seed_all
@@ -42,6 +40,7 @@ from paceline.train.example import Example
 from paceline.train.fit import refuse_unfit
 from paceline.train.options import Options
 from paceline.train.refuse import refuse_asked, refuse_foreign, unheard_placing
+from paceline.train.steps import make_step
 from paceline.train.updates import learn_rules, make_update
 from paceline.world import World
 from paceline.worlds import Worlds
@@ -176,7 +175,7 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
         weights=placed[0].weights if mirror is None else Holding(world=world, held=all_of(models[0])),
         kept=placed[0].kept if mirror is None else Holding(world=world, held=all_shares(named[0])),
         placed=placed[0],
-        step=_step(parts, placed[0], mirror, turns),
+        step=make_step(plan, parts, placed[0], mirror, turns),
         grid=placed[0].grid,
         notes=tuple(notes),
         given=given,
@@ -265,14 +264,6 @@ def _parts(
         rounds=rounds,
         turns=turns or ALONE,
     )
-
-
-def _step(parts: Sequence[Parts], placed: Placed, mirror: Mirror | None, turns: SharedTurns | None) -> SpmdStep:
-    if placed.piped is not None:
-        return SpmdStep(parts[0], passes=PipelinePasses(parts[0], piped=placed.piped))
-    if mirror is None or turns is None:
-        return SpmdStep(parts[0])
-    return ThreadsStep(parts[0], others=parts[1:], mirror=mirror, turns=turns)
 
 
 def _own(plan: Plan, settings: Settings, worlds: Worlds) -> list[Worlds]:

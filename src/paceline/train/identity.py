@@ -7,6 +7,7 @@ from paceline.errors import ResumeError
 from paceline.start import EXACT_KERNELS
 from paceline.train.options import optimizer_difference
 
+_BEFORE = {"update": "sync"}  # of runs that did not say
 _CAUSE = "another setting, another job file, or other data"
 
 
@@ -23,7 +24,9 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow: S
         now = {**now, "data": {**now["data"], "fingerprint": saved["data"]["fingerprint"]}}
     if not (saved.get("exact") and now["exact"] and "kernels" in saved):
         now = {name: value for name, value in now.items() if name != "kernels"}
-    differing = {name: _difference(name, saved.get(name), now[name]) for name in now if name not in allow}
+    differing = {
+        name: _difference(name, saved.get(name, _BEFORE.get(name)), now[name]) for name in now if name not in allow
+    }
     changed = [name for name, text in differing.items() if text]
     if changed:
         lines = [f"{name}: {differing[name]}" for name in changed]

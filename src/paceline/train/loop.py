@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.errors import ExitCode, NonFiniteError
-from paceline.events import EvalDone, Note, StepDone, Stream
+from paceline.events import EvalDone, Note, Stream
 from paceline.faults import Faults
 from paceline.feed.feed import Feed
 from paceline.feed.types import StepInput
 from paceline.order.cursor import Cursor
-from paceline.place.replicate import untouched
 from paceline.pulse import Pulse
 from paceline.step.result import StepResult
 from paceline.survive.failure import at_step
@@ -18,13 +17,12 @@ from paceline.survive.signals import StopFlag
 from paceline.train.built import Built, eval_batch_size
 from paceline.train.evaluate import Evaluator
 from paceline.train.handout import Handout
+from paceline.train.heard import Heard
 from paceline.train.inputs import name_inputs
 from paceline.train.judge import Judge
-from paceline.train.length import Clock, Length, Progress, derived_interval, peak_gib
+from paceline.train.length import Clock, Length, Progress, derived_interval
 from paceline.train.replicas import check_replicas
 from paceline.train.saving import Saver
-from paceline.train.statistics import statistics
-from paceline.train.wishes import refuse_unknown_metrics
 
 
 class Loop:
@@ -59,7 +57,7 @@ class Loop:
         self._stop = stop
         self._length = length
         self._target = on_eval_target
-        self._clock = Clock()
+        self._heard = Heard(built=built, feed=feed, stream=stream, progress=progress)
         batch, drop_last = built.plan.global_batch_size, built.settings.data.drop_last
         self.total_steps = length.total_steps(batch=batch, drop_last=drop_last)
         self.save_every = built.settings.checkpoint.every or derived_interval(self.total_steps)
@@ -68,7 +66,6 @@ class Loop:
         self.anew = self._judge.anew
         self._evaluator = Evaluator(built)
         self._began = self._checked = cursor.step
-        self._last: StepResult | None = None
         self._before: StepInput | None = None
 
     def batches(self) -> Iterator[StepInput]:
@@ -77,13 +74,14 @@ class Loop:
             self.save(best=self._improves(self.evaluate()))
         if self.stopping or self.is_over():
             return
-        batches, self._clock = self._handout.loop(), Clock()
+        batches = self._handout.loop()
+        self._heard.clock = Clock()
         self._beat()
         while True:
             began = time.perf_counter()
             with at_step(self.cursor.step + 1):
                 given = next(batches)
-            self._clock.data += time.perf_counter() - began
+            self._heard.clock.data += time.perf_counter() - began
             yield given
             if self.stopping or self.is_over():
                 return
@@ -98,17 +96,18 @@ class Loop:
         self._faults.fire("step", step=self.cursor.step + 1)
         self.built.step.step = self.cursor.step
         result = self._run(given)
-        result.agreed.check_counts()
         self.cursor = given.batch.after
         self._handout.stepped()
-        if self._last is None:
-            refuse_unknown_metrics(self.built.job, terms=result.terms)
-        self._last = result
         for note in given.notes:
             self.stream.emit(Note(text=note))
-        self._count(result)
-        self._after(result)
+        self._heard.of(result, cursor=self.cursor)
+        self._after()
         return result
+
+    def _settle(self) -> None:
+        """Leave no step half done: weights are about to be looked at."""
+        self.built.step.settle()
+        self._heard.rest(cursor=self.cursor)
 
     def _run(self, given: StepInput) -> StepResult:
         late = self.built.world.device.type != "cpu" and self._before is not None  # it is the step before that failed
@@ -129,6 +128,7 @@ class Loop:
     def _evaluate(
         self, *, split: str = "eval", data: Any = None, stop: Callable[[], bool] = lambda: False
     ) -> EvalDone | None:
+        self._settle()
         began = time.perf_counter()
         data = data if data is not None else getattr(self.built.job, f"{split}_data")
         with self.built.as_evaluated():
@@ -150,19 +150,20 @@ class Loop:
             average=self.built.update.ema is not None,
             extra={name: str(value) for name, value in extra.items() if name not in numbers},
         )
-        self._clock.evaluating += time.perf_counter() - began
+        self._heard.clock.evaluating += time.perf_counter() - began
         self.stream.emit(event)
         return event
 
     def save(self, *, best: bool = False) -> None:
         """Save now; every rank calls this."""
+        self._settle()
         began = time.perf_counter()
         self.built.step.late.hear(None)
         self._check()
         self._faults.fire("save", step=self.cursor.step)
         for event in self._saver.save(cursor=self.cursor, feed=self.feed, extra=self.progress.as_json(), best=best):
             self.stream.emit(event)
-        self._clock.saving += time.perf_counter() - began
+        self._heard.clock.saving += time.perf_counter() - began
 
     @property
     def place(self) -> str:
@@ -182,18 +183,17 @@ class Loop:
         """Stop after this step; every rank calls this."""
         self.stopping, self.reason = True, self.reason or "asked"
 
-    def _after(self, result: StepResult) -> None:
-        settings = self.built.settings
+    def _after(self) -> None:
         step = self.cursor.step
-        over = self.is_over()
-        if result.agreed.stop:
+        if self.is_over():
+            self._settle()
+            self._heard.log_last(cursor=self.cursor)
+        if self._heard.stops:
             self.stopping, self.reason = True, "signal"
-        every = settings.train.check_every
+        every = self.built.settings.train.check_every
         if step == self._began + 1 or (every and step % every == 0):
             self._check()
-        if step % settings.log.every == 0 or over or step == 1:
-            self._log(result)
-            self._warn(first=step == 1)
+        over = self.is_over()
         due = self.built.job.eval_data is not None and (step % self.eval_every == 0 or over)
         improved = due and self._evaluated()
         if improved or step % self.save_every == 0 or over or self.stopping:
@@ -203,6 +203,7 @@ class Loop:
     def _check(self) -> None:
         """Compare the replicas, unless this step's have been, or `train.check_every` says never."""
         if self.built.settings.train.check_every and self._checked != self.cursor.step:
+            self._settle()
             check_replicas(self.built, step=self.cursor.step)
             self._checked = self.cursor.step
 
@@ -224,53 +225,6 @@ class Loop:
             self.stopping, self.reason = True, "early"
         return verdict.best
 
-    def _count(self, result: StepResult) -> None:
-        clock = self._clock
-        clock.steps += 1
-        clock.samples += result.samples
-        clock.compute += result.compute_seconds
-        clock.communication += result.communication_seconds
-        tokens = max(result.agreed.counts.values(), default=0.0)
-        clock.tokens += tokens
-        self.progress.tokens += tokens
-
-    def _log(self, result: StepResult) -> None:
-        clock = self._clock
-        stepping = max(clock.stepping(), 1e-9)
-        self.stream.emit(
-            StepDone(
-                step=self.cursor.step,
-                epoch=self._epoch(),
-                samples=self.cursor.samples,
-                loss=result.loss,
-                terms=result.terms,
-                grad_norm=result.grad_norm,
-                lr=self.built.update.lr,
-                step_seconds=stepping / max(clock.steps, 1),
-                data_seconds=clock.data / max(clock.steps, 1),
-                compute_seconds=clock.compute / max(clock.steps, 1),
-                communication_seconds=clock.communication / max(clock.steps, 1),
-                checkpoint_seconds=clock.saving / max(clock.steps, 1),
-                evaluation_seconds=clock.evaluating / max(clock.steps, 1),
-                samples_per_second=clock.samples / stepping,
-                tokens_per_second=clock.tokens / stepping if clock.tokens != clock.samples else None,
-                memory_peak_gib=peak_gib(self.built.world.device),
-                statistics=statistics(self.built) if self.built.settings.log.statistics else {},
-            )
-        )
-        self._clock = Clock()
-
-    def _warn(self, *, first: bool) -> None:
-        """What the user would want to know and has not asked."""
-        text = untouched(self.built.named) if first else ""
-        for note in [*([text] if text else []), *self.built.step.parts.buffers.new_notes()]:
-            self.stream.emit(Note(text=note, level="warning"))
-
-    def _epoch(self) -> float:
-        if self.feed.num_samples is None:
-            return float(self.cursor.epoch)
-        return self.cursor.epoch + self.cursor.position / self.feed.num_samples
-
     def is_over(self) -> bool:
         """Whether nothing is left to do, by its length or by the rule for stopping early."""
         return self._judge.is_over or self._length.reached(
@@ -279,5 +233,6 @@ class Loop:
 
     def _beat(self) -> None:
         if self._pulse is not None:
-            loss = self._last.loss if self._last is not None and self.built.world.device.type == "cpu" else 0.0
+            last = self._heard.last
+            loss = last.loss if last is not None and self.built.world.device.type == "cpu" else 0.0
             self._pulse.beat(step=self.cursor.step, total=self.total_steps or 0, loss=loss)

@@ -8,6 +8,7 @@ from paceline.job import Job
 from paceline.place.exact import MOST_MICROBATCHES
 from paceline.place.threads import refuse_under_threads
 from paceline.plan.settle import Plan
+from paceline.plan.stashed import refuse_stash_settings
 from paceline.plan.unfit import refuse_settings
 from paceline.spec.read import default_of
 from paceline.spec.settings import Place, Settings
@@ -21,7 +22,7 @@ def refuse_asked(job: Job, settings: Settings, plan: Plan) -> None:
         JobError, UsageError, Problems
     """
     train = settings.train
-    problems = refuse_settings(plan.asked, plan.mesh, settings)
+    problems = [*refuse_settings(plan.asked, plan.mesh, settings), *refuse_stash_settings(plan.rule, settings)]
     if train.exact:
         problems += _check_exact(plan, train.precision)
     problems += _check_split(job, plan)

@@ -23,6 +23,7 @@ from paceline.plan.settle import Cluster, settle_threads
 from paceline.spec.layout import parse_layout
 from paceline.spec.read import Asked, merge
 from paceline.spec.task import Task
+from paceline.spec.update import parse_update
 from paceline.start import Request, choose_kernels, last_words, start, too_late
 from paceline.step.generate import generate
 from paceline.step.result import StepResult
@@ -50,6 +51,7 @@ class Run:
         job: Job,
         *,
         layout: str | None = None,
+        update: str = "sync",
         ranks: int | None = None,
         device: str = "auto",
         run_dir: str | Path | None = None,
@@ -75,6 +77,7 @@ class Run:
             verb="train",
             job=job.name or script,
             layout=layout or ("single" if count == 1 else "ddp"),
+            update=str(parse_update(update)),
             ranks=count,
             device=kind,
             run=folder,

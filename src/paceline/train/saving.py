@@ -24,6 +24,7 @@ from paceline.train.identity import check_identity
 from paceline.train.listing import list_model
 from paceline.train.optimizer_state import Shares, group_names
 from paceline.train.phases import write_together
+from paceline.train.stashed import load_stash, stash_files
 from paceline.train.state import Trained, files_of, grid_state, load_ema, load_grid, load_model, load_update
 from paceline.train.together import together
 from paceline.train.unsaved import Unsaved
@@ -59,7 +60,16 @@ def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, A
         "exact": built.settings.train.exact,
         "kernels": kernels(),
         "precision": built.settings.train.precision,
+        "update": _rule(built),
     }
+
+
+def _rule(built: Built) -> str:
+    """Where stages work on weights of several times, they are part of what is computed."""
+    piped = built.placed.piped
+    if piped is None or not built.plan.rule.is_stashed:
+        return str(built.plan.rule)
+    return f"{built.plan.rule} in {piped.cut.num_stages} stages"
 
 
 class Saver:
@@ -91,7 +101,10 @@ class Saver:
         began = time.perf_counter()
         place = dict(feed.state())
         files, state = files_of(trained_of(self._built))
+        older, stash = stash_files(self._built.step, self._built.weights, rank=self._world.rank)
+        files |= older
         state |= {
+            "stash": stash,
             "cursor": cursor.as_json(),
             "feed": place,
             "identity": self._identity,
@@ -173,6 +186,7 @@ def restore(loaded: Loaded, *, built: Built, identity: Mapping[str, Any], allow:
     raise_all(problems)
     load_update(loaded, trained, given=built.given)
     load_grid(built.grid, loaded.state.get("grid", {}))
+    load_stash(loaded, built.step, built.weights)
     cursor = Cursor.from_json(loaded.state["cursor"])
     built.step.step = cursor.step
     built.step.parts.buffers.begin()

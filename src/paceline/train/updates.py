@@ -69,7 +69,7 @@ def make_update(
         check_finite=not fp16,
         skip_nonfinite=settings.train.on_nonfinite == "skip",
         ema=Ema(live=_averaged(placed), decay=job.ema, settle=placed.settle) if job.ema is not None else None,
-        norm=_norm(placed, settings, world=world),
+        norm=None if plan.rule.is_stashed else _norm(placed, settings, world=world),
         spread=placed.spread,
     )
     return update, given

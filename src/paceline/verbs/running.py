@@ -14,6 +14,7 @@ from paceline.plan.legal import refuse_products
 from paceline.plan.machine import usable_cores, visible_gpus
 from paceline.plan.mesh import mesh_of
 from paceline.plan.settle import Cluster, settle_threads
+from paceline.plan.stashed import refuse_stash, refuse_stash_settings
 from paceline.plan.unfit import refuse_homeless, refuse_settings
 from paceline.plugins import resolve
 from paceline.spec.jobref import job_defaults, parse_jobref
@@ -21,7 +22,7 @@ from paceline.spec.layout import Kind, Layout, parse_layout
 from paceline.spec.read import TYPED, Asked, merge, read_asked
 from paceline.spec.settings import Settings
 from paceline.spec.task import Task
-from paceline.spec.update import parse_update
+from paceline.spec.update import Update, parse_update
 from paceline.spec.words import did_you_mean, many
 from paceline.start import Outcome, Request, choose_kernels, failure_keys, last_words, start, too_late
 from paceline.store.disk import read_json
@@ -82,8 +83,9 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
     asked_layout = None if text is None else _collect(problems, lambda: parse_layout(text))
     threads = asked_layout is not None and asked_layout.kind is Kind.THREADS
     ranks = _ranks(common.ranks, None if threads else joined, device, problems)
-    layout = asked_layout if text is not None else parse_layout("single" if ranks == 1 else "ddp")
-    _collect(problems, lambda: parse_update(common.update))
+    update = _collect(problems, lambda: parse_update(common.update)) or Update()
+    plain = "single" if ranks == 1 else "pp" if update.is_stashed else "ddp"
+    layout = asked_layout if text is not None else parse_layout(plain)
     faults = _collect(problems, lambda: parse_faults(common.faults)) or ()
     if threads:
         _check_not_nested(joined, faults, problems)
@@ -92,7 +94,7 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
     if layout is not None and layout.ranks and common.ranks is None and (joined is None or threads):
         ranks = layout.ranks
     if layout is not None:
-        problems += _misfits(verb, layout, ranks, settings, asked)
+        problems += _misfits(verb, layout, update, ranks, settings, asked)
     raise_all(problems)
     assert layout is not None and settings is not None
     return Task(
@@ -100,7 +102,7 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
         job=job,
         run=common.run_dir or settings.run_dir or "",
         layout=str(layout),
-        update=common.update,
+        update=str(update),
         ranks=ranks,
         device=device,
         settings=asked.values,
@@ -109,13 +111,15 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
     )
 
 
-def _misfits(verb: str, layout: Layout, ranks: int, settings: Settings | None, asked: Asked) -> list[PacelineError]:
+def _misfits(
+    verb: str, layout: Layout, update: Update, ranks: int, settings: Settings | None, asked: Asked
+) -> list[PacelineError]:
     """What layout, ranks and settings can't have together; `compare` has settings for some of its layouts only."""
     problems: list[PacelineError] = []
     mesh = mesh_of(layout, ranks=ranks, problems=problems)
-    problems += refuse_products(layout, mesh)
+    problems += [*refuse_products(layout, mesh), *refuse_stash(update, layout, mesh)]
     if settings is not None:
-        problems += refuse_settings(layout, mesh, settings)
+        problems += [*refuse_settings(layout, mesh, settings), *refuse_stash_settings(update, settings)]
         typed = [name for name, origin in asked.origins.items() if origin == TYPED and verb != "compare"]
         problems += refuse_homeless(layout, mesh, settings, asked=typed)
     return problems

@@ -1,0 +1,99 @@
+"""Pipelines that are never flushed: what they go with, and what is known of their versions before they run."""
+
+from collections.abc import Iterator
+
+from paceline.errors import LayoutError, PacelineError, UsageError
+from paceline.plan.mesh import Mesh
+from paceline.schedule.stash import Rule, Stash, continuous, seen
+from paceline.spec.layout import Layout
+from paceline.spec.settings import Settings
+from paceline.spec.update import Kind, Update
+from paceline.spec.words import many
+
+
+def stash_of(update: Update, mesh: Mesh) -> Stash:
+    """The rule by which stages choose weights."""
+    rule = Rule.DOUBLE if update.kind is Kind.DOUBLE else Rule.ENTRY if update.vertical else Rule.NEWEST
+    return Stash(stages=mesh.pp, rule=rule)
+
+
+def refuse_stash(update: Update, layout: Layout, mesh: Mesh) -> list[PacelineError]:
+    """What a layout has that stages with weights of several times can't."""
+    if not update.is_stashed:
+        return []
+    found: list[PacelineError] = []
+    if mesh.pp == 1:
+        found.append(
+            LayoutError(
+                f"--update {update} needs a pipeline, and layout {layout} has none.",
+                cause="it lets the stages of a pipeline go on without waiting for each other",
+                hint=f"--layout pp --update {update}",
+            )
+        )
+    others = [axis for axis in mesh.split if axis not in ("pp", "dp_replicate")]
+    if others:
+        found.append(
+            LayoutError(
+                f"--update {update} goes with pp and dp_replicate, not with {', '.join(others)}.",
+                cause="each stage keeps whole weights of several times",
+                hint=f"--layout pp={mesh.pp},dp_replicate=N --update {update}, or --update sync",
+            )
+        )
+    if mesh.pp > 1 and layout.schedule != "1f1b":
+        found.append(
+            LayoutError(
+                f"--update {update} has a schedule of its own: 1F1B that goes on from batch to batch.",
+                cause=f"schedule={layout.schedule} empties the pipeline after each",
+                hint=f"--layout pp={mesh.pp} --update {update}",
+            )
+        )
+    return found
+
+
+def refuse_stash_settings(update: Update, settings: Settings) -> list[PacelineError]:
+    """What settings ask for that no stage can know when it takes its step."""
+    if not update.is_stashed:
+        return []
+    train = settings.train
+    return [
+        UsageError(f"{name} with --update {update} can't be had.", cause=cause, hint=hint)
+        for is_on, name, cause, hint in (
+            (
+                train.exact,
+                "--train.exact",
+                "one process of the same bits is one that waits for each batch",
+                "leave it out, or --update sync",
+            ),
+            (train.precision == "fp16", "fp16", "the loss scale is the last stage's alone", "--train.precision bf16"),
+            (
+                train.on_nonfinite == "skip",
+                "--train.on_nonfinite skip",
+                "other stages have taken the step already",
+                "--train.on_nonfinite stop",
+            ),
+            (
+                train.buffers == "sync_bn",
+                "sync_bn",
+                "statistics of several times would meet",
+                "leave --train.buffers out",
+            ),
+            (train.compile, "--train.compile", "a compiled block holds on to one version", "leave it out"),
+        )
+        if is_on
+    ]
+
+
+def stash_notes(update: Update, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
+    """Versions and staleness by stage, from the program of a few batches."""
+    if not update.is_stashed:
+        return
+    stash = stash_of(update, mesh)
+    rounds = -(-num_micro // mesh.replicas)
+    sizes = [rounds] * (2 * mesh.pp + 4)
+    found = seen(continuous(stash, sizes=sizes), stash)
+    versions = ", ".join(str(one.alive) for one in found)
+    late = ", ".join(str(max(one.staleness)) for one in found)
+    yield (
+        f"update: {update}, never emptied in between; {many(rounds, 'microbatch')} an update; by stage: "
+        f"weights of {versions} times, at most {late} updates late"
+    )

@@ -1,0 +1,103 @@
+"""What came of the steps: checked, counted and logged, once it can be looked at without waiting."""
+
+from collections import deque
+
+from paceline.events import Note, StepDone, Stream
+from paceline.feed.feed import Feed
+from paceline.order.cursor import Cursor
+from paceline.place.replicate import untouched
+from paceline.step.result import StepResult
+from paceline.train.built import Built
+from paceline.train.length import Clock, Progress, peak_gib
+from paceline.train.statistics import statistics
+from paceline.train.wishes import refuse_unknown_metrics
+
+
+class Heard:
+    """Results in the order of their steps, on every rank alike. `stops`: some rank has asked to."""
+
+    def __init__(self, *, built: Built, feed: Feed, stream: Stream, progress: Progress) -> None:
+        self.clock = Clock()
+        self.last: StepResult | None = None
+        self.stops = False
+        self._built = built
+        self._feed = feed
+        self._stream = stream
+        self._progress = progress
+        self._under_way: deque[StepResult] = deque()
+        self._logged = -1
+
+    def of(self, result: StepResult, *, cursor: Cursor) -> None:
+        """A step was taken, or begun: then those are heard that lie far enough behind it."""
+        self._under_way.append(result)
+        self._hear(cursor, leave=self._built.step.lag)
+
+    def rest(self, *, cursor: Cursor) -> None:
+        """No step is half done."""
+        self._hear(cursor, leave=0)
+
+    def log_last(self, *, cursor: Cursor) -> None:
+        """The last step's numbers, whatever its number is."""
+        if self.last is not None and self._logged != self.last.step:
+            self._log(self.last, cursor)
+
+    def _hear(self, cursor: Cursor, *, leave: int) -> None:
+        while len(self._under_way) > leave:
+            result = self._under_way.popleft()
+            result.agreed.check_counts()
+            if self.last is None:
+                refuse_unknown_metrics(self._built.job, terms=result.terms)
+            self.last = result
+            self.stops = self.stops or result.agreed.stop
+            self._count(result)
+            if result.step % self._built.settings.log.every == 0 or result.step == 1:
+                self._log(result, cursor)
+
+    def _count(self, result: StepResult) -> None:
+        clock = self.clock
+        clock.steps += 1
+        clock.samples += result.samples
+        clock.compute += result.compute_seconds
+        clock.communication += result.communication_seconds
+        tokens = max(result.agreed.counts.values(), default=0.0)
+        clock.tokens += tokens
+        self._progress.tokens += tokens
+
+    def _log(self, result: StepResult, cursor: Cursor) -> None:
+        self._logged = result.step
+        built, clock = self._built, self.clock
+        stepping = max(clock.stepping(), 1e-9)
+        self._stream.emit(
+            StepDone(
+                step=result.step,
+                epoch=self._epoch(cursor),
+                samples=cursor.samples,
+                loss=result.loss,
+                terms=result.terms,
+                grad_norm=result.grad_norm,
+                lr=built.update.lr,
+                step_seconds=stepping / max(clock.steps, 1),
+                data_seconds=clock.data / max(clock.steps, 1),
+                compute_seconds=clock.compute / max(clock.steps, 1),
+                communication_seconds=clock.communication / max(clock.steps, 1),
+                checkpoint_seconds=clock.saving / max(clock.steps, 1),
+                evaluation_seconds=clock.evaluating / max(clock.steps, 1),
+                samples_per_second=clock.samples / stepping,
+                tokens_per_second=clock.tokens / stepping if clock.tokens != clock.samples else None,
+                memory_peak_gib=peak_gib(built.world.device),
+                statistics=statistics(built) if built.settings.log.statistics else {},
+            )
+        )
+        self.clock = Clock()
+        self._warn(first=result.step == 1)
+
+    def _warn(self, *, first: bool) -> None:
+        """What the user would want to know and has not asked."""
+        text = untouched(self._built.named) if first else ""
+        for note in [*([text] if text else []), *self._built.step.parts.buffers.new_notes()]:
+            self._stream.emit(Note(text=note, level="warning"))
+
+    def _epoch(self, cursor: Cursor) -> float:
+        if self._feed.num_samples is None:
+            return float(cursor.epoch)
+        return cursor.epoch + cursor.position / self._feed.num_samples

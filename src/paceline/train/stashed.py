@@ -1,0 +1,56 @@
+"""The older weights that a pipeline without flush is still to use, in a checkpoint and back."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from paceline.place.holding import Holding
+from paceline.step.stash import StashStep
+from paceline.store.checkpoints import Loaded
+from paceline.store.manifest import rank_file
+from paceline.store.pieces import Stored
+from paceline.store.tensors import Writable
+from paceline.train.slices import own_pieces, read_part
+from paceline.train.together import together
+
+STASH = "stash.safetensors"
+
+
+def stash_files(
+    step: object, weights: Holding, *, rank: int
+) -> tuple[dict[str, list[Writable]], dict[str, Any] | None]:
+    """This rank's older weights, as `updates ago/FQN`, and where the last batches ended; nothing of another step."""
+    if not isinstance(step, StashStep):
+        return {}, None
+    found: list[Writable] = []
+    for number, kept in step.versions.saved().items():
+        for name, tensor in kept.items():
+            key = f"{step.versions.newest - number}/{name}"
+            parts = weights.parts(name)
+            found += own_pieces(key, dtype=tensor.dtype, find=partial(Tensor.detach, tensor), parts=parts, rank=rank)
+    return ({rank_file(STASH, rank): found} if found else {}), step.place()
+
+
+def load_stash(loaded: Loaded, step: object, weights: Holding) -> None:
+    """Give them back; a checkpoint of another update rule has none, and the history begins anew. Every rank calls this.
+
+    Raises:
+        CheckpointError: a tensor is not what was written.
+    """
+    if isinstance(step, StashStep):
+        place = loaded.state.get("stash")
+        stored = loaded.files.get(STASH, Stored([]))
+        kept = together(weights.world, lambda: {} if place is None else _kept(step, stored, weights))
+        step.begin(loaded.step, ends=[] if place is None else place["ends"], kept=kept)
+
+
+def _kept(step: StashStep, stored: Stored, weights: Holding) -> dict[int, Mapping[str, Tensor]]:
+    mine = [member.name for member in step.parts.update.named]
+    found: dict[int, Mapping[str, Tensor]] = {}
+    ago = 1
+    while mine and all(f"{ago}/{name}" in stored for name in mine):
+        found[ago] = {name: read_part(stored, f"{ago}/{name}", part=weights.mine[name].part) for name in mine}
+        ago += 1
+    return found

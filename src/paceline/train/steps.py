@@ -1,0 +1,66 @@
+"""The step of a run, by its plan."""
+
+from collections.abc import Sequence
+
+from paceline.errors import LayoutError, PacelineError, raise_all
+from paceline.place.batchnorm import running
+from paceline.place.compose import Placed
+from paceline.place.stage.pipe import Piped
+from paceline.place.threads import Mirror
+from paceline.plan.settle import Plan
+from paceline.plan.stashed import stash_of
+from paceline.step.parts import Parts
+from paceline.step.piped import PipelinePasses
+from paceline.step.spmd import SpmdStep
+from paceline.step.stash import StashStep
+from paceline.step.threads import ThreadsStep
+from paceline.step.turns import SharedTurns
+
+
+def make_step(
+    plan: Plan, parts: Sequence[Parts], placed: Placed, mirror: Mirror | None, turns: SharedTurns | None
+) -> SpmdStep:
+    """How this process's replicas turn a batch into an update."""
+    if placed.piped is not None and plan.rule.is_stashed:
+        _refuse_stashed(parts[0], placed.piped, plan)
+        stash = stash_of(plan.rule, plan.mesh)
+        return StashStep(parts[0], piped=placed.piped, stash=stash, rounds=-(-plan.num_micro // plan.replicas))
+    if placed.piped is not None:
+        return SpmdStep(parts[0], passes=PipelinePasses(parts[0], piped=placed.piped))
+    if mirror is None or turns is None:
+        return SpmdStep(parts[0])
+    return ThreadsStep(parts[0], others=parts[1:], mirror=mirror, turns=turns)
+
+
+def _refuse_stashed(parts: Parts, piped: Piped, plan: Plan) -> None:
+    """What a model has that stages with weights of several times can't.
+
+    Raises:
+        LayoutError, Problems
+    """
+    found: list[PacelineError] = []
+    for name, ranks in sorted(piped.ties.items())[:1]:
+        found.append(
+            LayoutError(
+                f"--update {plan.update}: {name} is used in the stages of ranks {', '.join(map(str, ranks))}.",
+                cause="its gradients come at different times on each, and its copies would part",
+                hint="a model whose weights are not tied over stages, or --update sync",
+            )
+        )
+    if piped.along_graph:
+        found.append(
+            LayoutError(
+                f"--update {plan.update} needs a chain of blocks: these stages are cut along an exported graph.",
+                hint=f"--layout {plan.layout} --update sync",
+            )
+        )
+    names = [name for name, _ in running(parts.model)]
+    if names:
+        found.append(
+            LayoutError(
+                f"--update {plan.update}: {names[0]} keeps running statistics.",
+                cause="they would be of microbatches in another order, on weights of several times",
+                hint="LayerNorm or GroupNorm in its place, or --update sync",
+            )
+        )
+    raise_all(found)

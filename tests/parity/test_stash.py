@@ -1,0 +1,159 @@
+"""Pipelines that are never flushed equal one process that keeps every version: weights after many updates."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.conftest import Shop
+
+JOB = """
+from dataclasses import replace
+
+import torch
+import paceline as pl
+from paceline.examples import text
+from paceline.step.versions import Versions
+from transformers import LlamaConfig
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, samples):
+        self.ids = torch.randint(0, 64, (samples, 12), generator=torch.Generator().manual_seed(4))
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+RULES = {
+    "sgd": lambda named: torch.optim.SGD([p for _, p in named], lr=0.05),
+    "momentum": lambda named: torch.optim.SGD([p for _, p in named], lr=0.03, momentum=0.9),
+    "adamw": lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-3),
+}
+
+
+def newest(self, number):  # no stash: whatever is there when the forward comes
+    return plain_of(self, self.newest)
+
+
+def swapped(self, weights):  # no stash: the backward meets the weights of its own time
+    for name, tensor in (weights or {}).items():
+        tensor.data = self._live[name].detach().clone()
+    plain_lend(self, weights)
+
+
+plain_of, plain_lend = Versions.of, Versions.lend
+
+
+def make_job(kind: str = "text", rule: str = "adamw", depth: int = 4, samples: int = 4000, dropout: float = 0.0,
+             clip: float = 0.0, tied: bool = False, batch: int = 8, plant: str = "") -> pl.Job:
+    if plant == "newest":
+        Versions.of = newest
+    if plant == "swapped":
+        Versions.lend = swapped
+    if kind == "llama":
+        config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=depth,
+                             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
+                             tie_word_embeddings=tied)
+        return pl.hf.job(config, train_data=lambda: Rows(samples), optimizer=RULES[rule], global_batch_size=batch,
+                         max_grad_norm=clip or None)
+    job = text.make_job(width=16, depth=depth, context=12, dropout=dropout)
+    return replace(job, optimizer=RULES[rule], lr_schedule=None, global_batch_size=batch, max_grad_norm=clip or None,
+                   eval_data=None, on_eval=None, best=None, metrics=None, settings=None)
+"""
+SMALL = ("--train.micro_batch_size", "8")
+
+
+@pytest.fixture
+def bench(shop: Shop) -> Shop:
+    shop.write("stash.py", JOB)
+    return shop
+
+
+def verified(shop: Shop, ranks: int, *words: str, steps: int = 12) -> dict[str, Any]:
+    ended = shop.run("verify", "stash.py", "--ranks", str(ranks), "--steps", str(steps), "--json", *words, timeout=400)
+    assert ended.code in (0, 4), ended.text
+    found: dict[str, Any] = ended.json()
+    return found
+
+
+def assert_same(found: dict[str, Any], *, rungs: int = 3) -> None:
+    assert found["verdict"] in ("bitwise", "rounding"), json.dumps(found["lines"], indent=1)
+    assert found["reference"].startswith("serial ")
+    assert len(found["rungs"]) == rungs
+    assert all(rung["compared"].get("weights", 0) > 5 for rung in found["rungs"][1:])
+
+
+def test_pipedream_in_three_stages_is_its_serial_reference(bench: Shop) -> None:
+    found = verified(bench, 3, "--layout", "pp", "--update", "pipedream", *SMALL, "--job.dropout", "0.2")
+    assert_same(found)
+
+
+def test_2bw_over_replicas_and_with_accumulation_is_its_serial_reference(bench: Shop) -> None:
+    words = ("--layout", "pp=2,dp=2", "--update", "2bw", "--train.micro_batch_size", "2", "--job.kind", "llama")
+    assert_same(verified(bench, 4, *words, "--job.clip", "0.5"))
+
+
+@pytest.mark.parametrize(("plant", "update"), [("newest", "pipedream,vertical"), ("swapped", "pipedream")])
+def test_without_stashing_it_is_another_training(bench: Shop, plant: str, update: str) -> None:
+    words = ("--layout", "pp", "--update", update, *SMALL, "--job.rule", "sgd", "--job.plant", plant)
+    assert verified(bench, 3, *words)["verdict"] == "different"
+
+
+def test_saving_evaluating_and_going_on_change_no_bit(bench: Shop) -> None:
+    words = ("--layout", "pp", "--update", "pipedream", *SMALL)
+    straight = bench.run(*train("straight", 11), *words)
+    often = bench.run(*train("often", 11), *words, "--checkpoint.every", "3", "--train.check_every", "2")
+    first = bench.run(*train("parts", 5), *words)
+    then = bench.run(*train("parts", 11), *words)
+    assert not any(run.code for run in (straight, often, first, then)), then.text
+    assert "resumed: step-00000005" in then.text
+    assert len({bench.digest(run) for run in ("straight", "often", "parts")}) == 1
+    steps = [json.loads(line) for line in (bench.path / "straight/events.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in steps if e["event"] == "StepDone"] == [1, 10, 11]
+
+
+def train(run: str, steps: int) -> list[str]:
+    return ["train", "stash.py", "--ranks", "3", "--run-dir", run, "--train.steps", str(steps)]
+
+
+def test_another_rule_or_number_of_stages_is_refused_unless_it_is_allowed(bench: Shop) -> None:
+    assert not bench.run(*train("run", 4), "--update", "pipedream", *SMALL).code
+    for words in (("--update", "sync"), ("--update", "2bw"), ("--update", "pipedream,vertical")):
+        ended = bench.run(*train("run", 6), "--layout", "pp", *words, *SMALL)
+        assert ended.code == 2 and "update: was pipedream in 3 stages" in ended.text, ended.text
+    ended = bench.run(*train("run", 6), "--layout", "pp", "--update", "2bw", "--allow", "update", *SMALL)
+    assert ended.code == 0, ended.text
+
+
+BAD = {
+    "needs a pipeline, and layout ddp has none": ("--layout", "ddp"),
+    "not with dp_shard": ("--layout", "pp=2,dp_shard=2", "--ranks", "4"),
+    "has a schedule of its own": ("--layout", "pp,schedule=gpipe"),
+    "--train.exact with --update pipedream": ("--layout", "pp", "--train.exact"),
+    "on_nonfinite skip with --update pipedream": ("--layout", "pp", "--train.on_nonfinite", "skip"),
+    "has no option 'sideways'": ("--layout", "pp", "--update", "pipedream,sideways"),
+    "is used in the stages of ranks 0, 1": ("--layout", "pp", "--job.kind", "llama", "--job.tied", "true"),
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_what_it_can_not_be_had_with_is_said(bench: Shop, said: str) -> None:
+    words = ["--ranks", "2", "--update", "pipedream", *BAD[said]]
+    ended = bench.run("train", "stash.py", *words, "--run-dir", "run", "--train.steps", "2", *SMALL)
+    assert ended.code == 2 and said in ended.text, ended.text
+    assert "Traceback" not in ended.text
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rule", ["sgd", "momentum", "adamw"])
+@pytest.mark.parametrize("kind", ["text", "llama"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("update", ["pipedream", "pipedream,vertical", "2bw"])
+def test_fifty_updates(bench: Shop, update: str, stages: int, kind: str, rule: str) -> None:
+    micro = "2" if update == "2bw" else "8"
+    words = ("--layout", "pp", "--update", update, "--train.micro_batch_size", micro)
+    assert_same(verified(bench, stages, *words, "--job.kind", kind, "--job.rule", rule, steps=50))
