@@ -62,6 +62,19 @@ class EvalDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Staleness(Event):
+    """How late an asynchronous run's updates were, since this attempt began.
+
+    For each participant `told` has `who`; `late`, how many gradients were of weights so many updates ago (a list of
+    pairs); `versions`, the most weights of several times that it held at once; and `sent_bytes`.
+    """
+
+    step: int
+    update: str
+    told: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
     """A checkpoint is whole on disk."""
 

@@ -114,6 +114,10 @@ def test_saving_evaluating_and_going_on_change_no_bit(bench: Shop) -> None:
     assert len({bench.digest(run) for run in ("straight", "often", "parts")}) == 1
     steps = [json.loads(line) for line in (bench.path / "straight/events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in steps if e["event"] == "StepDone"] == [1, 10, 11]
+    told = next(e for e in reversed(steps) if e["event"] == "Staleness")["told"]
+    assert [one["late"] for one in told] == [[[0, 1], [1, 1], [2, 9]], [[0, 1], [1, 10]], [[0, 11]]]
+    assert [one["versions"] for one in told] == [3, 2, 1]
+    assert all(one["sent_bytes"] > 11 * 8 * 12 * 16 * 4 for one in told)
 
 
 def train(run: str, steps: int) -> list[str]:

@@ -49,7 +49,8 @@ class _Scale:
     @staticmethod
     def of(panels: Sequence[Timeline]) -> "_Scale":
         seconds = max(panel.makespan for panel in panels) or 1.0
-        lengths = sorted(span.seconds for span in panels[0].computes if span.seconds > 0) or [seconds]
+        passes = [span for span in panels[0].computes if span.action.op is not Op.UPDATE]
+        lengths = sorted(span.seconds for span in passes if span.seconds > 0) or [seconds]
         plot = min(max(seconds / lengths[len(lengths) // 10] * 17, 560), 4200)
         return _Scale(seconds=seconds, per_second=plot / seconds)
 

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import AbstractContextManager
+from typing import Any
 
 from paceline.errors import JobError
 from paceline.place.exact import no_grid
@@ -59,6 +60,10 @@ class SpmdStep:
 
     def settle(self) -> None:
         """Leave no step half done; every rank calls this."""
+
+    def lateness(self) -> dict[str, Any] | None:
+        """How late this process's gradients were (`events.Staleness`); None where none can be, on all ranks alike."""
+        return None
 
     def gradients(self, given: Given, *, stop: bool = False) -> StepResult:
         """Leave the global gradient in every `.grad`, and update nothing but running statistics."""

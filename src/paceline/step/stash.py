@@ -7,6 +7,7 @@ which weights a microbatch sees (`schedule/stash.py`), that changes no weight.
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,9 @@ class StashStep(SpmdStep):
         self._stand = Stand(parts, always=True)
         self._parameters = parts.update.parameters
         self._batches: dict[int, Batch] = {}
-        self._used: dict[int, Weights | None] = {}
+        self._used: dict[int, tuple[int, Weights | None]] = {}
+        self._late: dict[int, int] = {}
+        self._most = 1
         self._forwards = 0
         self._fresh = True
         direct = stash.is_direct(self._stage)
@@ -90,6 +93,12 @@ class StashStep(SpmdStep):
         self._course = Course(stash=self._stash, stage=self._stage, stream=self._stream)
         self._forwards = 0
         self.versions.begin(newest=step, kept={step - ago: weights for ago, weights in kept.items()})
+
+    def lateness(self) -> dict[str, Any]:
+        """One gradient for each microbatch."""
+        replica = f", replica {self.parts.worlds.data.rank}" if self.parts.worlds.data.world_size > 1 else ""
+        late, sent = [list(pair) for pair in sorted(self._late.items())], self._pipeline.sent_bytes
+        return {"who": f"stage {self._stage}{replica}", "late": late, "versions": self._most, "sent_bytes": sent}
 
     def settle(self) -> None:
         """End all batches that were begun."""
@@ -139,7 +148,8 @@ class StashStep(SpmdStep):
 
     def _forward(self, action: Action) -> None:
         number = self._stash.version(stage=self._stage, microbatch=action.microbatch, stream=self._stream)
-        weights = self._used[action.microbatch] = self.versions.of(number)
+        weights = self.versions.of(number)
+        self._used[action.microbatch] = number, weights
         self.versions.inside(weights, lambda: self._pipeline.one(action, self._work))
         self._forwards += 1
 
@@ -149,7 +159,9 @@ class StashStep(SpmdStep):
             for parameter in self._parameters:
                 parameter.grad = None
             self._fresh = False
-        weights = self._used.pop(action.microbatch)
+        number, weights = self._used.pop(action.microbatch)
+        late = self._stream.batch_of(action.microbatch) - number
+        self._late[late] = self._late.get(late, 0) + 1
         self.versions.lend(weights)
         self.versions.inside(weights, lambda: self._pipeline.one(action, self._work))
         self.versions.collect(weights)
@@ -166,6 +178,7 @@ class StashStep(SpmdStep):
         self.versions.before_update(needed=needed)
         self.parts.update.commit(step=batch.number + 1, loss=agreed.loss, counts=agreed.counts)
         self.versions.after_update(needed=needed)
+        self._most = max(self._most, len(self.versions.numbers | {number for number, _ in self._used.values()}))
         self._fresh = True
         self._stream.forget(keep=2 * self._stash.stages + 2)
 

@@ -31,9 +31,9 @@ class Versions:
         self.newest = 0
 
     @property
-    def num_alive(self) -> int:
-        """Versions held: the parameters themselves, and those that are kept beside them and are older."""
-        return 1 + sum(number < self.newest for number in self._kept)
+    def numbers(self) -> set[int]:
+        """The versions that can be asked for; graphs may hold on to older ones."""
+        return {self.newest, *self._kept}
 
     def of(self, number: int) -> Weights | None:
         """The weights after so many updates, or as old as there are any; None for the parameters themselves."""

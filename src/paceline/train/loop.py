@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.errors import ExitCode, NonFiniteError
-from paceline.events import EvalDone, Note, Stream
+from paceline.events import EvalDone, Note, Staleness, Stream
 from paceline.faults import Faults
 from paceline.feed.feed import Feed
 from paceline.feed.types import StepInput
@@ -160,10 +160,18 @@ class Loop:
         began = time.perf_counter()
         self.built.step.late.hear(None)
         self._check()
+        self._tell_late()
         self._faults.fire("save", step=self.cursor.step)
         for event in self._saver.save(cursor=self.cursor, feed=self.feed, extra=self.progress.as_json(), best=best):
             self.stream.emit(event)
         self._heard.clock.saving += time.perf_counter() - began
+
+    def _tell_late(self) -> None:
+        """Where updates are asynchronous: every rank's."""
+        mine = self.built.step.lateness()
+        if mine is not None:
+            told = tuple(self.built.world.gather_json(mine))
+            self.stream.emit(Staleness(step=self.cursor.step, update=self.built.plan.update, told=told))
 
     @property
     def place(self) -> str:

@@ -1,7 +1,8 @@
 """The console: the field's log line for each logged step, and one line for everything else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from paceline.events import (
     CheckpointRefused,
@@ -11,6 +12,7 @@ from paceline.events import (
     Note,
     RunEnded,
     RunStarted,
+    Staleness,
     StepDone,
 )
 from paceline.spec.words import duration, many, size
@@ -27,6 +29,8 @@ def line_of(event: Event) -> str:
         of = " | of the average" if event.average else ""
         samples = f"{many(event.samples, 'sample')}, each once, in {duration(event.seconds)}"
         return f"eval {event.step} | {numbers}{of} | {samples}{extra}"
+    if isinstance(event, Staleness):
+        return f"late {event.step} | {' | '.join(map(_late, event.told))}"
     if isinstance(event, CheckpointSaved):
         mark = " (best)" if event.best else ""
         return f"saved {event.path}{mark} | {size(event.num_bytes)} in {duration(event.seconds)}"
@@ -39,6 +43,11 @@ def line_of(event: Event) -> str:
     if isinstance(event, RunEnded):
         return f"{event.status} at step {event.step} after {event.seconds:.1f} s"
     return ""
+
+
+def _late(told: Mapping[str, Any]) -> str:
+    most = max((late for late, _ in told["late"]), default=0)
+    return f"{told['who']}: at most {many(most, 'update')}, weights of {many(told['versions'], 'time')}"
 
 
 def _step(event: StepDone) -> str:

@@ -9,6 +9,7 @@ from paceline.store.runs import RunFolder
 from paceline.watch.asked import show_settings
 from paceline.watch.curves import show_curves, show_statistics, show_time
 from paceline.watch.history import History, json_or_none, read_history
+from paceline.watch.late import show_late
 from paceline.watch.style import STYLE
 from paceline.watch.trouble import show_checkpoints, show_failures, show_torn
 from paceline.watch.verdict import find_verdict, number, show_verdict
@@ -30,6 +31,7 @@ def page(run: RunFolder) -> str:
         show_failures(run),
         show_curves(history),
         show_time(history),
+        show_late(history),
         show_verdict(answer, reason),
         show_checkpoints(run),
         _sample(history),
