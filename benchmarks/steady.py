@@ -88,6 +88,7 @@ def worker(payload: dict[str, Any]) -> int:
     task = Task.from_json(payload)
     session = Run.worker(task).open()
     batches = session.loop.batches()
+    SLEPT.clear()
     for _ in range(int(task.options["steps"])):
         session.loop.step(next(batches))
     session.built.step.settle()
@@ -116,7 +117,7 @@ def measure(name: str, *, ranks: int, wait: float, micro: int) -> float:
     settings = {"job.stages": ranks, "job.wait": wait, "job.batch": batch, "train.steps": steps + 1}
     settings |= {"train.check_every": 0, "checkpoint.every": steps + 1, "log.every": 10, "watch.to": ["jsonl"]}
     task = Task(
-        verb="train", job=f"{__file__}:make_job", run=str(folder), layout=layout, update=update, ranks=ranks,
+        verb="train", job="steady:make_job", run=str(folder), layout=layout, update=update, ranks=ranks,
         settings=settings, options={"steps": steps, "answer": str(folder / "answer.json")},
     )  # fmt: skip
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])

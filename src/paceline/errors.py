@@ -96,7 +96,9 @@ class DataError(RunError):
 
 
 class NonFiniteError(RunError):
-    """Loss or gradients are not finite, and the run was told to stop then."""
+    """Loss or gradients are not finite, and the run was told to stop then. `step` is the one they were of."""
+
+    step: int | None = None
 
 
 class DesyncError(RunError):

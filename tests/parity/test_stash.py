@@ -152,6 +152,41 @@ def test_what_it_can_not_be_had_with_is_said(bench: Shop, said: str) -> None:
     assert "Traceback" not in ended.text
 
 
+def test_killed_it_goes_on_with_the_bits_that_it_would_have_had(bench: Shop) -> None:
+    words = ("--layout", "pp", "--update", "2bw", "--train.micro_batch_size", "2", "--checkpoint.every", "3")
+    assert not bench.run(*train("straight", 9), *words).code
+    killed = bench.run(*train("killed", 9), *words, "--faults", "kill rank=1 step=8")
+    assert killed.code == 1 and "rank 1" in killed.text
+    again = bench.run(*train("killed", 9), *words)
+    assert again.code == 0 and "resumed: step-00000006" in again.text, again.text
+    assert bench.digest("killed") == bench.digest("straight")
+
+
+NAN = """
+import torch, paceline as pl
+
+
+def make_job() -> pl.Job:
+    x = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+    x[37] = float("nan")
+    block = lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+    return pl.Job(
+        model=lambda: torch.nn.Sequential(*(block() for _ in range(4))),
+        loss=lambda output, batch: (output.square().sum(), output.numel()),
+        train_data=torch.utils.data.TensorDataset(x, x),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2),
+        global_batch_size=4,
+    )
+"""
+
+
+def test_what_is_not_finite_is_told_by_its_own_step_and_ends_all(bench: Shop) -> None:
+    bench.write("nan.py", NAN)
+    words = ("--ranks", "3", "--update", "pipedream", "--train.steps", "24", "--run-dir", "run")
+    ended = bench.run("train", "nan.py", *words)
+    assert ended.code == 1 and "NaN or infinity: sample 37 of train_data" in ended.text, ended.text
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("rule", ["sgd", "momentum", "adamw"])
 @pytest.mark.parametrize("kind", ["text", "llama"])

@@ -4,14 +4,13 @@ The oracle of `--update pipedream` and `2bw`, as naive as can be: it keeps the w
 together, before each microbatch, what its stages would hold. Of the package it takes the rule alone, as numbers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.place.stage.cut import Cut
 from paceline.place.stage.pipe import Piped
 from paceline.prove.reference import At, Gradient, Micro, Reference
 from paceline.schedule.stash import Stash, Stream
@@ -81,7 +80,6 @@ class StashedReference(Reference):
                 parameter.copy_(self._history[versions[name]][name])
 
 
-def stages_of(piped: Piped) -> dict[str, int]:
+def stages_of(piped: Piped, names: Iterable[str]) -> dict[str, int]:
     """Each parameter's stage; a pipeline without flush has each in one."""
-    assert isinstance(piped.cut, Cut), "stages along a graph are refused"
-    return {name: part.index for part in piped.cut.parts for name in part.parameters}
+    return {name: next(iter(piped.cut.stages_of(name)), 0) for name in names}

@@ -261,7 +261,9 @@ def _way(built: Built) -> Way | None:
     plan, piped = built.plan, built.placed.piped
     if piped is None or not plan.rule.is_stashed:
         return None
-    return Way(stash=stash_of(plan.rule, plan.mesh), stage_of=stages_of(piped), replicas=plan.replicas)
+    return Way(
+        stash=stash_of(plan.rule, plan.mesh), stage_of=stages_of(piped, built.weights.names), replicas=plan.replicas
+    )
 
 
 def _built(ready: Ready, world: World, dtype: torch.dtype | None) -> Built:

@@ -127,7 +127,12 @@ class Update:
 
     def refusal(self, *, step: int, loss: float, counts: Mapping[str, float] | None = None) -> NonFiniteError:
         """Name the term whose count is zero, or the first parameters whose gradient is not finite."""
-        empty = [name for name, count in (counts or {}).items() if count == 0]
+        error = self._refusal(step, loss, counts or {})
+        error.step = step
+        return error
+
+    def _refusal(self, step: int, loss: float, counts: Mapping[str, float]) -> NonFiniteError:
+        empty = [name for name, count in counts.items() if count == 0]
         if empty:
             return NonFiniteError(
                 f"step {step}: the count of {', '.join(empty)} is 0 over the whole global batch.",

@@ -106,4 +106,4 @@ class _Home(nn.Module):
 
 def _leaves(weights: Weights) -> Weights:
     with torch.no_grad():
-        return {name: tensor.detach().clone().requires_grad_() for name, tensor in weights.items()}
+        return {name: nn.Parameter(tensor.detach().clone()) for name, tensor in weights.items()}

@@ -1,7 +1,9 @@
 """The one loop: step, log, perhaps evaluate, perhaps save, perhaps stop. It can't tell which step runs."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from paceline.errors import ExitCode, NonFiniteError
@@ -23,6 +25,7 @@ from paceline.train.judge import Judge
 from paceline.train.length import Clock, Length, Progress, derived_interval
 from paceline.train.replicas import check_replicas
 from paceline.train.saving import Saver
+from paceline.world import World
 
 
 class Loop:
@@ -66,7 +69,7 @@ class Loop:
         self.anew = self._judge.anew
         self._evaluator = Evaluator(built)
         self._began = self._checked = cursor.step
-        self._before: StepInput | None = None
+        self._given: deque[StepInput] = deque(maxlen=2 + built.step.lag)
 
     def batches(self) -> Iterator[StepInput]:
         """This replica's share of each step from where the run stands, until the run is over or stopped."""
@@ -106,18 +109,24 @@ class Loop:
 
     def _settle(self) -> None:
         """Leave no step half done: weights are about to be looked at."""
-        self.built.step.settle()
+        with self._naming_inputs():
+            self.built.step.settle()
         self._heard.rest(cursor=self.cursor)
 
     def _run(self, given: StepInput) -> StepResult:
-        late = self.built.world.device.type != "cpu" and self._before is not None  # it is the step before that failed
-        try:
+        self._given.append(given)
+        with self._naming_inputs():
             return self.built.step.run(given, stop=self._stop.requested)
+
+    @contextmanager
+    def _naming_inputs(self) -> Iterator[None]:
+        """What is not finite may be of an earlier step; where steps are heard late, ranks hear at other times."""
+        try:
+            yield
         except NonFiniteError as error:
-            of = self._before if late and self._before is not None else given
-            raise name_inputs(error, of, world=self.built.world) from None
-        finally:
-            self._before = given
+            world = self.built.world if not self.built.step.lag else World.alone()
+            given = next((one for one in self._given if one.batch.after.step == error.step), self._given[-1])
+            raise name_inputs(error, given, world=world) from None
 
     def evaluate(self, *, split: str = "eval", data: Any = None) -> EvalDone:
         """Exact metrics of the present weights (of the average, where there is one) on a split."""

@@ -47,13 +47,6 @@ def _refuse_stashed(parts: Parts, piped: Piped, plan: Plan) -> None:
                 hint="a model whose weights are not tied over stages, or --update sync",
             )
         )
-    if piped.along_graph:
-        found.append(
-            LayoutError(
-                f"--update {plan.update} needs a chain of blocks: these stages are cut along an exported graph.",
-                hint=f"--layout {plan.layout} --update sync",
-            )
-        )
     names = [name for name, _ in running(parts.model)]
     if names:
         found.append(

@@ -7,6 +7,7 @@ from pathlib import Path
 from paceline.errors import ExitCode, LayoutError, UsageError
 from paceline.spec.layout import parse_layout
 from paceline.spec.task import Task
+from paceline.spec.update import parse_update
 from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
 
 ENTRY = "paceline.prove.worker:verify"
@@ -26,7 +27,8 @@ def verify(
         raise UsageError(f"--steps {steps}: verify needs at least one step.", hint="--steps 3")
     if against != "single":
         raise UsageError(f"verify --against {against} is not in this version yet.", hint="--against single")
-    task = make_task("verify", job, replace(common, layout=common.layout or "ddp"), overrides)
+    plain = "pp" if parse_update(common.update).is_stashed else "ddp"
+    task = make_task("verify", job, replace(common, layout=common.layout or plain), overrides)
     _refuse_rounding(task)
     if common.dry_run:
         return Answer(exit_code=0, run=Path(task.run), value=task.as_json())
