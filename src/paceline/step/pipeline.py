@@ -50,10 +50,13 @@ class Pipeline:
     """Runs one rank's part of a program over a `World` whose ranks are the program's.
 
     `splits=False` computes a stage's whole backward where the program says INPUT and nothing where it says WEIGHT:
-    for stages that recompute or are sharded, whose gradients can't be had in halves.
+    for stages that recompute or are sharded, whose gradients can't be had in halves. `goes_on`: `expect` and `one` are
+    called again and again until `pause`; then the next message of an edge is always awaited already.
     """
 
-    def __init__(self, program: Program, *, world: World, splits: bool = True, watch: Watch | None = None) -> None:
+    def __init__(
+        self, program: Program, *, world: World, splits: bool = True, goes_on: bool = False, watch: Watch | None = None
+    ) -> None:
         if program.num_ranks != world.world_size:
             raise LayoutError(
                 f"the schedule {program.name} is for {program.num_ranks} ranks, the pipeline has {world.world_size}."
@@ -62,7 +65,9 @@ class Pipeline:
         self._rank = world.rank
         self._splits = splits
         self._watch = watch
-        self._wire = Wire(world)
+        self._goes_on = goes_on
+        self._wire = Wire(world, channel=int(goes_on))
+        self._sent_on: set[Edge] = set()
         self._own = set(program.stages_of(world.rank))
         self._live: dict[At, _Live] = {}
         self._arrived: dict[At, Sent] = {}
@@ -106,6 +111,11 @@ class Pipeline:
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
         self._wire.finish()
+
+    def pause(self) -> None:
+        """Nothing comes for now; all ranks call this with equal programs behind them."""
+        self._wire.pause(sent_on=sorted(self._sent_on, key=lambda edge: edge.tag) if self._wire.matches_tags else ())
+        self._sent_on.clear()
 
     def one(self, action: Action, work: Work) -> None:
         """Do one action, of those that were expected."""
@@ -189,7 +199,7 @@ class Pipeline:
     def _send_forward(self, action: Action, work: Work) -> None:
         sent = self._leaving.pop((action.stage, action.microbatch))
         trains = [int(tensor.requires_grad) for tensor in sent.tensors]
-        self._wire.send(_edge(action), sent.tensors, [sent.spec, trains])
+        self._send(action, sent.tensors, [sent.spec, trains])
 
     def _receive_forward(self, action: Action, work: Work) -> None:
         tensors, (spec, trains) = self._receive(action)
@@ -200,7 +210,13 @@ class Pipeline:
     def _send_backward(self, action: Action, work: Work) -> None:
         gradients = self._returning.pop((action.stage, action.microbatch))
         present = [gradient for gradient in gradients if gradient is not None]
-        self._wire.send(_edge(action), present, [int(gradient is not None) for gradient in gradients])
+        self._send(action, present, [int(gradient is not None) for gradient in gradients])
+
+    def _send(self, action: Action, tensors: list[Tensor], note: Any) -> None:
+        edge = _edge(action)
+        self._wire.send(edge, tensors, note)
+        if self._goes_on:
+            self._sent_on.add(edge)
 
     def _receive_backward(self, action: Action, work: Work) -> None:
         tensors, present = self._receive(action)
@@ -211,7 +227,7 @@ class Pipeline:
         edge = _edge(action)
         found = self._wire.receive(edge)
         self._expected[edge] -= 1
-        if self._expected[edge] and self._wire.matches_tags:
+        if (self._expected[edge] or self._goes_on) and self._wire.matches_tags:
             self._wire.expect(edge)
         return found
 
@@ -227,7 +243,8 @@ class Pipeline:
                 self._expected[edge] = self._expected.get(edge, 0) + 1
         if self._wire.matches_tags:
             for edge in self._expected:
-                self._wire.expect(edge)
+                if not self._wire.is_expected(edge):
+                    self._wire.expect(edge)
 
 
 def _edge(action: Action) -> Edge:

@@ -43,7 +43,7 @@ class StashStep(SpmdStep):
         self._stash = stash
         self._stream = Stream()
         self._course = Course(stash=stash, stage=self._stage, stream=self._stream)
-        self._pipeline = Pipeline(continuous(stash, sizes=[1]), world=piped.world)
+        self._pipeline = Pipeline(continuous(stash, sizes=[1]), world=piped.world, goes_on=True)
         self._work = _Work(parts, piped=piped, tells=piped.has_loss)
         self._stand = Stand(parts, always=True)
         self._parameters = parts.update.parameters
@@ -103,7 +103,7 @@ class StashStep(SpmdStep):
     def settle(self) -> None:
         """End all batches that were begun."""
         self._follow(self._with_messages(self._course.rest()))
-        self._pipeline.finish()
+        self._pipeline.pause()
 
     @property
     def _leaves(self) -> tuple[Op, ...]:

@@ -7,7 +7,7 @@ one shape so cost one message for each activation or gradient.
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch import Tensor
 from paceline.world import World
 
 HEAD_BYTES = ALIGNED_BYTES = 64
+_NOTHING = -1
+_TAGS = 1 << 18  # of one channel; more than any pipeline has edges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +41,14 @@ class _Known:
 
 
 class Wire:
-    """Sends and receives over the processes of one `World`. Every wait ends after the group's timeout."""
+    """Sends and receives over the processes of one `World`. Every wait ends after the group's timeout.
 
-    def __init__(self, world: World) -> None:
+    Wires of different channels don't meet.
+    """
+
+    def __init__(self, world: World, *, channel: int = 0) -> None:
         self._world = world
+        self._first_tag = channel * _TAGS
         self._device = torch.device("cpu") if world.backend == "gloo" else world.device
         self._sent: dict[Edge, _Known] = {}
         self._heard: dict[Edge, _Known] = {}
@@ -102,6 +108,26 @@ class Wire:
             buffer = buffer.to(self._world.device)
         return list(_views(buffer, known.layout)), known.note
 
+    def is_expected(self, edge: Edge) -> bool:
+        """Whether a receive of it is posted."""
+        return edge in self._posted
+
+    def pause(self, *, sent_on: Iterable[Edge]) -> None:
+        """Take back the receives that are posted: each side says on the edges that it sends on that nothing comes now.
+
+        Both sides call this at the same place in their programs.
+        """
+        for edge in sent_on:
+            known = self._sent[edge]
+            buffer = torch.zeros(known.num_bytes, dtype=torch.uint8, device=self._device)
+            buffer[:8].view(torch.int64)[0] = _NOTHING
+            self._start(edge, buffer)
+        for edge in list(self._posted):
+            buffer, wait = self._posted.pop(edge)
+            wait()
+            assert int(buffer[:8].view(torch.int64)[0]) == _NOTHING, "both sides pause at the same place"
+        self.finish()
+
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
         for work, _ in self._leaving:
@@ -110,13 +136,13 @@ class Wire:
 
     def _start(self, edge: Edge, buffer: Tensor) -> None:
         self._leaving = [(work, kept) for work, kept in self._leaving if not work.is_completed()]
-        work = dist.isend(buffer, group=self._world.group, group_dst=edge.peer, tag=edge.tag)
+        work = dist.isend(buffer, group=self._world.group, group_dst=edge.peer, tag=self._first_tag + edge.tag)
         self._leaving.append((work, buffer))
         self.sent_bytes += buffer.numel()
 
     def _post(self, edge: Edge, num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        work = dist.irecv(buffer, group=self._world.group, group_src=edge.peer, tag=edge.tag)
+        work = dist.irecv(buffer, group=self._world.group, group_src=edge.peer, tag=self._first_tag + edge.tag)
         assert work is not None
         return buffer, work.wait
 
