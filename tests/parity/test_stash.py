@@ -112,6 +112,8 @@ def test_saving_evaluating_and_going_on_change_no_bit(bench: Shop) -> None:
     assert not any(run.code for run in (straight, often, first, then)), then.text
     assert "resumed: step-00000005" in then.text
     assert len({bench.digest(run) for run in ("straight", "often", "parts")}) == 1
+    assert not bench.run("ckpt", "verify", "parts").code
+    assert "held at once" in _page(bench, "straight")
     steps = [json.loads(line) for line in (bench.path / "straight/events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in steps if e["event"] == "StepDone"] == [1, 10, 11]
     told = next(e for e in reversed(steps) if e["event"] == "Staleness")["told"]
@@ -196,3 +198,8 @@ def test_fifty_updates(bench: Shop, update: str, stages: int, kind: str, rule: s
     micro = "2" if update == "2bw" else "8"
     words = ("--layout", "pp", "--update", update, "--train.micro_batch_size", micro)
     assert_same(verified(bench, stages, *words, "--job.kind", kind, "--job.rule", rule, steps=50))
+
+
+def _page(bench: Shop, run: str) -> str:
+    assert not bench.run("report", run).code
+    return (bench.path / run / "report.html").read_text()

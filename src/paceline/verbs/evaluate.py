@@ -33,9 +33,8 @@ def evaluate(
     options = {"split": split, "checkpoint": str(checkpoint or "")}
     ranks = common.ranks or task.ranks
     layout = "single" if ranks == 1 else "ddp"
-    task = replace(
-        task, verb="evaluate", options=options, resume=None, faults="", ranks=ranks, layout=layout, run=str(folder.path)
-    )
+    how = replace(task, layout=layout, update="sync", ranks=ranks, faults="")
+    task = replace(how, verb="evaluate", options=options, resume=None, run=str(folder.path))
     joined = detect(os.environ)
     if not common.quiet and (joined is None or joined.rank == 0):
         say(f"evaluating {checkpoint or folder.path} on {split}_data with {many(ranks, 'process')}")
