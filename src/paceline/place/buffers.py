@@ -47,7 +47,7 @@ class BufferPolicy:
 
     def changed(self) -> bool:
         """Whether this rank's forward wrote to a watched buffer since the last step."""
-        return bool(self._written())
+        return bool(self.written())
 
     def settle(self, *, changed: bool) -> None:
         """Make them equal again, once any rank's have changed.
@@ -56,7 +56,7 @@ class BufferPolicy:
             UsageError: exact mode, where no rule gives one process's values.
         """
         if changed:
-            self._tell(self._written())
+            self._tell(self.written())
             for _, tensor in self._watched:
                 self._spread(tensor)
         self._versions, self._first = self._now(), None
@@ -87,7 +87,7 @@ class BufferPolicy:
                 self._world.broadcast(whole)
             write(tensor, whole)
 
-    def _written(self) -> list[str]:
+    def written(self) -> list[str]:
         """Names. `F.batch_norm` writes without a trace: what the first step changed so is taken as changed in each."""
         now = self._now()
         if self._first is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.errors import JobError
 from paceline.nested import to_device
 from paceline.place.shard.guard import forward_runs
 from paceline.place.stage.pipe import Piped
@@ -171,6 +172,8 @@ class StashStep(SpmdStep):
         batch = self._batches.pop(self._stream.batch_of(action.microbatch))
         assert batch.joint is not None
         agreed = batch.joint.agreed()
+        if agreed.buffers_changed:
+            raise self._writes()
         add_over_replicas(self._parameters, world=self.parts.worlds.data)
         if batch.counts is None:
             divide_all([p.grad for p in self._parameters if p.grad is not None], batch.joint.divisor())
@@ -181,6 +184,15 @@ class StashStep(SpmdStep):
         self._most = max(self._most, len(self.versions.numbers | {number for number, _ in self._used.values()}))
         self._fresh = True
         self._stream.forget(keep=2 * self._stash.stages + 2)
+
+    def _writes(self) -> JobError:
+        names = self.parts.buffers.written()
+        return JobError(
+            f"the forward writes to {f'the buffer {names[0]}' if names else 'a buffer'}: there is no one order of "
+            "microbatches in a pipeline without flush.",
+            cause="a counter or a statistic that is kept from forward to forward",
+            hint="--update sync",
+        )
 
 
 class _Work:
