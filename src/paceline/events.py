@@ -65,8 +65,9 @@ class EvalDone(Event):
 class Staleness(Event):
     """How late an asynchronous run's updates were, since this attempt began.
 
-    For each participant `told` has `who`; `late`, how many gradients were of weights so many updates ago (a list of
-    pairs); `versions`, the most weights of several times that it held at once; and `sent_bytes`.
+    For each participant `told` has `who` and `late`, how many gradients were of weights so many updates ago (a list of
+    pairs). Of a pipeline also `versions`, the most weights of several times that it held at once, and `sent_bytes`; of
+    a race `lost` of the `made` additions to its shadow counters.
     """
 
     step: int

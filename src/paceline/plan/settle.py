@@ -4,10 +4,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.errors import PacelineError, UsageError, raise_all
+from paceline.plan.asynchronous import refuse_update, update_notes
 from paceline.plan.legal import refuse_products
 from paceline.plan.mesh import Mesh, label, mesh_of
 from paceline.plan.pipeline import pipeline_notes
-from paceline.plan.stashed import refuse_stash, stash_notes
 from paceline.spec.layout import Kind, Layout
 from paceline.spec.update import Update, parse_update
 from paceline.spec.words import many
@@ -76,14 +76,14 @@ def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts) ->
     problems: list[PacelineError] = []
     processes = layout.processes(ranks=cluster.ranks)
     mesh = mesh_of(layout, ranks=cluster.ranks, problems=problems)
-    problems += [*refuse_products(layout, mesh), *refuse_stash(update, layout, mesh)]
+    problems += [*refuse_products(layout, mesh), *refuse_update(update, layout, mesh)]
     replicas = mesh.replicas
     micro = _micro_batch_size(facts, replicas, problems)
     backend, why = settle_backend(replace(cluster, ranks=processes), facts, problems)
     raise_all(problems)
     threads = settle_threads(cluster=cluster, one=facts.one_thread, asked=facts.threads)
     num_micro = -(-facts.global_batch_size // micro)
-    pipeline = [*stash_notes(update, mesh, num_micro=num_micro)]
+    pipeline = update_notes(update, mesh, num_micro=num_micro)
     pipeline = pipeline or [*pipeline_notes(layout, mesh, num_micro=num_micro, micro_batch_size=micro)]
     return Plan(
         layout=label(layout, mesh),

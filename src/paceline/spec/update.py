@@ -6,7 +6,7 @@ from enum import StrEnum
 from paceline.errors import LayoutError
 from paceline.spec.words import did_you_mean
 
-NOT_YET = ("ps", "hogwild", "local", "diloco")
+NOT_YET = ("ps", "local", "diloco")
 _VERTICAL = "vertical"
 
 
@@ -16,6 +16,7 @@ class Kind(StrEnum):
     SYNC = "sync"
     PIPEDREAM = "pipedream"
     DOUBLE = "2bw"
+    HOGWILD = "hogwild"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +31,17 @@ class Update:
         """Whether a pipeline goes on without waiting, on older weights."""
         return self.kind in (Kind.PIPEDREAM, Kind.DOUBLE)
 
+    @property
+    def layout(self) -> str:
+        """What several ranks are taken for where no layout is asked for."""
+        return "pp" if self.is_stashed else "ddp"
+
     def __str__(self) -> str:
         return f"{self.kind},{_VERTICAL}" if self.vertical else str(self.kind)
 
 
 def parse_update(text: str) -> Update:
-    """Read `sync`, `pipedream`, `pipedream,vertical`, `2bw`.
+    """Read `sync`, `pipedream`, `pipedream,vertical`, `2bw`, `hogwild`.
 
     Raises:
         LayoutError: unknown, or not in this version.

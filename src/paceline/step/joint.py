@@ -80,6 +80,18 @@ class Joint:
         self._vector = self._packed()
         self._wait = self._world.start_all_reduce(self._vector)
 
+    def own_count(self) -> float:
+        """Of the only term, of what this rank has put in."""
+        return math.fsum(float(count) for terms in self._slots.values() for _, count in terms.values())
+
+    def own_loss(self) -> float:
+        """Of what this rank has put in, each term by its own count."""
+        sums = {name: [0.0, 0.0] for name in self._names}
+        for terms in self._slots.values():
+            for name, (total, count) in terms.items():
+                sums[name] = [sums[name][0] + float(total), sums[name][1] + float(count)]
+        return sum(_quotient(total, count) for total, count in sums.values())
+
     def divisor(self) -> float | Tensor:
         """The global count of the only term; zero gives NaN gradients, which the finite check names."""
         vector = self._arrived()

@@ -15,7 +15,7 @@ from paceline.step.given import Given
 from paceline.step.joint import Joint
 from paceline.step.loss import Terms
 from paceline.step.parts import Parts, Portion
-from paceline.step.telling import Telling
+from paceline.step.telling import Telling, own_counts
 from paceline.step.whole import gather, quotients
 
 See = Callable[[Any, Terms, Any], None]
@@ -42,10 +42,11 @@ class Passes(Protocol):
 
 
 class MicroPasses:
-    """The joint vector travels under the last backward."""
+    """The joint vector travels under the last backward. `alone`: the loss is divided by this replica's counts."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, *, alone: bool = False) -> None:
         self._parts = parts
+        self._alone = alone
         self.tells = parts.worlds.tp.rank == 0
         self._telling = Telling(parts, tells=self.tells)
         self._stand = Stand(parts)
@@ -54,7 +55,7 @@ class MicroPasses:
         """Each microbatch forward and backward."""
         device = self._parts.world.device
         data = [self._parts.portion(to_device(micro.data, device)) for micro in given.micro]
-        counts = self._telling.counts([portion.data for portion in data])
+        counts = self._counts([portion.data for portion in data])
         missing = self._stand.missing(given)
         joint: Joint | None = None
         for position, (micro, batch) in enumerate(zip(given.micro, data, strict=True)):
@@ -66,8 +67,14 @@ class MicroPasses:
                 self._telling.send(joint)
             backward(self._parts, divided(terms, counts), last=last and not missing)
         joint = self._stand_in(given, data, missing, joint, step=step, stop=stop)
-        joint.expect(counts or {})
+        if not self._alone:
+            joint.expect(counts or {})
         return joint, counts is None
+
+    def _counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
+        if not (self._alone and self._parts.contract.counts_first):
+            return self._telling.counts(data)
+        return {name: torch.as_tensor(count) for name, count in own_counts(self._parts.contract, data).items()}
 
     def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
         """Call it."""

@@ -29,7 +29,7 @@ from paceline.step.pipeline import Pipeline
 from paceline.step.result import StepResult
 from paceline.step.spmd import SpmdStep
 from paceline.step.stashed import Batch, Counts, Micro, add_over_replicas
-from paceline.step.telling import Telling
+from paceline.step.telling import Telling, own_counts
 from paceline.step.versions import Versions, Weights
 from paceline.torch_private import divide_all
 
@@ -211,10 +211,7 @@ class _Work:
         contract, world = self._parts.contract, self._parts.worlds.data
         if not contract.counts_first:
             return None
-        local: dict[str, float | Tensor] = {}
-        for batch in data:
-            for name, count in contract.counts(batch).items():
-                local[name] = local.get(name, 0.0) + count
+        local = own_counts(contract, data)
         if self._names is None:
             self._names = next(names for names in world.gather_json(list(local)) if names)
         return joint_counts(local, world=world, names=self._names)

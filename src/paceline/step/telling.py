@@ -8,8 +8,17 @@ from torch import Tensor
 from paceline.errors import JobError
 from paceline.step.given import Given
 from paceline.step.joint import BUFFERS, FINGERPRINT, STOP, Joint, joint_counts
-from paceline.step.loss import Terms
+from paceline.step.loss import LossContract, Terms
 from paceline.step.parts import Parts
+
+
+def own_counts(contract: LossContract, data: Sequence[Any]) -> dict[str, float | Tensor]:
+    """Of these microbatches alone, where the job gives counts before the forward."""
+    local: dict[str, float | Tensor] = {}
+    for batch in data:
+        for name, count in contract.counts(batch).items():
+            local[name] = local.get(name, 0.0) + count
+    return local
 
 
 class Telling:
@@ -51,10 +60,7 @@ class Telling:
         contract = self._parts.contract
         if not contract.counts_first:
             return None
-        local: dict[str, float | Tensor] = {}
-        for batch in data:
-            for name, count in contract.counts(batch).items():
-                local[name] = local.get(name, 0.0) + count
+        local = own_counts(contract, data)
         if self._names is None:
             everybody = self._parts.world.gather_json(list(local))
             self._names = tuple(next(names for names in everybody if names))

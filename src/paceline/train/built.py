@@ -18,6 +18,7 @@ from paceline.place.holding import Holding, all_of, all_shares
 from paceline.place.meeting import ThreadWorld, thread_worlds
 from paceline.place.replicate import equal_start
 from paceline.place.rules import Rules
+from paceline.place.shared import SharedModel
 from paceline.place.start.stored import Stored
 from paceline.place.sync_bn import synchronise
 from paceline.place.threads import Mirror, shared_gpu
@@ -25,6 +26,7 @@ from paceline.place.units import Named, trainable
 from paceline.plan.mesh import DATA
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
+from paceline.spec.update import Kind
 from paceline.step.loss import LossContract
 from paceline.step.parts import Parts
 from paceline.step.spmd import SpmdStep
@@ -144,6 +146,7 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     named = [trainable(model) for model in models]
     notes = [*unheard_placing(settings.place, plan), *begun[0].notes]
     notes += _equal_start(models[0], world) if begun[0].is_whole else []
+    shared = SharedModel(models[0], world=world) if plan.rule.kind is Kind.HOGWILD else None
     rules = learn_rules(job, named[0], plan=plan, exact=settings.train.exact)
     unlisted = Unlisted(models[0])
     contracts = [LossContract(job=job, model=model) for model in models]
@@ -175,7 +178,7 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
         weights=placed[0].weights if mirror is None else Holding(world=world, held=all_of(models[0])),
         kept=placed[0].kept if mirror is None else Holding(world=world, held=all_shares(named[0])),
         placed=placed[0],
-        step=make_step(plan, parts, placed[0], mirror, turns),
+        step=make_step(plan, parts, placed[0], mirror, turns, shared),
         grid=placed[0].grid,
         notes=tuple(notes),
         given=given,

@@ -7,11 +7,12 @@ from paceline.errors import JobError, LayoutError, PacelineError, UsageError, ra
 from paceline.job import Job
 from paceline.place.exact import MOST_MICROBATCHES
 from paceline.place.threads import refuse_under_threads
+from paceline.plan.asynchronous import refuse_update_settings
 from paceline.plan.settle import Plan
-from paceline.plan.stashed import refuse_stash_settings
 from paceline.plan.unfit import refuse_settings
 from paceline.spec.read import default_of
 from paceline.spec.settings import Place, Settings
+from paceline.spec.update import Kind
 from paceline.train.wishes import best_rule
 
 
@@ -22,7 +23,12 @@ def refuse_asked(job: Job, settings: Settings, plan: Plan) -> None:
         JobError, UsageError, Problems
     """
     train = settings.train
-    problems = [*refuse_settings(plan.asked, plan.mesh, settings), *refuse_stash_settings(plan.rule, settings)]
+    problems = refuse_settings(plan.asked, plan.mesh, settings)
+    problems += refuse_update_settings(plan.rule, settings, device=plan.device)
+    if plan.rule.kind is Kind.HOGWILD and job.ema is not None:
+        problems.append(
+            JobError("ema= with --update hogwild: each worker would have its own average.", hint="ema=None")
+        )
     if train.exact:
         problems += _check_exact(plan, train.precision)
     problems += _check_split(job, plan)

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from paceline.errors import LayoutError, PacelineError, raise_all
 from paceline.place.batchnorm import running
 from paceline.place.compose import Placed
+from paceline.place.shared import SharedModel
 from paceline.place.stage.pipe import Piped
 from paceline.place.threads import Mirror
 from paceline.plan.settle import Plan
 from paceline.plan.stashed import stash_of
+from paceline.step.hogwild import HogwildStep
 from paceline.step.parts import Parts
 from paceline.step.piped import PipelinePasses
 from paceline.step.spmd import SpmdStep
@@ -18,13 +20,20 @@ from paceline.step.turns import SharedTurns
 
 
 def make_step(
-    plan: Plan, parts: Sequence[Parts], placed: Placed, mirror: Mirror | None, turns: SharedTurns | None
+    plan: Plan,
+    parts: Sequence[Parts],
+    placed: Placed,
+    mirror: Mirror | None,
+    turns: SharedTurns | None,
+    shared: SharedModel | None,
 ) -> SpmdStep:
     """How this process's replicas turn a batch into an update."""
     if placed.piped is not None and plan.rule.is_stashed:
         _refuse_stashed(parts[0], placed.piped, plan)
         stash = stash_of(plan.rule, plan.mesh)
         return StashStep(parts[0], piped=placed.piped, stash=stash, rounds=-(-plan.num_micro // plan.replicas))
+    if shared is not None:
+        return HogwildStep(parts[0], shared=shared)
     if placed.piped is not None:
         return SpmdStep(parts[0], passes=PipelinePasses(parts[0], piped=placed.piped))
     if mirror is None or turns is None:

@@ -10,11 +10,11 @@ from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
 from paceline.faults import Fault, parse_faults
 from paceline.launch.environments import Joined, detect
 from paceline.launch.meet import adopt
+from paceline.plan.asynchronous import refuse_update, refuse_update_settings
 from paceline.plan.legal import refuse_products
 from paceline.plan.machine import usable_cores, visible_gpus
 from paceline.plan.mesh import mesh_of
 from paceline.plan.settle import Cluster, settle_threads
-from paceline.plan.stashed import refuse_stash, refuse_stash_settings
 from paceline.plan.unfit import refuse_homeless, refuse_settings
 from paceline.plugins import resolve
 from paceline.spec.jobref import job_defaults, parse_jobref
@@ -84,8 +84,7 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
     threads = asked_layout is not None and asked_layout.kind is Kind.THREADS
     ranks = _ranks(common.ranks, None if threads else joined, device, problems)
     update = _collect(problems, lambda: parse_update(common.update)) or Update()
-    plain = "single" if ranks == 1 else "pp" if update.is_stashed else "ddp"
-    layout = asked_layout if text is not None else parse_layout(plain)
+    layout = asked_layout if text is not None else parse_layout("single" if ranks == 1 else update.layout)
     faults = _collect(problems, lambda: parse_faults(common.faults)) or ()
     if threads:
         _check_not_nested(joined, faults, problems)
@@ -117,9 +116,9 @@ def _misfits(
     """What layout, ranks and settings can't have together; `compare` has settings for some of its layouts only."""
     problems: list[PacelineError] = []
     mesh = mesh_of(layout, ranks=ranks, problems=problems)
-    problems += [*refuse_products(layout, mesh), *refuse_stash(update, layout, mesh)]
+    problems += [*refuse_products(layout, mesh), *refuse_update(update, layout, mesh)]
     if settings is not None:
-        problems += [*refuse_settings(layout, mesh, settings), *refuse_stash_settings(update, settings)]
+        problems += [*refuse_settings(layout, mesh, settings), *refuse_update_settings(update, settings)]
         typed = [name for name, origin in asked.origins.items() if origin == TYPED and verb != "compare"]
         problems += refuse_homeless(layout, mesh, settings, asked=typed)
     return problems

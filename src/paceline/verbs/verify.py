@@ -7,7 +7,7 @@ from pathlib import Path
 from paceline.errors import ExitCode, LayoutError, UsageError
 from paceline.spec.layout import parse_layout
 from paceline.spec.task import Task
-from paceline.spec.update import parse_update
+from paceline.spec.update import Kind, Update, parse_update
 from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
 
 ENTRY = "paceline.prove.worker:verify"
@@ -27,8 +27,9 @@ def verify(
         raise UsageError(f"--steps {steps}: verify needs at least one step.", hint="--steps 3")
     if against != "single":
         raise UsageError(f"verify --against {against} is not in this version yet.", hint="--against single")
-    plain = "pp" if parse_update(common.update).is_stashed else "ddp"
-    task = make_task("verify", job, replace(common, layout=common.layout or plain), overrides)
+    update = parse_update(common.update)
+    _refuse_race(update)
+    task = make_task("verify", job, replace(common, layout=common.layout or update.layout), overrides)
     _refuse_rounding(task)
     if common.dry_run:
         return Answer(exit_code=0, run=Path(task.run), value=task.as_json())
@@ -39,6 +40,16 @@ def verify(
         return answer
     code = ExitCode.DIFFERENT if value["verdict"] == "different" else answer.exit_code
     return replace(answer, exit_code=int(code), value=value, screen="\n".join(value["lines"]))
+
+
+def _refuse_race(update: Update) -> None:
+    """What has no one right answer has none to be held against."""
+    if update.kind is Kind.HOGWILD:
+        raise UsageError(
+            "verify has no verdict on hogwild: what comes of a race differs from run to run, and each is right.",
+            cause="workers read and write the same weights at whatever moment they come",
+            hint="paceline train JOB --update hogwild, and its metrics beside those of --update sync",
+        )
 
 
 def _refuse_rounding(task: Task) -> None:

@@ -8,6 +8,7 @@ from paceline.spec.words import many, size
 from paceline.watch.history import History
 
 _WIDE, _HIGH = 220, 12
+_MOST_COLUMNS = 8
 
 
 def show_late(history: History) -> str:
@@ -17,24 +18,36 @@ def show_late(history: History) -> str:
     if not told:
         return ""
     most = max(late for each in told for late, _ in each["late"])
-    heads = "".join(f"<th>{late} late</th>" for late in range(most + 1))
-    rows = "".join(_row(each, most) for each in told)
+    shown = min(most, _MOST_COLUMNS)
+    heads = "".join(f"<th>{late} late</th>" for late in range(shown + 1))
+    heads += "<th>more</th>" if most > shown else ""
+    held = all("versions" in each for each in told)
+    heads += "<th>held at once</th><th>sent</th>" if held else ""
+    rows = "".join(_row(each, shown, more=most > shown) for each in told)
     return (
         f"<section><h2>How late updates were</h2><p>update {escape(str(event.get('update')))}, as far as step "
         f"{event.get('step')}: microbatches by how many updates lay between the weights they were computed on and their "
-        f"own.</p><table><tr><th></th><th></th>{heads}<th>held at once</th><th>sent</th></tr>{rows}</table></section>"
+        f"own.{_lost(told[0])}</p><table><tr><th></th><th></th>{heads}</tr>{rows}</table></section>"
     )
 
 
-def _row(told: Mapping[str, Any], most: int) -> str:
+def _lost(told: Mapping[str, Any]) -> str:
+    if "lost" not in told:
+        return ""
+    return (
+        f" {int(told['lost']):,} of {int(told['made']):,} additions to the shadow counters were lost: a proxy for how often "
+        "two workers wrote at once."
+    )
+
+
+def _row(told: Mapping[str, Any], shown: int, *, more: bool) -> str:
     counts = {int(late): int(count) for late, count in told["late"]}
     total = sum(counts.values()) or 1
-    cells = "".join(f"<td>{counts.get(late, 0) / total:.1%}</td>" for late in range(most + 1))
-    held = many(int(told["versions"]), "version")
-    return (
-        f"<tr><td>{escape(str(told['who']))}</td><td>{_bar(counts, total)}</td>{cells}"
-        f"<td>{held}</td><td>{size(int(told['sent_bytes']))}</td></tr>"
-    )
+    shares = [counts.get(late, 0) / total for late in range(shown + 1)]
+    cells = "".join(f"<td>{share:.1%}</td>" for share in [*shares, *([1 - sum(shares)] if more else [])])
+    if "versions" in told:
+        cells += f"<td>{many(int(told['versions']), 'version')}</td><td>{size(int(told['sent_bytes']))}</td>"
+    return f"<tr><td>{escape(str(told['who']))}</td><td>{_bar(counts, total)}</td>{cells}</tr>"
 
 
 def _bar(counts: Mapping[int, int], total: int) -> str:

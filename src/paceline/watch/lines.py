@@ -1,6 +1,6 @@
 """The console: the field's log line for each logged step, and one line for everything else."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ def line_of(event: Event) -> str:
         samples = f"{many(event.samples, 'sample')}, each once, in {duration(event.seconds)}"
         return f"eval {event.step} | {numbers}{of} | {samples}{extra}"
     if isinstance(event, Staleness):
-        return f"late {event.step} | {' | '.join(map(_late, event.told))}"
+        return f"late {event.step} | {' | '.join([*map(_late, event.told), *_lost(event.told)])}"
     if isinstance(event, CheckpointSaved):
         mark = " (best)" if event.best else ""
         return f"saved {event.path}{mark} | {size(event.num_bytes)} in {duration(event.seconds)}"
@@ -47,7 +47,14 @@ def line_of(event: Event) -> str:
 
 def _late(told: Mapping[str, Any]) -> str:
     most = max((late for late, _ in told["late"]), default=0)
-    return f"{told['who']}: at most {many(most, 'update')}, weights of {many(told['versions'], 'time')}"
+    held = f", weights of {many(told['versions'], 'time')}" if "versions" in told else ""
+    return f"{told['who']}: at most {many(most, 'update')}{held}"
+
+
+def _lost(told: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The same on every rank, while nobody adds."""
+    if told and "lost" in told[0]:
+        yield f"{told[0]['lost']:,} of {told[0]['made']:,} additions to the shadow counters lost"
 
 
 def _step(event: StepDone) -> str:

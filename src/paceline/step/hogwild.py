@@ -1,0 +1,74 @@
+"""The step of one of several workers that write to the same weights without locks (Niu et al., "Hogwild!", NIPS 2011).
+
+Each takes the gradient of its own part of the batch and steps with it at once. What others write meanwhile is read as
+it comes, torn or not. Workers go their own ways for `lag` batches and no more: then one waits for the slowest.
+"""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from paceline.place.batchnorm import StatisticsTape
+from paceline.place.replicate import LocalReducer
+from paceline.place.shared import SharedModel
+from paceline.step.given import Given
+from paceline.step.parts import Parts
+from paceline.step.passes import MicroPasses
+from paceline.step.result import StepResult
+from paceline.step.spmd import SpmdStep
+
+LAG = 8
+
+
+class HogwildStep(SpmdStep):
+    """One worker's. Its optimizer's state is its own; a checkpoint has the first worker's."""
+
+    lag = LAG
+
+    def __init__(self, parts: Parts, *, shared: SharedModel) -> None:
+        parts.reducer.close()
+        parts.tape.close()
+        tape = StatisticsTape(model=parts.model, world=parts.world, enabled=False)
+        parts = replace(parts, reducer=LocalReducer(named=parts.update.named), tape=tape)
+        super().__init__(parts, passes=MicroPasses(parts, alone=True))
+        self._shared = shared
+        self._late: dict[int, int] = {}
+        self._begun = False
+
+    def run(self, given: Given, *, stop: bool = False) -> StepResult:
+        """Forward and backward of this worker's microbatches, and its own update."""
+        if not self._begun:
+            self._begun = True
+            self.parts.world.barrier()  # nobody is still loading
+        if not self.parts.model.training:
+            self.parts.model.train()
+        began = time.perf_counter()
+        before = self._shared.others()
+        self.parts.reducer.begin()
+        joint, divide = self.passes.run(given, step=self.step, stop=stop)
+        if given.micro:
+            self.parts.reducer.finish(divisor=joint.own_count() if divide else None)
+            self.parts.update.commit(step=self.step + 1, loss=joint.own_loss(), counts=None)
+            self._shared.count()
+            late = self._shared.others() - before
+            self._late[late] = self._late.get(late, 0) + 1
+        self.step += 1
+        return StepResult(
+            step=self.step,
+            samples=given.num_samples,
+            joint=joint,
+            norm=None,
+            compute_seconds=time.perf_counter() - began,
+            communication_seconds=0.0,
+        )
+
+    def settle(self) -> None:
+        """Wait until all workers have come as far."""
+        self.parts.world.barrier()
+
+    def lateness(self) -> dict[str, Any]:
+        """Updates that others took between a worker's reading and its writing."""
+        lost, made = self._shared.lost
+        late = [list(pair) for pair in sorted(self._late.items())]
+        who = f"worker {self.parts.world.rank}"
+        return {"who": who, "late": late, "lost": lost, "made": made}

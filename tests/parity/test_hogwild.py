@@ -1,0 +1,96 @@
+"""Workers that race on one model: they train it, they share it, and what they can't have is said."""
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.place.shared import SharedModel
+from paceline.world import World
+from tests.conftest import Shop
+
+DIGITS = "paceline.examples.digits_cnn"
+
+
+def accuracy(shop: Shop, run: str) -> float:
+    records = [json.loads(line) for line in (shop.path / run / "metrics.jsonl").read_text().splitlines()]
+    return max(record["eval/accuracy"] for record in records if "eval/accuracy" in record)
+
+
+@pytest.mark.parametrize(
+    "workers", [2, pytest.param(3, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.soak)]
+)
+def test_it_reaches_the_accuracy_of_the_digits_example(shop: Shop, workers: int) -> None:
+    ended = shop.run("train", DIGITS, "--ranks", str(workers), "--update", "hogwild", "--run-dir", "run", timeout=300)
+    assert ended.code == 0, ended.text
+    assert accuracy(shop, "run") > 0.97
+    events = [json.loads(line) for line in (shop.path / "run/events.jsonl").read_text().splitlines()]
+    told = next(event for event in reversed(events) if event["event"] == "Staleness")["told"]
+    assert len(told) == workers
+    updates = sum(count for one in told for _, count in one["late"])
+    assert told[0]["made"] == updates * 10 and 0 <= told[0]["lost"] < told[0]["made"]
+    assert any(late for one in told for late, _ in one["late"]), "nobody ever wrote while another read"
+
+
+def test_killed_it_goes_on_and_leaves_no_shared_memory(shop: Shop) -> None:
+    before = set(Path("/dev/shm").glob("paceline-*"))
+    words = ("--update", "hogwild", "--checkpoint.every", "4")
+    killed = shop.train("run", *words, "--faults", "kill rank=1 step=7", steps=12)
+    assert killed.code == 1 and "rank 1" in killed.text
+    again = shop.train("run", *words, steps=12)
+    assert again.code == 0 and "resumed: step-00000004" in again.text, again.text
+    assert set(Path("/dev/shm").glob("paceline-*")) == before
+
+
+def test_two_terms_with_counts_and_running_statistics(shop: Shop) -> None:
+    words = ("--update", "hogwild", "--job.two_terms", "true", "--job.norm", "true", "--train.micro_batch_size", "3")
+    ended = shop.train("run", *words, "--train.check_every", "3", steps=10)
+    assert ended.code == 0, ended.text
+
+
+def _add(model: SharedModel, times: int, barrier: "multiprocessing.synchronize.Barrier") -> None:
+    barrier.wait()
+    for _ in range(times):
+        model.shadow += 1
+
+
+def test_what_two_writers_lose_is_counted() -> None:
+    net = torch.nn.Linear(3, 2)
+    values = [p.detach().clone() for p in net.parameters()]
+    model = SharedModel(net, world=World.alone())
+    assert all(torch.equal(a, b) for a, b in zip(values, net.parameters(), strict=True))
+    for _ in range(7):
+        model.count()
+    assert model.lost == (0, 14)
+    model.shadow[1] -= 3
+    assert model.lost == (3, 14)
+    fork = multiprocessing.get_context("fork")
+    barrier = fork.Barrier(2)
+    found = int(model.shadow[0])
+    workers = [fork.Process(target=_add, args=(model, 2000, barrier)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert found + 2000 <= int(model.shadow[0]) <= found + 4000, "both write to the same memory"
+
+
+BAD = {
+    "goes with ddp, not with pp": ("--layout", "pp", "--ranks", "2"),
+    "nobody races with it": ("--ranks", "1"),
+    "--train.exact with --update hogwild": ("--ranks", "2", "--train.exact"),
+    "sync_bn with --update hogwild": ("--ranks", "2", "--train.buffers", "sync_bn"),
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_what_it_can_not_be_had_with_is_said(shop: Shop, said: str) -> None:
+    ended = shop.run("train", "job.py", "--update", "hogwild", *BAD[said], "--run-dir", "run", "--train.steps", "2")
+    assert ended.code == 2 and said in ended.text, ended.text
+
+
+def test_verify_says_why_it_has_no_verdict(shop: Shop) -> None:
+    ended = shop.run("verify", "job.py", "--ranks", "2", "--update", "hogwild")
+    assert ended.code == 2 and "differs from run to run" in ended.text
