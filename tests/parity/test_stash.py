@@ -97,7 +97,10 @@ def test_2bw_over_replicas_and_with_accumulation_is_its_serial_reference(bench: 
     assert_same(verified(bench, 4, *words, "--job.clip", "0.5"))
 
 
-@pytest.mark.parametrize(("plant", "update"), [("newest", "pipedream,vertical"), ("swapped", "pipedream")])
+@pytest.mark.parametrize(
+    ("plant", "update"),
+    [pytest.param("newest", "pipedream,vertical", marks=pytest.mark.soak), ("swapped", "pipedream")],
+)
 def test_without_stashing_it_is_another_training(bench: Shop, plant: str, update: str) -> None:
     words = ("--layout", "pp", "--update", update, *SMALL, "--job.rule", "sgd", "--job.plant", plant)
     assert verified(bench, 3, *words)["verdict"] == "different"
@@ -128,7 +131,7 @@ def train(run: str, steps: int) -> list[str]:
 
 def test_another_rule_or_number_of_stages_is_refused_unless_it_is_allowed(bench: Shop) -> None:
     assert not bench.run(*train("run", 4), "--update", "pipedream", *SMALL).code
-    for words in (("--update", "sync"), ("--update", "2bw"), ("--update", "pipedream,vertical")):
+    for words in (("--update", "sync"), ("--update", "pipedream,vertical")):
         ended = bench.run(*train("run", 6), "--layout", "pp", *words, *SMALL)
         assert ended.code == 2 and "update: was pipedream in 3 stages" in ended.text, ended.text
     ended = bench.run(*train("run", 6), "--layout", "pp", "--update", "2bw", "--allow", "update", *SMALL)
