@@ -49,7 +49,7 @@ plain_of, plain_lend = Versions.of, Versions.lend
 
 
 def make_job(kind: str = "text", rule: str = "adamw", depth: int = 4, samples: int = 4000, dropout: float = 0.0,
-             clip: float = 0.0, tied: bool = False, batch: int = 8, plant: str = "") -> pl.Job:
+             clip: float = 0.0, tied: bool = False, batch: int = 8, plant: str = "", ema: bool = False) -> pl.Job:
     if plant == "newest":
         Versions.of = newest
     if plant == "swapped":
@@ -61,8 +61,9 @@ def make_job(kind: str = "text", rule: str = "adamw", depth: int = 4, samples: i
         return pl.hf.job(config, train_data=lambda: Rows(samples), optimizer=RULES[rule], global_batch_size=batch,
                          max_grad_norm=clip or None)
     job = text.make_job(width=16, depth=depth, context=12, dropout=dropout)
-    return replace(job, optimizer=RULES[rule], lr_schedule=None, global_batch_size=batch, max_grad_norm=clip or None,
-                   eval_data=None, on_eval=None, best=None, metrics=None, settings=None)
+    return replace(job, optimizer=RULES[rule], global_batch_size=batch, max_grad_norm=clip or None, on_eval=None,
+                   eval_data=torch.utils.data.Subset(job.train_data(), range(9)), ema=0.9 if ema else None,
+                   lr_schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 4, 0.7), best=None, settings=None)
 """
 SMALL = ("--train.micro_batch_size", "8")
 
@@ -109,7 +110,7 @@ def test_without_stashing_it_is_another_training(bench: Shop, plant: str, update
 def test_saving_evaluating_and_going_on_change_no_bit(bench: Shop) -> None:
     words = ("--layout", "pp", "--update", "pipedream", *SMALL)
     straight = bench.run(*train("straight", 11), *words)
-    often = bench.run(*train("often", 11), *words, "--checkpoint.every", "3", "--train.check_every", "2")
+    often = bench.run(*train("often", 11), *words, "--checkpoint.every", "3", "--eval.every", "4")
     first = bench.run(*train("parts", 5), *words)
     then = bench.run(*train("parts", 11), *words)
     assert not any(run.code for run in (straight, often, first, then)), then.text
@@ -117,12 +118,23 @@ def test_saving_evaluating_and_going_on_change_no_bit(bench: Shop) -> None:
     assert len({bench.digest(run) for run in ("straight", "often", "parts")}) == 1
     assert not bench.run("ckpt", "verify", "parts").code
     assert "held at once" in _page(bench, "straight")
-    steps = [json.loads(line) for line in (bench.path / "straight/events.jsonl").read_text().splitlines()]
+    steps = _events(bench, "straight")
     assert [e["step"] for e in steps if e["event"] == "StepDone"] == [1, 10, 11]
+    assert [(e["samples"], round(e["lr"], 6)) for e in steps if e["event"] == "StepDone"] == [
+        (8, 0.003),
+        (80, 0.00147),
+        (88, 0.00147),
+    ]
+    evaluated = [e["step"] for e in _events(bench, "often") if e["event"] == "EvalDone"]
+    assert evaluated == [4, 8, 11]
     told = next(e for e in reversed(steps) if e["event"] == "Staleness")["told"]
     assert [one["late"] for one in told] == [[[0, 1], [1, 1], [2, 9]], [[0, 1], [1, 10]], [[0, 11]]]
     assert [one["versions"] for one in told] == [3, 2, 1]
     assert all(one["sent_bytes"] > 11 * 8 * 12 * 16 * 4 for one in told)
+
+
+def _events(bench: Shop, run: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (bench.path / run / "events.jsonl").read_text().splitlines()]
 
 
 def train(run: str, steps: int) -> list[str]:
@@ -133,9 +145,21 @@ def test_another_rule_or_number_of_stages_is_refused_unless_it_is_allowed(bench:
     assert not bench.run(*train("run", 4), "--update", "pipedream", *SMALL).code
     for words in (("--update", "sync"), ("--update", "pipedream,vertical")):
         ended = bench.run(*train("run", 6), "--layout", "pp", *words, *SMALL)
-        assert ended.code == 2 and "update: was pipedream in 3 stages" in ended.text, ended.text
-    ended = bench.run(*train("run", 6), "--layout", "pp", "--update", "2bw", "--allow", "update", *SMALL)
+        assert ended.code == 2 and "update: was pipedream in 3 stages of 2-1-1 blocks" in ended.text, ended.text
+    moved = bench.run(*train("run", 6), "--update", "pipedream", "--place.stages", "1,2,1", *SMALL)
+    assert moved.code == 2 and "is pipedream in 3 stages of 1-2-1 blocks" in moved.text, moved.text
+    ended = bench.run(*train("run", 6), "--update", "2bw", "--allow", "update", *SMALL)
     assert ended.code == 0, ended.text
+    told = next(e for e in reversed(_events(bench, "run")) if e["event"] == "Staleness")["told"]
+    assert [one["late"] for one in told] == [[[0, 1], [1, 1]]] * 3, "from the newest weights"
+
+
+def test_2bw_goes_on_in_another_number_of_stages_with_the_same_bits(bench: Shop) -> None:
+    words = ("--update", "2bw", "--train.micro_batch_size", "2")
+    runs = [bench.run(*train(*run), *words) for run in (("straight", 9), ("moved", 4))]
+    runs.append(bench.run("train", "stash.py", "--ranks", "2", "--run-dir", "moved", "--train.steps", "9", *words))
+    assert not any(run.code for run in runs), runs[-1].text
+    assert bench.digest("moved") == bench.digest("straight")
 
 
 BAD = {
@@ -190,6 +214,75 @@ def test_what_is_not_finite_is_told_by_its_own_step_and_ends_all(bench: Shop) ->
     words = ("--ranks", "3", "--update", "pipedream", "--train.steps", "24", "--run-dir", "run")
     ended = bench.run("train", "nan.py", *words)
     assert ended.code == 1 and "NaN or infinity: sample 37 of train_data" in ended.text, ended.text
+
+
+WRONG = """
+import torch, torch.nn as nn, paceline as pl
+
+
+class Block(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind = nn.Linear(8, 8), kind
+        self.also = [self.layer.weight]
+        if kind == "buffer":
+            self.register_buffer("seen", torch.zeros(()))
+        if kind == "hook":
+            self.layer.weight.register_hook(lambda gradient: gradient * 0)
+
+    def forward(self, x):
+        if self.kind == "buffer" and self.training:
+            self.seen += 1
+        if self.kind == "list":
+            return torch.tanh(x @ self.also[0] + self.layer.bias)
+        if self.kind == "write":
+            with torch.no_grad():
+                self.layer.weight.mul_(0.99)
+        return torch.tanh(self.layer(x))
+
+
+def make_job(kind: str = "") -> pl.Job:
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    return pl.Job(
+        model=lambda: nn.Sequential(*(Block(kind) for _ in range(4))),
+        loss=lambda output, batch: (output.square().sum(), output.numel()),
+        train_data=torch.utils.data.TensorDataset(x, x),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2),
+        global_batch_size=4,
+    )
+"""
+KINDS = {
+    "buffer": "writes to the buffer",
+    "hook": "the hook on it would never be called",
+    "list": "by another way than the attribute of its module",
+    "write": "the forward writes to the parameter",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_whose_weights_can_not_change_places_are_refused(bench: Shop, kind: str) -> None:
+    bench.write("wrong.py", WRONG)
+    words = ("--ranks", "2", "--update", "pipedream", "--job.kind", kind, "--train.steps", "4", "--run-dir", "run")
+    ended = bench.run("train", "wrong.py", *words)
+    assert ended.code and KINDS[kind] in ended.text, ended.text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--layout", "pp=2,dp=2", "--train.micro_batch_size", "3", "--job.samples", "43", "--job.kind", "llama"),
+        pytest.param(("--layout", "pp=2,remat=full", *SMALL, "--job.ema", "true"), marks=pytest.mark.soak),
+        pytest.param(("--layout", "pp=2", "--train.precision", "bf16", *SMALL), marks=pytest.mark.soak),
+        pytest.param(("--layout", "pp=2", "--place.cut", "export", *SMALL), marks=pytest.mark.soak),
+        pytest.param(
+            ("--layout", "pp=2,dp=2", "--train.micro_batch_size", "2", "--job.clip", "0.1"), marks=pytest.mark.soak
+        ),
+    ],
+    ids=lambda words: words[1] + words[3],
+)
+def test_it_goes_with(bench: Shop, words: tuple[str, ...]) -> None:
+    ranks = 4 if "dp=2" in words[1] else 2
+    assert_same(verified(bench, ranks, *words, "--update", "pipedream", steps=14))
 
 
 @pytest.mark.soak

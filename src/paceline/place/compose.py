@@ -55,7 +55,7 @@ class Placed:
     what follows where the model's own tensors got other values.
 
     `weights` are the parameters and buffers as the ranks' models hold them, `kept` the optimizers' parts of them.
-    `leaves` are what autograd writes to.
+    `leaves` are what autograd writes to, `hooked` the parameters that have hooks of the user's own.
     """
 
     named: Sequence[Named]
@@ -69,6 +69,7 @@ class Placed:
     grid: Grid | None = None
     undos: Sequence[Callable[[], None]] = ()
     context: ContextParallel | None = None
+    hooked: tuple[str, ...] = ()
 
     def owned(self) -> list[nn.Parameter]:
         """Those of `named` that this rank answers for, where several hold the same."""
@@ -140,6 +141,7 @@ def compose(
         grid=grid,
         undos=undos,
         context=context,
+        hooked=tuple(hooked),
     )
 
 

@@ -45,6 +45,13 @@ def refuse_hogwild_settings(update: Update, settings: Settings, *, device: str) 
         (train.exact, "--train.exact", "a race has no bits that come again", "leave it out, or --update sync"),
         (train.precision == "fp16", "fp16", "the loss scale would be each worker's own", "--train.precision bf16"),
         (train.buffers == "sync_bn", "sync_bn", "its statistics meet in the forward", "leave --train.buffers out"),
+        (
+            train.tokens is not None,
+            "--train.tokens",
+            "tokens are heard some steps late",
+            "--train.steps or --train.samples",
+        ),
+        (settings.log.statistics, "--log.statistics", "each worker has gradients of its own", "leave it out"),
     ):
         if is_on:
             yield UsageError(f"{name} with --update hogwild can't be had.", cause=cause, hint=hint)

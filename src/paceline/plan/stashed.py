@@ -64,6 +64,18 @@ def refuse_stash_settings(update: Update, settings: Settings) -> list[PacelineEr
                 "one process of the same bits is one that waits for each batch",
                 "leave it out, or --update sync",
             ),
+            (
+                train.tokens is not None,
+                "--train.tokens",
+                "tokens are heard some steps late, so the end would lie elsewhere after each save",
+                "--train.steps, --train.samples or --train.epochs",
+            ),
+            (
+                settings.log.statistics,
+                "--log.statistics",
+                "the stages are at different updates whenever a step is logged",
+                "leave it out, or --update sync",
+            ),
             (train.precision == "fp16", "fp16", "the loss scale is the last stage's alone", "--train.precision bf16"),
             (
                 train.on_nonfinite == "skip",

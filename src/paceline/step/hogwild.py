@@ -60,6 +60,7 @@ class HogwildStep(SpmdStep):
             norm=None,
             compute_seconds=time.perf_counter() - began,
             communication_seconds=0.0,
+            lr=self.parts.update.lr,
         )
 
     def settle(self) -> None:

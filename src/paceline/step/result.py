@@ -19,6 +19,7 @@ class StepResult:
     compute_seconds: float
     communication_seconds: float
     skipped: bool = False
+    lr: float | None = None
 
     @cached_property
     def agreed(self) -> Agreed:

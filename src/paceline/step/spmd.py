@@ -116,11 +116,7 @@ class SpmdStep:
         pairs = zip(self.parts.model.named_parameters(), before, after, strict=False)
         names = [name for (name, _), old, new in pairs if old != new]
         if names:
-            raise JobError(
-                f"the forward writes to the parameter {names[0]}: each replica would write other values.",
-                cause="nn.Embedding(max_norm=...), or a forward that assigns to its weights",
-                hint="F.normalize(self.weight) where it is used, or --ranks 1 without --train.exact",
-            )
+            raise writes_to(names[0])
 
     def autocast(self) -> AbstractContextManager[None]:
         """The precision that forward and loss run in."""
@@ -131,3 +127,12 @@ class SpmdStep:
         buffers = self.parts.buffers
         on_host = self.parts.world.device.type == "cpu"
         buffers.settle(changed=joint.agreed().buffers_changed if on_host else buffers.changed())
+
+
+def writes_to(name: str) -> JobError:
+    """What to say of a forward that changes a parameter."""
+    return JobError(
+        f"the forward writes to the parameter {name}: each replica would write other values.",
+        cause="nn.Embedding(max_norm=...), or a forward that assigns to its weights",
+        hint="F.normalize(self.weight) where it is used, or --ranks 1 without --train.exact",
+    )

@@ -27,7 +27,7 @@ from paceline.step.passes import Stand, divided
 from paceline.step.piped import PipelinePasses
 from paceline.step.pipeline import Pipeline
 from paceline.step.result import StepResult
-from paceline.step.spmd import SpmdStep
+from paceline.step.spmd import SpmdStep, writes_to
 from paceline.step.stashed import Batch, Counts, Micro, add_over_replicas
 from paceline.step.telling import Telling, own_counts
 from paceline.step.versions import Versions, Weights
@@ -52,6 +52,7 @@ class StashStep(SpmdStep):
         self._used: dict[int, tuple[int, Weights | None]] = {}
         self._late: dict[int, int] = {}
         self._most = 1
+        self._settled, self._watched = True, 0
         self._forwards = 0
         self._fresh = True
         direct = stash.is_direct(self._stage)
@@ -62,6 +63,12 @@ class StashStep(SpmdStep):
         began = time.perf_counter()
         if not self.parts.model.training:
             self.parts.model.train()
+        if self._settled:
+            self.parts.buffers.begin()  # whatever has written to them meanwhile was no forward
+            self._settled, self._watched = False, 0
+        elif self._watched == 2:
+            self.parts.buffers.trust()
+        self._watched += 1
         batch = self._admit(given)
         actions = self._with_messages(self._course.batch())
         waited = 0.0
@@ -70,18 +77,11 @@ class StashStep(SpmdStep):
             waited += self._follow(actions[:first])
             self._work.telling.agree(next(iter(batch.terms.values()), None))
             actions = actions[first:]
-        self._work.open(batch, stop=stop)
+        result = self._work.open(batch, stop=stop)
         waited += self._follow(actions)
         self.step += 1
-        assert batch.joint is not None
-        return StepResult(
-            step=batch.number + 1,
-            samples=given.num_samples,
-            joint=batch.joint,
-            norm=None,
-            compute_seconds=time.perf_counter() - began - waited,
-            communication_seconds=waited,
-        )
+        result.compute_seconds, result.communication_seconds = time.perf_counter() - began - waited, waited
+        return result
 
     def place(self) -> dict[str, list[int]]:
         """Where batches ended, counted back from here in microbatches, for a checkpoint."""
@@ -105,6 +105,12 @@ class StashStep(SpmdStep):
         """End all batches that were begun."""
         self._follow(self._with_messages(self._course.rest()))
         self._pipeline.pause()
+        self._settled = True
+
+    @property
+    def _watches(self) -> bool:
+        """Whether forwards are still looked at, for what they may not do."""
+        return self._watched <= 2
 
     @property
     def _leaves(self) -> tuple[Op, ...]:
@@ -149,9 +155,14 @@ class StashStep(SpmdStep):
 
     def _forward(self, action: Action) -> None:
         number = self._stash.version(stage=self._stage, microbatch=action.microbatch, stream=self._stream)
+        number = self.versions.held(number)
         weights = self.versions.of(number)
         self._used[action.microbatch] = number, weights
+        before = self.versions.writes(weights) if self._watches else []
         self.versions.inside(weights, lambda: self._pipeline.one(action, self._work))
+        if self._watches and before != (after := self.versions.writes(weights)):
+            names = zip(self.versions.names, before, after, strict=True)
+            raise writes_to(next(name for name, old, new in names if old != new))
         self._forwards += 1
 
     def _backward(self, action: Action) -> None:
@@ -170,7 +181,7 @@ class StashStep(SpmdStep):
     def _update(self, action: Action) -> None:
         """With the gradients of a whole batch: added over the replicas of this stage, divided by the global count."""
         batch = self._batches.pop(self._stream.batch_of(action.microbatch))
-        assert batch.joint is not None
+        assert batch.joint is not None and batch.result is not None
         agreed = batch.joint.agreed()
         if agreed.buffers_changed:
             raise self._writes()
@@ -180,6 +191,7 @@ class StashStep(SpmdStep):
         needed = self._stash.version(stage=self._stage, microbatch=self._forwards, stream=self._stream)
         self.versions.before_update(needed=needed)
         self.parts.update.commit(step=batch.number + 1, loss=agreed.loss, counts=agreed.counts)
+        batch.result.lr = self.parts.update.lr
         self.versions.after_update(needed=needed)
         self._most = max(self._most, len(self.versions.numbers | {number for number, _ in self._used.values()}))
         self._fresh = True
@@ -216,12 +228,22 @@ class _Work:
             self._names = next(names for names in world.gather_json(list(local)) if names)
         return joint_counts(local, world=world, names=self._names)
 
-    def open(self, batch: Batch, *, stop: bool) -> None:
+    def open(self, batch: Batch, *, stop: bool) -> StepResult:
         """Where nothing is to be told, it is said at once, so that the last stage never waits for the others."""
         batch.joint = self.telling.joint(batch.given, None, stop=stop)
+        samples = batch.given.num_samples
+        batch.result = StepResult(
+            step=batch.number + 1,
+            samples=samples,
+            joint=batch.joint,
+            norm=None,
+            compute_seconds=0.0,
+            communication_seconds=0.0,
+        )
         batch.joint.expect(batch.counts or {})
         if not self.tells or not batch.left:
             self._tell(batch)
+        return batch.result
 
     def forward(self, *, stage: int, microbatch: int, received: Sent | None) -> Sent | Tensor | None:
         """The user's forward, and on the last stage his loss."""

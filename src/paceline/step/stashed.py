@@ -11,6 +11,7 @@ from paceline.step.given import Given
 from paceline.step.joint import Joint
 from paceline.step.loss import Terms
 from paceline.step.parts import Portion
+from paceline.step.result import StepResult
 from paceline.world import World
 
 Counts = dict[str, Tensor] | None
@@ -25,6 +26,7 @@ class Batch:
     counts: Counts
     left: int
     joint: Joint | None = None
+    result: StepResult | None = None
     terms: dict[int, Terms] = field(default_factory=dict)
 
 

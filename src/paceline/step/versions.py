@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from paceline.errors import JobError
 from paceline.place.units import Named
+from paceline.torch_private import version
 
 Weights = Mapping[str, Tensor]
 
@@ -27,17 +29,26 @@ class Versions:
         self._live = {member.name: member.parameter for member in named}
         self._direct = direct
         self._kept: dict[int, Weights] = {}
+        self._lent: dict[str, Tensor | None] = {}
         self._oldest = 0
         self.newest = 0
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters of this stage."""
+        return list(self._live)
 
     @property
     def numbers(self) -> set[int]:
         """The versions that can be asked for; graphs may hold on to older ones."""
         return {self.newest, *self._kept}
 
+    def held(self, number: int) -> int:
+        """The version that stands for one: where a run has come to this rule only now there is nothing older."""
+        return max(number, self._oldest)
+
     def of(self, number: int) -> Weights | None:
-        """The weights after so many updates, or as old as there are any; None for the parameters themselves."""
-        number = max(number, self._oldest)
+        """The weights after so many updates; None for the parameters themselves."""
         if self._direct:
             assert number == self.newest
             return None
@@ -51,15 +62,32 @@ class Versions:
             return call()
         return functional_call(self._home, {f"model.{name}": tensor for name, tensor in weights.items()}, (call,))
 
+    def writes(self, weights: Weights | None) -> list[int]:
+        """What shows that something has written to these weights since."""
+        return [version(tensor) for tensor in (self._live if weights is None else weights).values()]
+
     def lend(self, weights: Weights | None) -> None:
         """A backward is about to run on these weights: what it adds goes to the parameters' own sums."""
         for name, tensor in (weights or {}).items():
             tensor.grad = self._live[name].grad
+            self._lent[name] = tensor.grad
 
     def collect(self, weights: Weights | None) -> None:
-        """It has run."""
+        """It has run.
+
+        Raises:
+            JobError: a parameter itself got a gradient, so the forward has it from somewhere else than its module.
+        """
         for name, tensor in (weights or {}).items():
-            self._live[name].grad, tensor.grad = tensor.grad, None
+            live = self._live[name]
+            if live.grad is not self._lent.pop(name):
+                raise JobError(
+                    f"the forward uses {name} by another way than the attribute of its module, so that it can't be "
+                    "given the weights of another time.",
+                    cause="the parameter is kept in a list, a closure or under a second name of Python's",
+                    hint="self.weight of its own module in forward, or --update sync",
+                )
+            live.grad, tensor.grad = tensor.grad, None
 
     def before_update(self, *, needed: int) -> None:
         """The parameters are about to change; versions from `needed` on are still asked for."""
@@ -82,8 +110,11 @@ class Versions:
     def begin(self, *, newest: int, kept: Mapping[int, Weights]) -> None:
         """Go on where the parameters have `newest` updates; there is nothing older than what is `kept`."""
         self.newest = newest
-        self._kept = {number: _leaves(weights) for number, weights in kept.items()}
+        self._kept = {number: _leaves(self._here(weights)) for number, weights in kept.items()}
         self._oldest = min([newest, *kept])
+
+    def _here(self, weights: Weights) -> Weights:
+        return {name: tensor.to(self._live[name].device) for name, tensor in weights.items()}
 
     def _keep(self) -> None:
         if self.newest not in self._kept:

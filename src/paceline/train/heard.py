@@ -24,26 +24,27 @@ class Heard:
         self._feed = feed
         self._stream = stream
         self._progress = progress
-        self._under_way: deque[StepResult] = deque()
+        self._under_way: deque[tuple[StepResult, Cursor]] = deque()
+        self._cursor = Cursor()
         self._logged = -1
 
     def of(self, result: StepResult, *, cursor: Cursor) -> None:
-        """A step was taken, or begun: then those are heard that lie far enough behind it."""
-        self._under_way.append(result)
-        self._hear(cursor, leave=self._built.step.lag)
+        """A step was taken, or begun, that ends at `cursor`: then those are heard that lie far enough behind it."""
+        self._under_way.append((result, cursor))
+        self._hear(leave=self._built.step.lag)
 
-    def rest(self, *, cursor: Cursor) -> None:
+    def rest(self) -> None:
         """No step is half done."""
-        self._hear(cursor, leave=0)
+        self._hear(leave=0)
 
-    def log_last(self, *, cursor: Cursor) -> None:
+    def log_last(self) -> None:
         """The last step's numbers, whatever its number is."""
         if self.last is not None and self._logged != self.last.step:
-            self._log(self.last, cursor)
+            self._log(self.last)
 
-    def _hear(self, cursor: Cursor, *, leave: int) -> None:
+    def _hear(self, *, leave: int) -> None:
         while len(self._under_way) > leave:
-            result = self._under_way.popleft()
+            result, self._cursor = self._under_way.popleft()
             result.agreed.check_counts()
             if self.last is None:
                 refuse_unknown_metrics(self._built.job, terms=result.terms)
@@ -51,7 +52,7 @@ class Heard:
             self.stops = self.stops or result.agreed.stop
             self._count(result)
             if result.step % self._built.settings.log.every == 0 or result.step == 1:
-                self._log(result, cursor)
+                self._log(result)
 
     def _count(self, result: StepResult) -> None:
         clock = self.clock
@@ -63,9 +64,9 @@ class Heard:
         clock.tokens += tokens
         self._progress.tokens += tokens
 
-    def _log(self, result: StepResult, cursor: Cursor) -> None:
+    def _log(self, result: StepResult) -> None:
         self._logged = result.step
-        built, clock = self._built, self.clock
+        built, clock, cursor = self._built, self.clock, self._cursor
         stepping = max(clock.stepping(), 1e-9)
         self._stream.emit(
             StepDone(
@@ -75,7 +76,7 @@ class Heard:
                 loss=result.loss,
                 terms=result.terms,
                 grad_norm=result.grad_norm,
-                lr=built.update.lr,
+                lr=built.update.lr if result.lr is None else result.lr,
                 step_seconds=stepping / max(clock.steps, 1),
                 data_seconds=clock.data / max(clock.steps, 1),
                 compute_seconds=clock.compute / max(clock.steps, 1),

@@ -107,11 +107,11 @@ class Loop:
         self._after()
         return result
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Leave no step half done: weights are about to be looked at."""
         with self._naming_inputs():
             self.built.step.settle()
-        self._heard.rest(cursor=self.cursor)
+        self._heard.rest()
 
     def _run(self, given: StepInput) -> StepResult:
         self._given.append(given)
@@ -137,7 +137,7 @@ class Loop:
     def _evaluate(
         self, *, split: str = "eval", data: Any = None, stop: Callable[[], bool] = lambda: False
     ) -> EvalDone | None:
-        self._settle()
+        self.settle()
         began = time.perf_counter()
         data = data if data is not None else getattr(self.built.job, f"{split}_data")
         with self.built.as_evaluated():
@@ -165,7 +165,7 @@ class Loop:
 
     def save(self, *, best: bool = False) -> None:
         """Save now; every rank calls this."""
-        self._settle()
+        self.settle()
         began = time.perf_counter()
         self.built.step.late.hear(None)
         self._check()
@@ -203,8 +203,8 @@ class Loop:
     def _after(self) -> None:
         step = self.cursor.step
         if self.is_over():
-            self._settle()
-            self._heard.log_last(cursor=self.cursor)
+            self.settle()
+            self._heard.log_last()
         if self._heard.stops:
             self.stopping, self.reason = True, "signal"
         every = self.built.settings.train.check_every
@@ -220,7 +220,7 @@ class Loop:
     def _check(self) -> None:
         """Compare the replicas, unless this step's have been, or `train.check_every` says never."""
         if self.built.settings.train.check_every and self._checked != self.cursor.step:
-            self._settle()
+            self.settle()
             check_replicas(self.built, step=self.cursor.step)
             self._checked = self.cursor.step
 

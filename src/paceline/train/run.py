@@ -76,7 +76,7 @@ class Run:
         self._task = Task(
             verb="train",
             job=job.name or script,
-            layout=layout or ("single" if count == 1 else "ddp"),
+            layout=layout or ("single" if count == 1 else parse_update(update).layout),
             update=str(parse_update(update)),
             ranks=count,
             device=kind,
@@ -181,6 +181,7 @@ class Run:
 
     def generate(self, prompt: Tensor, *, num_tokens: int, **options: Any) -> Tensor:
         """Continue token ids `[batch, length]`; every rank calls this and gets the same."""
+        self._live.loop.settle()
         passes = self._live.built.step.passes
         forward = partial(passes.call, self.model)
         prompt = prompt.to(self._live.world.device)

@@ -12,6 +12,8 @@ from paceline.feed.feed import Feed
 from paceline.measure.environment import cpu_name, torch_build
 from paceline.order.cursor import Cursor
 from paceline.spec.task import Task
+from paceline.spec.update import Kind
+from paceline.spec.words import many
 from paceline.start import kernels
 from paceline.store.checkpoints import Loaded, load, mark_best, marked, newest_good, prune, was_saved
 from paceline.store.disk import folder_bytes, write_json
@@ -65,11 +67,13 @@ def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, A
 
 
 def _rule(built: Built) -> str:
-    """Where stages work on weights of several times, they are part of what is computed."""
-    piped = built.placed.piped
-    if piped is None or not built.plan.rule.is_stashed:
-        return str(built.plan.rule)
-    return f"{built.plan.rule} in {piped.cut.num_stages} stages"
+    """Where stages work on weights of several times, what these depend on; 2bw's are the same in every stage."""
+    piped, rule = built.placed.piped, built.plan.rule
+    if piped is None or rule.kind is not Kind.PIPEDREAM:
+        return str(rule)
+    rounds = -(-built.plan.num_micro // built.plan.replicas)
+    blocks = "-".join(str(stop - start) for start, stop in piped.cut.bounds)
+    return f"{rule} in {piped.cut.num_stages} stages of {blocks} blocks, {many(rounds, 'microbatch')} of a replica"
 
 
 class Saver:
@@ -186,7 +190,8 @@ def restore(loaded: Loaded, *, built: Built, identity: Mapping[str, Any], allow:
     raise_all(problems)
     load_update(loaded, trained, given=built.given)
     load_grid(built.grid, loaded.state.get("grid", {}))
-    load_stash(loaded, built.step, built.weights)
+    same = loaded.state["identity"].get("update") == identity["update"]
+    load_stash(loaded, built.step, built.weights, is_same=same)
     cursor = Cursor.from_json(loaded.state["cursor"])
     built.step.step = cursor.step
     built.step.parts.buffers.begin()

@@ -33,14 +33,14 @@ def stash_files(
     return ({rank_file(STASH, rank): found} if found else {}), step.place()
 
 
-def load_stash(loaded: Loaded, step: object, weights: Holding) -> None:
-    """Give them back; a checkpoint of another update rule has none, and the history begins anew. Every rank calls this.
+def load_stash(loaded: Loaded, step: object, weights: Holding, *, is_same: bool) -> None:
+    """Give them back; after another update rule (not `is_same`) the history begins anew. Every rank calls this.
 
     Raises:
         CheckpointError: a tensor is not what was written.
     """
     if isinstance(step, StashStep):
-        place = loaded.state.get("stash")
+        place = loaded.state.get("stash") if is_same else None
         stored = loaded.files.get(STASH, Stored([]))
         kept = together(weights.world, lambda: {} if place is None else _kept(step, stored, weights))
         step.begin(loaded.step, ends=[] if place is None else place["ends"], kept=kept)

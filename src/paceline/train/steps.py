@@ -29,7 +29,7 @@ def make_step(
 ) -> SpmdStep:
     """How this process's replicas turn a batch into an update."""
     if placed.piped is not None and plan.rule.is_stashed:
-        _refuse_stashed(parts[0], placed.piped, plan)
+        _refuse_stashed(parts[0], placed, placed.piped, plan)
         stash = stash_of(plan.rule, plan.mesh)
         return StashStep(parts[0], piped=placed.piped, stash=stash, rounds=-(-plan.num_micro // plan.replicas))
     if shared is not None:
@@ -41,7 +41,7 @@ def make_step(
     return ThreadsStep(parts[0], others=parts[1:], mirror=mirror, turns=turns)
 
 
-def _refuse_stashed(parts: Parts, piped: Piped, plan: Plan) -> None:
+def _refuse_stashed(parts: Parts, placed: Placed, piped: Piped, plan: Plan) -> None:
     """What a model has that stages with weights of several times can't.
 
     Raises:
@@ -54,6 +54,15 @@ def _refuse_stashed(parts: Parts, piped: Piped, plan: Plan) -> None:
                 f"--update {plan.update}: {name} is used in the stages of ranks {', '.join(map(str, ranks))}.",
                 cause="its gradients come at different times on each, and its copies would part",
                 hint="a model whose weights are not tied over stages, or --update sync",
+            )
+        )
+    for name in placed.hooked[:1]:
+        found.append(
+            LayoutError(
+                f"--update {plan.update} puts weights of other times in the place of {name}, and the hook on it would "
+                "never be called.",
+                cause="register_hook or register_post_accumulate_grad_hook on a parameter in model=",
+                hint="the same in loss= or optimizer=, or --update sync",
             )
         )
     names = [name for name, _ in running(parts.model)]
