@@ -106,8 +106,7 @@ def compose(
         LayoutError: something in the model can't be placed so.
     """
     mesh, how = worlds.mesh, how or Place()
-    before, every = all_of(model), trainable(model)
-    hooked = hooked_in(model)
+    before, every, hooked = all_of(model), trainable(model), hooked_in(model)
     uses = Uses(model) if exact else None
     shaped = _shaped(model, asked=asked, worlds=worlds, example=example, how=how, compiles=compiles, say=say, late=late)
     rows = rows if late is None else _filled(model, late, shaped, worlds)
