@@ -91,6 +91,15 @@ def test_what_it_can_not_be_had_with_is_said(shop: Shop, said: str) -> None:
     assert ended.code == 2 and said in ended.text, ended.text
 
 
+def test_a_loss_of_the_whole_batch_is_refused(shop: Shop) -> None:
+    shop.write("whole.py", "from dataclasses import replace\nimport job as other\n\n\ndef make_job():\n"
+               "    return replace(other.make_job(), loss_over='batch')\n")  # fmt: skip
+    ended = shop.run(
+        "train", "whole.py", "--ranks", "2", "--update", "hogwild", "--run-dir", "run", "--train.steps", "2"
+    )
+    assert ended.code and "no worker ever has the whole batch" in ended.text, ended.text
+
+
 def test_verify_says_why_it_has_no_verdict(shop: Shop) -> None:
     ended = shop.run("verify", "job.py", "--ranks", "2", "--update", "hogwild")
     assert ended.code == 2 and "differs from run to run" in ended.text

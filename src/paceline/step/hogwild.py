@@ -48,10 +48,11 @@ class HogwildStep(SpmdStep):
         joint, divide = self.passes.run(given, step=self.step, stop=stop)
         if given.micro:
             self.parts.reducer.finish(divisor=joint.own_count() if divide else None)
-            self.parts.update.commit(step=self.step + 1, loss=joint.own_loss(), counts=None)
-            self._shared.count()
-            late = self._shared.others() - before
-            self._late[late] = self._late.get(late, 0) + 1
+            _, taken = self.parts.update.commit(step=self.step + 1, loss=joint.own_loss(), counts=None)
+            if taken:
+                self._shared.count()
+                late = self._shared.others() - before
+                self._late[late] = self._late.get(late, 0) + 1
         self.step += 1
         return StepResult(
             step=self.step,

@@ -25,6 +25,14 @@ def refuse_asked(job: Job, settings: Settings, plan: Plan) -> None:
     train = settings.train
     problems = refuse_settings(plan.asked, plan.mesh, settings)
     problems += refuse_update_settings(plan.rule, settings, device=plan.device)
+    if plan.rule.kind is Kind.HOGWILD and job.loss_over == "batch":
+        problems.append(
+            JobError(
+                'loss_over="batch" with --update hogwild: no worker ever has the whole batch.',
+                cause="workers don't wait for each other's outputs",
+                hint="--update sync",
+            )
+        )
     if plan.rule.kind is Kind.HOGWILD and job.ema is not None:
         problems.append(
             JobError("ema= with --update hogwild: each worker would have its own average.", hint="ema=None")
