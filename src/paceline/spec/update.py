@@ -1,13 +1,16 @@
 """How a batch becomes an update."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import Any
 
 from paceline.errors import LayoutError
 from paceline.spec.words import did_you_mean
 
-NOT_YET = ("ps", "local", "diloco")
-_VERTICAL = "vertical"
+NOT_YET = ("ps",)
+UNBOUNDED = "none"
 
 
 class Kind(StrEnum):
@@ -17,14 +20,71 @@ class Kind(StrEnum):
     PIPEDREAM = "pipedream"
     DOUBLE = "2bw"
     HOGWILD = "hogwild"
+    LOCAL = "local"
+    DILOCO = "diloco"
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One option of a rule: what may stand there, in words, and how it is read; ValueError where it is not that."""
+
+    said: str
+    read: Callable[[str], Any]
+
+
+def _whole(text: str, *, least: int) -> int:
+    if int(text) < least:
+        raise ValueError(text)
+    return int(text)
+
+
+def _between(text: str, *, low: float, high: float) -> float:
+    value = float(text)
+    if not low <= value <= high:
+        raise ValueError(text)
+    return value
+
+
+_POSITIVE = _Option("a number above 0", lambda text: _between(text, low=math.ulp(0.0), high=1e6))
+_SHARE = _Option("a number from 0 to 1", lambda text: _between(text, low=0.0, high=1.0))
+_COUNT = _Option("a whole number from 1", lambda text: _whole(text, least=1))
+_FROM_ZERO = _Option("a whole number from 0", lambda text: _whole(text, least=0))
+_FLAGS = {Kind.PIPEDREAM: ("vertical",)}
+_OPTIONS: dict[Kind, dict[str, _Option]] = {
+    Kind.LOCAL: {"every": _COUNT},
+    Kind.DILOCO: {
+        "every": _COUNT,
+        "lr": _POSITIVE,
+        "momentum": _Option("a number from 0 to below 1", lambda text: _between(text, low=0.0, high=1.0 - 1e-9)),
+        "fragments": _COUNT,
+        "delay": _FROM_ZERO,
+        "mix": _SHARE,
+    },
+}
+_FIRST: dict[Kind, dict[str, Any]] = {
+    Kind.LOCAL: {"every": 8},
+    Kind.DILOCO: {"every": 500, "lr": 0.7, "momentum": 0.9, "mix": 0.5},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What was asked for. `vertical`: every stage uses the weights that the first one has (PipeDream's option)."""
+    """What was asked for.
+
+    `vertical`: every stage uses the weights that the first one has (PipeDream's option). Sites that train on their own
+    meet `every` so many updates; then the mean of their ways is one step of an outer SGD with Nesterov's momentum, of
+    `fragments` of the model in turn, taken `delay` updates after it was sent and mixed with what a site has come to
+    meanwhile by `mix`, the site's share.
+    """
 
     kind: Kind = Kind.SYNC
     vertical: bool = False
+    every: int = field(default=1, metadata={"option": True})
+    lr: float = field(default=1.0, metadata={"option": True})
+    momentum: float = field(default=0.0, metadata={"option": True})
+    fragments: int = field(default=1, metadata={"option": True})
+    delay: int = field(default=0, metadata={"option": True})
+    mix: float = field(default=0.0, metadata={"option": True})
 
     @property
     def is_stashed(self) -> bool:
@@ -32,16 +92,29 @@ class Update:
         return self.kind in (Kind.PIPEDREAM, Kind.DOUBLE)
 
     @property
+    def has_sites(self) -> bool:
+        """Whether replicas train on their own for a while."""
+        return self.kind in (Kind.LOCAL, Kind.DILOCO)
+
+    @property
     def layout(self) -> str:
         """What several ranks are taken for where no layout is asked for."""
         return "pp" if self.is_stashed else "ddp"
 
     def __str__(self) -> str:
-        return f"{self.kind},{_VERTICAL}" if self.vertical else str(self.kind)
+        """As it is asked for: `every` always, of the others those that are not the rule's own."""
+        options = _OPTIONS.get(self.kind, {})
+        first = {one.name: one.default for one in fields(self)} | _FIRST.get(self.kind, {})
+        found = [f"{name}={getattr(self, name):g}" for name in options if _is_said(name, getattr(self, name), first)]
+        return ",".join([str(self.kind), *(["vertical"] if self.vertical else []), *found])
+
+
+def _is_said(name: str, value: Any, first: dict[str, Any]) -> bool:
+    return name == "every" or bool(value != first[name])
 
 
 def parse_update(text: str) -> Update:
-    """Read `sync`, `pipedream`, `pipedream,vertical`, `2bw`, `hogwild`.
+    """Read `sync`, `pipedream`, `pipedream,vertical`, `2bw`, `hogwild`, `local,every=8`, `diloco,every=500,lr=0.7`.
 
     Raises:
         LayoutError: unknown, or not in this version.
@@ -54,12 +127,36 @@ def parse_update(text: str) -> Update:
             f"{text!r} is no update rule.", cause=did_you_mean(word, [*Kind, *NOT_YET]), hint="--update sync"
         )
     kind = Kind(word)
-    allowed = [_VERTICAL] if kind is Kind.PIPEDREAM else []
-    wrong = [option for option in options if option not in allowed]
-    if wrong:
-        raise LayoutError(
-            f"--update {kind} has no option {wrong[0]!r}.",
-            cause=f"its options: {', '.join(allowed) or 'none'}",
-            hint=f"--update {','.join([kind, *allowed])}",
-        )
-    return Update(kind=kind, vertical=_VERTICAL in options)
+    return Update(kind=kind, **_FIRST.get(kind, {}) | _read(kind, options))
+
+
+def _read(kind: Kind, options: Sequence[str]) -> dict[str, Any]:
+    known, flags = _OPTIONS.get(kind, {}), _FLAGS.get(kind, ())
+    found: dict[str, Any] = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if name in found:
+            raise LayoutError(f"--update {kind} has {name} twice.", hint=f"--update {kind},{option}")
+        if name in flags and not equals:
+            found[name] = True
+        elif name in known:
+            try:
+                found[name] = known[name].read(value)
+            except ValueError:
+                first = _FIRST.get(kind, {}).get(name, 1)
+                raise LayoutError(
+                    f"--update {kind},{option}: {name} is {known[name].said}.", hint=f"--update {kind},{name}={first}"
+                ) from None
+        else:
+            raise _unknown(kind, name)
+    return found
+
+
+def _unknown(kind: Kind, name: str) -> LayoutError:
+    flags, known = _FLAGS.get(kind, ()), _OPTIONS.get(kind, {})
+    first = next((f"{one}={_FIRST[kind][one]}" for one in known), "") or next(iter(flags), "")
+    return LayoutError(
+        f"--update {kind} has no option {name!r}.",
+        cause=did_you_mean(name, [*flags, *known]) or f"its options: {', '.join([*flags, *known]) or 'none'}",
+        hint=f"--update {','.join(filter(None, [str(kind), first]))}",
+    )
