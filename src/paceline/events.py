@@ -67,7 +67,8 @@ class Staleness(Event):
 
     For each participant `told` has `who` and `late`, how many gradients were of weights so many updates ago (a list of
     pairs). Of a pipeline also `versions`, the most weights of several times that it held at once, and `sent_bytes`; of
-    a race `lost` of the `made` additions to its shadow counters.
+    a race `lost` of the `made` additions to its shadow counters. Of sites that train on their own `sent_bytes` to the
+    others and `waited_seconds` for them.
     """
 
     step: int

@@ -1,9 +1,9 @@
 """One world per axis of the mesh: whom a rank adds gradients with, whom it splits a layer with, whom it hands on to."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from paceline.plan.mesh import DATA, SUMMED, Mesh
+from paceline.plan.mesh import DATA, ORDER, SUMMED, Mesh
 from paceline.world import World
 
 
@@ -32,25 +32,36 @@ class Worlds:
     @staticmethod
     def of(every: World, *, mesh: Mesh) -> "Worlds":
         """Every rank calls this, once."""
-        replicate = every.part(mesh.groups(["dp_replicate"]))
-        shard = every.part(mesh.groups(["dp_shard"]))
-        cp = every.part(mesh.groups(["cp"]))
-        data = every.part(mesh.groups(DATA)) if mesh.dp_replicate > 1 and mesh.dp_shard > 1 else None
-        data = data or (shard if mesh.dp_shard > 1 else replicate)
-        summed = data if mesh.cp == 1 else cp if mesh.replicas == 1 else every.part(mesh.groups(SUMMED))
+        return Worlds._of(every, mesh, mesh, every.part)
+
+    @staticmethod
+    def of_site(every: World, *, mesh: Mesh) -> "Worlds":
+        """One replica's, as if there were no other: `every` are the ranks of this site. Every rank calls this, once."""
+        site = every.part(mesh.groups([axis for axis in ORDER if axis != "dp_replicate"]))
+        return Worlds._of(site, mesh, replace(mesh, dp_replicate=1), every.part)
+
+    @staticmethod
+    def _of(every: World, whole: Mesh, mesh: Mesh, part: Callable[[Sequence[Sequence[int]]], World]) -> "Worlds":
+        """The worlds of `mesh`, whose ranks `part` knows by their places in the `whole` one."""
+
+        def among(*axes: str) -> World:
+            return part(whole.groups([axis for axis in axes if mesh.size(axis) > 1]))
+
+        replicate, shard, cp, data = among("dp_replicate"), among("dp_shard"), among("cp"), among(*DATA)
+        summed = data if mesh.cp == 1 else cp if mesh.replicas == 1 else among(*SUMMED)
         return Worlds(
             mesh=mesh,
             every=every,
-            pp=every.part(mesh.groups(["pp"])),
+            pp=among("pp"),
             replicate=replicate,
             shard=shard,
             cp=cp,
-            tp=every.part(mesh.groups(["tp"])),
+            tp=among("tp"),
             data=data,
             summed=summed,
-            mirrors=every.part(mesh.groups(["dp_replicate", "cp"])) if mesh.cp > 1 else replicate,
-            ep=every.part(_experts(mesh)),
-            peers=every.part(_peers(mesh)) if mesh.ep > 1 else summed,
+            mirrors=among("dp_replicate", "cp") if mesh.cp > 1 else replicate,
+            ep=part(_experts(whole, mesh)),
+            peers=part(_peers(whole, mesh)) if mesh.ep > 1 else summed,
         )
 
     @staticmethod
@@ -73,18 +84,20 @@ class Worlds:
         )
 
 
-def _experts(mesh: Mesh) -> list[list[int]]:
+def _experts(whole: Mesh, mesh: Mesh) -> list[list[int]]:
     """Neighbouring replicas share out the experts."""
-    return [list(part) for group in mesh.groups(DATA) for part in _cut(group, mesh.ep)]
+    axes = [axis for axis in DATA if mesh.size(axis) > 1]
+    return [list(part) for group in whole.groups(axes) for part in _cut(group, mesh.ep)]
 
 
-def _peers(mesh: Mesh) -> list[list[int]]:
+def _peers(whole: Mesh, mesh: Mesh) -> list[list[int]]:
     """Those that stand at the same place in each of these groups, on all slices of their sequences."""
-    found: dict[tuple[int, int, int], list[int]] = {}
-    for rank in range(mesh.ranks):
-        at = mesh.place(rank)
-        replica = at["dp_replicate"] * mesh.dp_shard + at["dp_shard"]
-        found.setdefault((at["pp"], at["tp"], replica % mesh.ep), []).append(rank)
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(whole.ranks):
+        at = whole.place(rank)
+        replica = at["dp_replicate"] * whole.dp_shard + at["dp_shard"]
+        site = at["dp_replicate"] if mesh.dp_replicate < whole.dp_replicate else 0
+        found.setdefault((site, at["pp"], at["tp"], replica % mesh.ep), []).append(rank)
     return list(found.values())
 
 

@@ -1,5 +1,6 @@
-"""Writing into tensors that show more numbers than they have in memory."""
+"""Tensors that show other numbers than they have in memory: expanded ones, and those that torch keeps distributed."""
 
+import torch
 from torch import Tensor
 
 
@@ -14,3 +15,18 @@ def write(target: Tensor, value: Tensor, *, non_blocking: bool = False) -> None:
 def same(old: Tensor, new: Tensor) -> bool:
     """Equal in every element, where NaN is NaN."""
     return bool(((old == new) | ((old != old) & (new != new))).all())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's elements of a tensor that torch keeps distributed; any other is itself."""
+    to_local = getattr(tensor, "to_local", None)
+    found: Tensor = tensor if to_local is None else to_local()
+    return found
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """A sum of the raw bits modulo 2^64: equal for equal bits, cheap, in the tensor's own memory."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    total = flat[:whole].view(torch.int64).sum() if whole else torch.zeros((), dtype=torch.int64, device=tensor.device)
+    return total + flat[whole:].to(torch.int64).sum()

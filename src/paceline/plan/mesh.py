@@ -20,7 +20,8 @@ _MOST_NEAR = 3
 class Mesh:
     """Ranks per axis, outermost first; `ep` is carved out of the data axes and no factor of its own.
 
-    `zero` is the ZeRO stage of `dp_shard`, 0 where nothing is sharded.
+    `zero` is the ZeRO stage of `dp_shard`, 0 where nothing is sharded. `sites`: replicas that train on their own for a
+    while stand outermost, each on neighbouring ranks.
     """
 
     pp: int = 1
@@ -30,11 +31,17 @@ class Mesh:
     tp: int = 1
     ep: int = 1
     zero: int = 0
+    sites: bool = False
 
     @property
     def ranks(self) -> int:
         """Processes in all."""
         return math.prod(self.size(axis) for axis in ORDER)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The axes, outermost first."""
+        return ("dp_replicate", *(axis for axis in ORDER if axis != "dp_replicate")) if self.sites else ORDER
 
     @property
     def replicas(self) -> int:
@@ -54,7 +61,7 @@ class Mesh:
     def place(self, rank: int) -> dict[str, int]:
         """Where a rank stands on each axis."""
         found = {}
-        for axis in reversed(ORDER):
+        for axis in reversed(self.order):
             rank, found[axis] = divmod(rank, self.size(axis))
         return found
 

@@ -6,6 +6,7 @@ from typing import Any
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.plan.asynchronous import refuse_update, update_notes
 from paceline.plan.legal import refuse_products
+from paceline.plan.local import refuse_no_share
 from paceline.plan.mesh import Mesh, label, mesh_of
 from paceline.plan.pipeline import pipeline_notes
 from paceline.spec.layout import Kind, Layout
@@ -75,16 +76,18 @@ def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts) ->
     """
     problems: list[PacelineError] = []
     processes = layout.processes(ranks=cluster.ranks)
-    mesh = mesh_of(layout, ranks=cluster.ranks, problems=problems)
+    mesh = replace(mesh_of(layout, ranks=cluster.ranks, problems=problems), sites=update.has_sites)
     problems += [*refuse_products(layout, mesh), *refuse_update(update, layout, mesh)]
     replicas = mesh.replicas
     micro = _micro_batch_size(facts, replicas, problems)
     backend, why = settle_backend(replace(cluster, ranks=processes), facts, problems)
+    num_micro = -(-facts.global_batch_size // micro)
+    problems += refuse_no_share(update, mesh, num_micro=num_micro)
     raise_all(problems)
     threads = settle_threads(cluster=cluster, one=facts.one_thread, asked=facts.threads)
-    num_micro = -(-facts.global_batch_size // micro)
     pipeline = update_notes(update, mesh, num_micro=num_micro)
-    pipeline = pipeline or [*pipeline_notes(layout, mesh, num_micro=num_micro, micro_batch_size=micro)]
+    if not update.is_stashed:
+        pipeline += pipeline_notes(layout, mesh, num_micro=num_micro, micro_batch_size=micro)
     return Plan(
         layout=label(layout, mesh),
         asked=layout,

@@ -25,11 +25,13 @@ from paceline.prove.lockstep import Say, feed_of
 from paceline.prove.noise import MARGIN, can_nudge, distance, nudge
 from paceline.prove.reference import At, Reference
 from paceline.spec.words import many
+from paceline.step.sites import Sites
 from paceline.streams import key, seed_all
 from paceline.train.apart import tensors_of
 from paceline.train.built import Built
 from paceline.train.evaluate import Evaluated, Evaluator
 from paceline.train.replicas import averaged, first_apart
+from paceline.train.sites import mean_in_place, sites_of
 
 Contents = dict[tuple[int, int], int]  # by step and microbatch
 _DRIFT = 1e-3
@@ -57,8 +59,9 @@ def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say)
     apart = first_apart(built)
     if apart is not None:
         finding.blame(step=steps, parameter=apart.name, cause=f"the replicas are no longer equal: {apart}")
-    evaluated = _evaluated(built)
-    weights, kept = _of_layout(built), _listed(built)
+    weights = _of_layout(built)
+    with mean_in_place(built):
+        evaluated, kept = _evaluated(built), _listed(built)
     if reference is not None and steps:
         other = reference.again()
         if can_nudge(other, at=At(step=0, epoch=0, position=0), seed=1):
@@ -137,7 +140,7 @@ def _judge(
         finding.count("averages", len(reference.average.tensors))
     if bad:
         name = max(bad, key=lambda key: bad[key])
-        weights = any(name in bad for name, _ in reference.model.named_parameters())
+        weights = any(name in bad for name in reference.weights())
         cause = _PART if weights else "the weights agree and their average does not: another decay, or steps left out"
         finding.blame(step=steps, parameter=name, cause=f"{cause} ({len(bad)} of {len(right)})")
 
@@ -145,8 +148,7 @@ def _judge(
 def _trained(reference: Reference) -> dict[str, Tensor]:
     """Weights, and their averages, which are what is evaluated and handed over."""
     average = reference.average.tensors
-    weights = {name: p.detach() for name, p in reference.model.named_parameters()}
-    return weights | dict(zip(averaged(list(average)), average.values(), strict=True))
+    return reference.weights() | dict(zip(averaged(list(average)), average.values(), strict=True))
 
 
 def _of_layout(built: Built) -> dict[str, Tensor]:
@@ -154,12 +156,27 @@ def _of_layout(built: Built) -> dict[str, Tensor]:
     holding, ema = built.weights, built.update.ema
     mine = {name: held.tensor for name, held in holding.mine.items() if name in holding.parameters}
     found = {name: holding.whole(name, tensor) for name, tensor in mine.items()}
+    sites = sites_of(built)
+    if sites is not None:
+        return _of_sites(found, built, sites)
     if ema is not None:
         averages = dict(zip(ema.names, ema.averages, strict=True))
         names = [name for name in mine if holding.mine[name].dtype.is_floating_point]
         found |= {
             new: holding.whole(name, averages.get(name)) for name, new in zip(names, averaged(names), strict=True)
         }
+    return found
+
+
+def _of_sites(own: Mapping[str, Tensor], built: Built, sites: Sites) -> dict[str, Tensor]:
+    """Every site's, and what they have agreed on."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in own.items():
+        for site in range(sites.peers.world_size):
+            found[f"{name} of site {site}"] = sites.peers.broadcast(tensor.clone(), source=site)
+    agreed = {m.name: a.detach() for f in sites.fragments for m, a in zip(f.members, f.agreed, strict=True)}
+    for name in built.kept.names:
+        found[f"{name} as agreed"] = built.kept.whole(name, agreed.get(name))
     return found
 
 

@@ -219,6 +219,10 @@ class Reference:
     def _clip(self, most: float) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), most)
 
+    def weights(self) -> dict[str, Tensor]:
+        """What is compared."""
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
     def after(self, at: At, num_samples: int) -> At:
         """The place of the next step."""
         position = at.position + num_samples

@@ -22,6 +22,7 @@ from paceline.prove.double import in_double
 from paceline.prove.dropout import draws, quiet
 from paceline.prove.finding import DIFFERENT, Finding
 from paceline.prove.free import run_free
+from paceline.prove.local import LocalReference, Meeting
 from paceline.prove.lockstep import Lockstep
 from paceline.prove.reference import At, Reference, Spec
 from paceline.prove.single import run_single
@@ -60,7 +61,7 @@ def examine(ready: Ready, world: World, *, steps: int) -> dict[str, Any]:
     rungs = [
         _rung("one process", "a job that is not deterministic, a loss that is no sum", lambda: _single(ready, world))
     ]
-    if rungs[0].finding.verdict != DIFFERENT and ready.plan.rule.is_stashed:
+    if rungs[0].finding.verdict != DIFFERENT and (ready.plan.rule.is_stashed or ready.plan.rule.has_sites):
         rungs += _late(ready, world, steps, rungs[0].finding)
     elif rungs[0].finding.verdict != DIFFERENT:
         places = _places(ready, world, steps, rungs[0].finding)
@@ -99,8 +100,10 @@ def cast_to(dtype: torch.dtype | None) -> Callable[[Any], Any]:
     return _as_it_is if dtype is None else lambda batch: mapped(batch, cast)
 
 
-def reference(ready: Ready, dtype: torch.dtype | None, *, way: Way | None = None) -> Reference:
-    """The one-process oracle of this job, in this precision; by the pipeline's `way`, where it has one."""
+def reference(
+    ready: Ready, dtype: torch.dtype | None, *, way: Way | None = None, meeting: Meeting | None = None
+) -> Reference:
+    """The one-process oracle of this job, in this precision; by the pipeline's `way` or the sites' `meeting`."""
     plan, settings = ready.plan, ready.settings
     spec = Spec(
         seed=settings.seed,
@@ -121,6 +124,8 @@ def reference(ready: Ready, dtype: torch.dtype | None, *, way: Way | None = None
     job, cast = replace(job, model=begun_whole(job, settings)), cast_to(dtype)
     if way is not None:
         return StashedReference(way=way, job=job, spec=spec, cast=cast)
+    if meeting is not None:
+        return LocalReference(meeting=meeting, job=job, spec=spec, cast=cast)
     return Reference(job=job, spec=spec, cast=cast)
 
 
@@ -247,7 +252,8 @@ def _free(ready: Ready, world: World, steps: int, *, dtype: torch.dtype | None =
 
     def compared() -> Finding:
         built = _built(ready, world, dtype)
-        alone = reference(ready, dtype, way=_way(built)) if world.is_main else None
+        way, meeting = _way(built), _meeting(built)
+        alone = reference(ready, dtype, way=way, meeting=meeting) if world.is_main else None
         with _comparable(ready, built, alone):
             found = run_free(built, reference=alone, steps=steps, say=_say(world, "free running"))
         built.close()
@@ -264,6 +270,14 @@ def _way(built: Built) -> Way | None:
     return Way(
         stash=stash_of(plan.rule, plan.mesh), stage_of=stages_of(piped, built.weights.names), replicas=plan.replicas
     )
+
+
+def _meeting(built: Built) -> Meeting | None:
+    """How sites meet, where there are some."""
+    plan = built.plan
+    if not plan.rule.has_sites:
+        return None
+    return Meeting(rule=plan.rule, sites=plan.mesh.dp_replicate, replicas=plan.mesh.dp_shard)
 
 
 def _built(ready: Ready, world: World, dtype: torch.dtype | None) -> Built:

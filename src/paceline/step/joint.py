@@ -52,7 +52,8 @@ class Joint:
 
     def __init__(self, *, world: World, names: Sequence[str], num_micro: int) -> None:
         self._world = world
-        self._names = tuple(names)
+        self._ranks = world.world_size
+        self.names = tuple(names)
         self._num_micro = num_micro
         self._flags = [0.0] * _NUM_FLAGS
         self._slots: dict[int, Terms] = {}
@@ -71,7 +72,7 @@ class Joint:
 
     def put(self, microbatch: int, terms: Terms) -> None:
         """Give the terms of one microbatch."""
-        if tuple(terms) != self._names:
+        if tuple(terms) != self.names:
             self._flags[MISMATCH] = 1.0
         self._slots[microbatch] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
 
@@ -80,13 +81,22 @@ class Joint:
         self._vector = self._packed()
         self._wait = self._world.start_all_reduce(self._vector)
 
+    def across(self, others: World) -> "Joint":
+        """The same of all sites, sent: `others` stand where this rank does in theirs. What it counts was divided by
+        each site's own, which has been looked at there."""
+        wide = Joint(world=self._world, names=self.names, num_micro=self._num_micro)
+        wide._flags, wide._ranks = self._flags, self._ranks * others.world_size
+        wide._vector = self._arrived().clone()
+        wide._wait = others.start_all_reduce(wide._vector)
+        return wide
+
     def own_count(self) -> float:
         """Of the only term, of what this rank has put in."""
         return math.fsum(float(count) for terms in self._slots.values() for _, count in terms.values())
 
     def own_loss(self) -> float:
         """Of what this rank has put in, each term by its own count."""
-        sums = {name: [0.0, 0.0] for name in self._names}
+        sums = {name: [0.0, 0.0] for name in self.names}
         for terms in self._slots.values():
             for name, (total, count) in terms.items():
                 sums[name] = [sums[name][0] + float(total), sums[name][1] + float(count)]
@@ -107,8 +117,8 @@ class Joint:
     def _read(self, values: Sequence[float]) -> Agreed:
         self._check(values)
         sums, counts = {}, {}
-        width = 2 * len(self._names)
-        for place, name in enumerate(self._names):
+        width = 2 * len(self.names)
+        for place, name in enumerate(self.names):
             slots = values[_NUM_FLAGS + 2 * place :: width], values[_NUM_FLAGS + 2 * place + 1 :: width]
             sums[name], counts[name] = _total(slots[0]), _total(slots[1])
         negative = [name for name, count in counts.items() if count < 0]
@@ -117,7 +127,7 @@ class Joint:
                 f"the count of {', '.join(negative)} is {counts[negative[0]]:g} over the global batch: below zero.",
                 hint="return (loss_sum, how many targets it sums over)",
             )
-        terms = {name: _quotient(sums[name], counts[name]) for name in self._names}
+        terms = {name: _quotient(sums[name], counts[name]) for name in self.names}
         return Agreed(
             loss=math.fsum(terms.values()) if all(map(math.isfinite, terms.values())) else math.nan,
             terms=terms,
@@ -136,11 +146,11 @@ class Joint:
     def _check(self, values: Sequence[float]) -> None:
         if values[MISMATCH]:
             raise DesyncError(
-                f"the loss gave other terms than at the first step ({', '.join(self._names)}).",
-                where=f"on {int(values[MISMATCH])} of {self._world.world_size} ranks",
+                f"the loss gave other terms than at the first step ({', '.join(self.names)}).",
+                where=f"on {int(values[MISMATCH])} of {self._ranks} ranks",
                 hint="return the same names for every batch; a term without samples is (0, 0)",
             )
-        if values[FINGERPRINT] != self._flags[FINGERPRINT] * self._world.world_size:
+        if values[FINGERPRINT] != self._flags[FINGERPRINT] * self._ranks:
             raise DesyncError(
                 f"rank {self._world.rank} read other data than the other ranks.",
                 cause="an iterable dataset that gives another stream each time it is read",
@@ -148,11 +158,11 @@ class Joint:
             )
 
     def _packed(self) -> Tensor:
-        width = 2 * len(self._names)
+        width = 2 * len(self.names)
         if self._world.device.type == "cpu":
             values = [*self._flags, *[0.0] * (self._num_micro * width)]
             for index, terms in self._slots.items():
-                flat = [float(part) for name in self._names for part in terms.get(name, (0.0, 0.0))]
+                flat = [float(part) for name in self.names for part in terms.get(name, (0.0, 0.0))]
                 values[_NUM_FLAGS + index * width : _NUM_FLAGS + (index + 1) * width] = flat
             return torch.tensor(values, dtype=torch.float64)
         return self._packed_on_device(width)
@@ -162,7 +172,7 @@ class Joint:
         vector = torch.zeros(_NUM_FLAGS + self._num_micro * width, dtype=torch.float64, device=device)
         vector[:_NUM_FLAGS].copy_(torch.tensor(self._flags, dtype=torch.float64).pin_memory(), non_blocking=True)
         for index, terms in self._slots.items():
-            for place, part in enumerate(part for name in self._names for part in terms.get(name, (0.0, 0.0))):
+            for place, part in enumerate(part for name in self.names for part in terms.get(name, (0.0, 0.0))):
                 slot = vector[_NUM_FLAGS + index * width + place]
                 slot.copy_(part.detach()) if isinstance(part, Tensor) else slot.fill_(part)
         return vector

@@ -125,6 +125,11 @@ class Update:
         self._after(taken=True)
         return norm, True
 
+    def rest(self) -> None:
+        """A step that had no sample here: the schedule goes on."""
+        for schedule in self.schedules:
+            schedule.step()
+
     def refusal(self, *, step: int, loss: float, counts: Mapping[str, float] | None = None) -> NonFiniteError:
         """Name the term whose count is zero, or the first parameters whose gradient is not finite."""
         error = self._refusal(step, loss, counts or {})

@@ -52,6 +52,7 @@ from paceline.worlds import Worlds
 class Built:
     """One rank's share of a run, ready to step. `models` are this process's replicas; `model` is the first.
 
+    `site` are the ranks that keep one set of weights between them: all, but where sites train on their own.
     `weights` are parameters and buffers as the ranks' models hold them, `kept` what the optimizers do: where they
     are sharded, `named` are this rank's parts of the parameters.
     """
@@ -60,6 +61,7 @@ class Built:
     settings: Settings
     plan: Plan
     worlds: Worlds
+    site: World
     model: nn.Module
     models: Sequence[nn.Module]
     named: Sequence[Named]
@@ -138,7 +140,8 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     """
     refuse_asked(job, settings, plan)
     worlds = Worlds.of(world, mesh=plan.mesh) if plan.processes > 1 else Worlds.of_replicas(world)
-    own = _own(plan, settings, worlds)
+    own = _own(plan, settings, Worlds.of_site(world, mesh=plan.mesh) if plan.rule.has_sites else worlds)
+    site = own[0].every if len(own) == 1 else world
     begun = [_begun(job, settings, each) for each in own]
     models = [one.on(each.every.device) for one, each in zip(begun, own, strict=True)]
     refuse_unfit(job, models[0])
@@ -158,10 +161,10 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
             if isinstance(each.every, ThreadWorld)
         ]
     else:
-        placed = [_placed(job, settings, plan, begun[0], models[0], contracts[0], worlds, rules)]
+        placed = [_placed(job, settings, plan, begun[0], models[0], contracts[0], own[0], rules)]
         notes += begun[0].late.notes if begun[0].late is not None else []
     mirror = Mirror(models=models, grids=[one.grid for one in placed]) if len(own) > 1 else None
-    update, given = make_update(job, settings, plan, models[0], placed[0], rules, world=world)
+    update, given = make_update(job, settings, plan, models[0], placed[0], rules, world=site)
     turns = None if mirror is None else SharedTurns(gpu=shared_gpu([each.every.device for each in own]))
     parts = [
         _parts(settings, model, each, one, contract, update, turns)
@@ -172,13 +175,14 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
         settings=settings,
         plan=plan,
         worlds=worlds,
+        site=site,
         model=models[0],
         models=models,
         named=placed[0].named,
         weights=placed[0].weights if mirror is None else Holding(world=world, held=all_of(models[0])),
         kept=placed[0].kept if mirror is None else Holding(world=world, held=all_shares(named[0])),
         placed=placed[0],
-        step=make_step(plan, parts, placed[0], mirror, turns, shared),
+        step=make_step(plan, parts, placed[0], mirror, turns, shared, replicas=worlds.replicate),
         grid=placed[0].grid,
         notes=tuple(notes),
         given=given,

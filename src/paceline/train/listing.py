@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
@@ -73,10 +72,3 @@ def _alone(name: str, tensor: Tensor) -> Held:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's elements of a tensor that torch keeps distributed; any other is itself."""
-    to_local = getattr(tensor, "to_local", None)
-    found: torch.Tensor = tensor if to_local is None else to_local()
-    return found

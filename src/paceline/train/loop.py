@@ -25,6 +25,7 @@ from paceline.train.judge import Judge
 from paceline.train.length import Clock, Length, Progress, derived_interval
 from paceline.train.replicas import check_replicas
 from paceline.train.saving import Saver
+from paceline.train.sites import mean_in_place
 from paceline.world import World
 
 
@@ -140,7 +141,7 @@ class Loop:
         self.settle()
         began = time.perf_counter()
         data = data if data is not None else getattr(self.built.job, f"{split}_data")
-        with self.built.as_evaluated():
+        with self.built.as_evaluated(), mean_in_place(self.built):
             size = eval_batch_size(self.built)
             workers = self.built.settings.data.workers
             found = self._evaluator.run(

@@ -37,6 +37,22 @@ def refuse_asked(job: Job, settings: Settings, plan: Plan) -> None:
         problems.append(
             JobError("ema= with --update hogwild: each worker would have its own average.", hint="ema=None")
         )
+    if plan.rule.has_sites and job.ema is not None:
+        problems.append(
+            JobError(
+                f"ema= with --update {plan.rule.kind}: each site would have an average of its own.",
+                cause="what is evaluated and handed over is the mean of the sites",
+                hint="ema=None",
+            )
+        )
+    if plan.rule.has_sites and job.loss_over == "batch":
+        problems.append(
+            JobError(
+                f'loss_over="batch" with --update {plan.rule.kind}: no site ever has the whole batch.',
+                cause="sites don't wait for each other's outputs",
+                hint="--update sync",
+            )
+        )
     if train.exact:
         problems += _check_exact(plan, train.precision)
     problems += _check_split(job, plan)

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DesyncError
+from paceline.place.views import checksum
 from paceline.train.built import Built
+from paceline.train.sites import sites_of
 
 _AVERAGE = "the average (ema) of "
 _NOTHING = torch.zeros((), dtype=torch.int64)
@@ -32,6 +34,14 @@ def check_replicas(built: Built, *, step: int) -> None:
     Raises:
         DesyncError: one differs; the first one is named, with the ranks that hold the other value.
     """
+    sites = sites_of(built)
+    outer = None if sites is None else sites.differing()
+    if outer is not None:
+        raise DesyncError(
+            f"at step {step} the sites have agreed on different weights: {outer} is not the same in all.",
+            cause="code that changes weights in some sites only, or messages that were damaged",
+            hint="--update sync, which says what differs where",
+        )
     apart = first_apart(built)
     if apart is None:
         return
@@ -49,7 +59,7 @@ def check_replicas(built: Built, *, step: int) -> None:
 
 def first_apart(built: Built) -> Apart | None:
     """What is not the same on all ranks that hold it; every rank calls this and has the same answer."""
-    world, ema = built.world, built.update.ema
+    world, ema = built.site, built.update.ema
     if world.world_size == 1:
         return None
     weights = built.weights
@@ -57,7 +67,7 @@ def first_apart(built: Built) -> Apart | None:
     if ema is not None:
         averages = dict(zip(ema.names, ema.averages, strict=True))
         named += [(f"{_AVERAGE}{name}", averages.get(name)) for name, _ in named]
-    mine = torch.stack([_checksum(tensor) if tensor is not None else _NOTHING for _, tensor in named])
+    mine = torch.stack([checksum(tensor) if tensor is not None else _NOTHING for _, tensor in named])
     if not weights.is_whole:
         return _apart_in_parts(built, [name for name, _ in named], mine)
     highest, lowest = mine.clone(), mine.clone()
@@ -73,7 +83,7 @@ def first_apart(built: Built) -> Apart | None:
 
 def _apart_in_parts(built: Built, names: list[str], mine: Tensor) -> Apart | None:
     """Those that hold the same boxes must hold the same numbers."""
-    everybody = built.world.gather_json(mine.tolist())
+    everybody = built.site.gather_json(mine.tolist())
     found: list[tuple[str, list[int]]] = []
     for place, name in enumerate(names):
         first: dict[object, int] = {}
@@ -90,11 +100,3 @@ def _apart_in_parts(built: Built, names: list[str], mine: Tensor) -> Apart | Non
 def averaged(names: list[str]) -> list[str]:
     """What the averages of these parameters are called."""
     return [f"{_AVERAGE}{name}" for name in names]
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """A sum of the raw bits modulo 2^64: equal for equal bits, cheap, in the tensor's own memory."""
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    total = flat[:whole].view(torch.int64).sum() if whole else torch.zeros((), dtype=torch.int64, device=tensor.device)
-    return total + flat[whole:].to(torch.int64).sum()

@@ -26,6 +26,7 @@ from paceline.train.identity import check_identity
 from paceline.train.listing import list_model
 from paceline.train.optimizer_state import Shares, group_names
 from paceline.train.phases import write_together
+from paceline.train.sites import is_writer, load_sites, mean_in_place, of_site, site_files
 from paceline.train.stashed import load_stash, stash_files
 from paceline.train.state import Trained, files_of, grid_state, load_ema, load_grid, load_model, load_update
 from paceline.train.together import together
@@ -40,7 +41,7 @@ def trained_of(built: Built) -> Trained:
         update=built.update,
         unlisted=built.unlisted,
         weights=built.weights,
-        shares=Shares(named=built.named, kept=built.kept, world=built.world),
+        shares=Shares(named=built.named, kept=built.kept, world=built.site),
     )
 
 
@@ -53,7 +54,7 @@ def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, A
         for o, held, options in zip(built.update.optimizers, groups, built.given, strict=True)
     ]
     return {
-        "model": list_model(built.model, weights=built.weights, world=built.world).structure,
+        "model": list_model(built.model, weights=built.weights, world=built.site).structure,
         "data": {"num_samples": num_samples, "fingerprint": data},
         "seed": built.settings.seed,
         "global_batch_size": built.plan.global_batch_size,
@@ -69,6 +70,8 @@ def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, A
 def _rule(built: Built) -> str:
     """Where stages work on weights of several times, what these depend on; 2bw's are the same in every stage."""
     piped, rule = built.placed.piped, built.plan.rule
+    if rule.has_sites:
+        return f"{rule} of {many(built.plan.mesh.dp_replicate, 'site')}"
     if piped is None or rule.kind is not Kind.PIPEDREAM:
         return str(rule)
     rounds = -(-built.plan.num_micro // built.plan.replicas)
@@ -104,18 +107,20 @@ class Saver:
         """
         began = time.perf_counter()
         place = dict(feed.state())
-        files, state = files_of(trained_of(self._built))
-        older, stash = stash_files(self._built.step, self._built.weights, rank=self._world.rank)
-        files |= older
-        state |= {
-            "stash": stash,
-            "cursor": cursor.as_json(),
-            "feed": place,
-            "identity": self._identity,
-            "grid": grid_state(self._built.grid),
-            "extra": dict(extra),
-        }
-        path = write_together(self._world, folder=self._folder, step=cursor.step, files=files, state=state)
+        with mean_in_place(self._built) as own:
+            files, state = files_of(trained_of(self._built))
+            files, state = site_files(self._built, files, state, own)
+            older, stash = stash_files(self._built.step, self._built.weights, rank=self._world.rank)
+            files |= older
+            state |= {
+                "stash": stash,
+                "cursor": cursor.as_json(),
+                "feed": place,
+                "identity": self._identity,
+                "grid": grid_state(self._built.grid),
+                "extra": dict(extra),
+            }
+            path = write_together(self._world, folder=self._folder, step=cursor.step, files=files, state=state)
         together(self._world, partial(self._mark, path, cursor.step, best))
         self.last_saved = cursor.step
         if not self._world.is_main:
@@ -188,10 +193,12 @@ def restore(loaded: Loaded, *, built: Built, identity: Mapping[str, Any], allow:
     except ResumeError as error:
         problems.append(error)
     raise_all(problems)
-    load_update(loaded, trained, given=built.given)
-    load_grid(built.grid, loaded.state.get("grid", {}))
     same = loaded.state["identity"].get("update") == identity["update"]
+    mine = of_site(loaded, built, is_same=same)
+    load_update(mine, trained, given=built.given)
+    load_grid(built.grid, loaded.state.get("grid", {}))
     load_stash(loaded, built.step, built.weights, is_same=same)
+    load_sites(mine, built, is_same=same)
     cursor = Cursor.from_json(loaded.state["cursor"])
     built.step.step = cursor.step
     built.step.parts.buffers.begin()
@@ -212,15 +219,20 @@ def write_final(built: Built, run: Path, *, step: int) -> str:
     The digest is that of the weights in training, with or without an average; beside it, what its bits depend on.
     Every rank calls this; the first writes. Where it holds everything the others have nothing to do.
     """
-    if built.weights.is_whole and not built.world.is_main:
+    with mean_in_place(built):
+        return _write_final(built, run, step=step)
+
+
+def _write_final(built: Built, run: Path, *, step: int) -> str:
+    if not is_writer(built) or (built.weights.is_whole and not built.world.is_main):
         return ""
-    listing = list_model(built.model, weights=built.weights, world=built.world)
+    listing = list_model(built.model, weights=built.weights, world=built.site)
     digest = weights_digest(listing.wholes(sorted(listing.entries)))
     found: dict[str, Any] = {"digest": digest, "of": "the weights in training", "step": step}
     found |= {"torch_build": torch_build(), "cpu": cpu_name(), "kernels": kernels()}
     with built.as_evaluated():
         folder = consolidate(
-            listing, run / "consolidated", config=getattr(built.model, "config", None), world=built.world
+            listing, run / "consolidated", config=getattr(built.model, "config", None), world=built.site
         )
         if built.update.ema is not None:
             found["average"] = weights_digest(listing.wholes(sorted(listing.entries)))

@@ -13,7 +13,7 @@ from paceline.errors import CheckpointError, JobError
 from paceline.job import Job
 from paceline.place.exact import Grid
 from paceline.place.holding import Holding
-from paceline.place.views import write
+from paceline.place.views import local, write
 from paceline.step.update import Ema, Update
 from paceline.store.checkpoints import Loaded
 from paceline.store.manifest import rank_file
@@ -21,7 +21,7 @@ from paceline.store.pieces import Stored
 from paceline.store.tensors import Writable
 from paceline.train.apart import Unlisted, extra_state, load_extra_state, tensors_of
 from paceline.train.convert import DTYPES, described, first_names, once
-from paceline.train.listing import Listing, list_model, local
+from paceline.train.listing import Listing, list_model
 from paceline.train.optimizer_state import Shares, load_options, load_state, own_state, plains
 from paceline.train.options import Options, replay
 from paceline.train.plain import from_plain, to_plain, without_anew

@@ -11,12 +11,16 @@ from paceline.place.threads import Mirror
 from paceline.plan.settle import Plan
 from paceline.plan.stashed import stash_of
 from paceline.step.hogwild import HogwildStep
+from paceline.step.local import LocalStep
 from paceline.step.parts import Parts
+from paceline.step.passes import Passes
 from paceline.step.piped import PipelinePasses
+from paceline.step.sites import Sites
 from paceline.step.spmd import SpmdStep
 from paceline.step.stash import StashStep
 from paceline.step.threads import ThreadsStep
 from paceline.step.turns import SharedTurns
+from paceline.world import World
 
 
 def make_step(
@@ -26,19 +30,34 @@ def make_step(
     mirror: Mirror | None,
     turns: SharedTurns | None,
     shared: SharedModel | None,
+    *,
+    replicas: World,
 ) -> SpmdStep:
-    """How this process's replicas turn a batch into an update."""
+    """How this process's replicas turn a batch into an update; `replicas` are this rank's mirrors in the others."""
     if placed.piped is not None and plan.rule.is_stashed:
         _refuse_stashed(parts[0], placed, placed.piped, plan)
         stash = stash_of(plan.rule, plan.mesh)
         return StashStep(parts[0], piped=placed.piped, stash=stash, rounds=-(-plan.num_micro // plan.replicas))
     if shared is not None:
         return HogwildStep(parts[0], shared=shared)
-    if placed.piped is not None:
-        return SpmdStep(parts[0], passes=PipelinePasses(parts[0], piped=placed.piped))
+    passes = None if placed.piped is None else PipelinePasses(parts[0], piped=placed.piped)
+    if plan.rule.has_sites:
+        return _local(plan, parts[0], placed, passes, replicas)
     if mirror is None or turns is None:
-        return SpmdStep(parts[0])
+        return SpmdStep(parts[0], passes=passes)
     return ThreadsStep(parts[0], others=parts[1:], mirror=mirror, turns=turns)
+
+
+def _local(plan: Plan, parts: Parts, placed: Placed, passes: Passes | None, replicas: World) -> LocalStep:
+    sites = Sites(
+        rule=plan.rule,
+        named=placed.named,
+        weights=placed.weights,
+        peers=replicas,
+        spread=placed.spread,
+        wrote=parts.buffers.begin,
+    )
+    return LocalStep(parts, sites=sites, first=replicas.rank * plan.mesh.dp_shard, passes=passes)
 
 
 def _refuse_stashed(parts: Parts, placed: Placed, piped: Piped, plan: Plan) -> None:

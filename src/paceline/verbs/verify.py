@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.errors import ExitCode, LayoutError, UsageError
+from paceline.plan.local import shortened
 from paceline.spec.layout import parse_layout
 from paceline.spec.task import Task
 from paceline.spec.update import Kind, Update, parse_update
@@ -29,7 +30,11 @@ def verify(
         raise UsageError(f"verify --against {against} is not in this version yet.", hint="--against single")
     update = parse_update(common.update)
     _refuse_race(update)
-    task = make_task("verify", job, replace(common, layout=common.layout or update.layout), overrides)
+    if update.has_sites:
+        update = shortened(update)
+        steps = max(steps, 2 * update.every + 1)
+    common = replace(common, update=str(update), layout=common.layout or update.layout)
+    task = make_task("verify", job, common, overrides)
     _refuse_rounding(task)
     if common.dry_run:
         return Answer(exit_code=0, run=Path(task.run), value=task.as_json())

@@ -1,10 +1,10 @@
 """How late an asynchronous run's updates were, for its page."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from paceline.spec.words import many, size
+from paceline.spec.words import duration, many, size
 from paceline.watch.history import History
 
 _WIDE, _HIGH = 220, 12
@@ -14,6 +14,9 @@ _MOST_COLUMNS = 8
 def show_late(history: History) -> str:
     """A row for each participant: a bar of its gradients by how many updates late they were."""
     event = history.last_of("Staleness")
+    met = [each for each in event.get("told", []) if isinstance(each, dict) and "waited_seconds" in each]
+    if met:
+        return _met(event, met)
     told = [each for each in event.get("told", []) if isinstance(each, dict) and each.get("late")]
     if not told:
         return ""
@@ -28,6 +31,19 @@ def show_late(history: History) -> str:
         f"<section><h2>How late updates were</h2><p>update {escape(str(event.get('update')))}, as far as step "
         f"{event.get('step')}: microbatches by how many updates lay between the weights they were computed on and their "
         f"own.{_lost(told[0])}</p><table><tr><th></th><th></th>{heads}</tr>{rows}</table></section>"
+    )
+
+
+def _met(event: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(str(each['who']))}</td><td>{size(int(each['sent_bytes']))}</td>"
+        f"<td>{duration(float(each['waited_seconds']))}</td></tr>"
+        for each in told
+    )
+    return (
+        f"<section><h2>Meetings of the sites</h2><p>update {escape(str(event.get('update')))}, as far as step "
+        f"{event.get('step')}: what each rank has sent to the other sites, and how long it has waited for them.</p>"
+        f"<table><tr><th></th><th>sent</th><th>waited</th></tr>{rows}</table></section>"
     )
 
 

@@ -29,6 +29,8 @@ def line_of(event: Event) -> str:
         of = " | of the average" if event.average else ""
         samples = f"{many(event.samples, 'sample')}, each once, in {duration(event.seconds)}"
         return f"eval {event.step} | {numbers}{of} | {samples}{extra}"
+    if isinstance(event, Staleness) and all("waited_seconds" in told for told in event.told):
+        return f"met {event.step} | {' | '.join(map(_met, event.told))}"
     if isinstance(event, Staleness):
         return f"late {event.step} | {' | '.join([*map(_late, event.told), *_lost(event.told)])}"
     if isinstance(event, CheckpointSaved):
@@ -43,6 +45,10 @@ def line_of(event: Event) -> str:
     if isinstance(event, RunEnded):
         return f"{event.status} at step {event.step} after {event.seconds:.1f} s"
     return ""
+
+
+def _met(told: Mapping[str, Any]) -> str:
+    return f"{told['who']}: {size(told['sent_bytes'])} sent, {duration(told['waited_seconds'])} waited"
 
 
 def _late(told: Mapping[str, Any]) -> str:

@@ -1,0 +1,112 @@
+"""Sites that train on their own and meet now and then: when, over what, and what that goes with."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from paceline.errors import LayoutError, PacelineError, UsageError
+from paceline.plan.mesh import Mesh
+from paceline.spec.layout import Kind as LayoutKind
+from paceline.spec.layout import Layout
+from paceline.spec.settings import Settings
+from paceline.spec.update import Update
+from paceline.spec.words import many
+
+
+def fragment_of(sizes: Mapping[str, int], *, fragments: int) -> dict[str, int]:
+    """Each parameter's fragment: the model, in its order, in `fragments` of about as many numbers (`sizes`) each."""
+    total, before = max(sum(sizes.values()), 1), 0
+    found = {}
+    for name, size in sizes.items():
+        found[name] = (2 * before + size) * fragments // (2 * total)
+        before += size
+    return found
+
+
+def sent_after(step: int, *, update: Update) -> int | None:
+    """The fragment that is sent once `step` updates are taken; each once in `every` of them, at even distances."""
+    place = step % update.every
+    return next((f for f in range(update.fragments) if f * update.every // update.fragments == place), None)
+
+
+def shortened(update: Update) -> Update:
+    """The same rule with as short a way between two meetings as it can have: a check can't wait for 500 updates."""
+    return replace(update, every=min(update.every, max(update.fragments, update.delay + 1, 2)))
+
+
+def refuse_local(update: Update, layout: Layout, mesh: Mesh) -> Iterator[PacelineError]:
+    """A site is a replica: there must be two, each within itself."""
+    if not update.has_sites:
+        return
+    if layout.kind is LayoutKind.THREADS:
+        yield LayoutError(
+            f"--update {update.kind} goes with processes, not with {layout}.",
+            cause="what it saves is messages between machines",
+            hint=f"--layout ddp --update {update}",
+        )
+        return
+    if mesh.dp_replicate == 1:
+        yield LayoutError(
+            f"--update {update.kind} needs sites, and layout {layout} has one.",
+            cause="sites are the replicas of dp_replicate",
+            hint=f"--layout dp_replicate=2,... --update {update}",
+        )
+    if mesh.ep > 1 and mesh.dp_shard % mesh.ep:
+        yield LayoutError(
+            f"ep={mesh.ep} would spread experts over sites, which train on their own.",
+            cause=f"a site has {many(mesh.dp_shard, 'replica')} of its own (dp_shard)",
+            hint=f"dp_shard={mesh.ep} with ep={mesh.ep}, or --update sync",
+        )
+    for is_wrong, what, hint in (
+        (update.fragments > update.every, f"{update.fragments} fragments", f"fragments={update.every}"),
+        (update.delay >= update.every, f"a delay of {many(update.delay, 'update')}", f"delay={update.every - 1}"),
+    ):
+        if is_wrong:
+            yield LayoutError(
+                f"--update {update}: {what} in a round of {many(update.every, 'update')}.",
+                cause="each fragment is sent once in a round, and taken before it is sent again",
+                hint=f"--update {update.kind},every={update.every},{hint}",
+            )
+
+
+def refuse_local_settings(update: Update, settings: Settings) -> Iterator[PacelineError]:
+    """What sites that hear of each other late can't have."""
+    if not update.has_sites:
+        return
+    train = settings.train
+    for is_on, name, cause, hint in (
+        (train.exact, "--train.exact", "one process takes other steps than sites do", "leave it out"),
+        (train.buffers == "sync_bn", "sync_bn", "its statistics meet in the forward", "leave --train.buffers out"),
+        (
+            train.tokens is not None,
+            "--train.tokens",
+            "tokens are heard some steps late",
+            "--train.steps or --train.samples",
+        ),
+        (settings.log.statistics, "--log.statistics", "each site has gradients of its own", "leave it out"),
+    ):
+        if is_on:
+            yield UsageError(f"{name} with --update {update.kind} can't be had.", cause=cause, hint=hint)
+
+
+def refuse_no_share(update: Update, mesh: Mesh, *, num_micro: int) -> Iterator[PacelineError]:
+    """Each site needs a microbatch of a full batch."""
+    needed = (mesh.dp_replicate - 1) * mesh.dp_shard + 1
+    if update.has_sites and num_micro < needed:
+        yield UsageError(
+            f"{many(num_micro, 'microbatch')} a batch for {many(mesh.dp_replicate, 'site')}: one would never train.",
+            cause="microbatches are dealt to replicas one after another",
+            hint=f"a smaller --train.micro_batch_size: at least {many(needed, 'microbatch')} a batch",
+        )
+
+
+def local_notes(update: Update, mesh: Mesh) -> Iterator[str]:
+    """What is decided."""
+    if not update.has_sites:
+        return
+    ranks = mesh.ranks // mesh.dp_replicate
+    sites = f"{many(mesh.dp_replicate, 'site')} of {many(ranks, 'rank')}"
+    how = f"an outer step of their mean way (lr {update.lr:g}, momentum {update.momentum:g})"
+    how = "their mean" if update.lr == 1.0 and not update.momentum else how
+    parts = f", in {update.fragments} fragments" if update.fragments > 1 else ""
+    late = f", taken {many(update.delay, 'update')} later, mixed {update.mix:g} of its own" if update.delay else ""
+    yield f"update: {update.kind}, {sites} meet every {many(update.every, 'update')}: {how}{parts}{late}"

@@ -1,0 +1,71 @@
+"""The step of a site that trains on its own and meets the others now and then: local SGD, DiLoCo.
+
+Within the site it is the synchronous step of whatever layout the site has. What comes of each step is told to the other
+sites without waiting, and heard `lag` steps later.
+"""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from paceline.step.given import Given
+from paceline.step.joint import FINGERPRINT, STOP, Joint
+from paceline.step.parts import Parts
+from paceline.step.passes import Passes
+from paceline.step.result import StepResult
+from paceline.step.sites import Sites
+from paceline.step.spmd import SpmdStep
+
+LAG = 8
+
+
+class LocalStep(SpmdStep):
+    """One rank's. `first` is the first microbatch of a batch that is this site's."""
+
+    lag = LAG
+
+    def __init__(self, parts: Parts, *, sites: Sites, first: int, passes: Passes | None = None) -> None:
+        super().__init__(parts, passes=passes)
+        self.sites = sites
+        self._first = first
+        self._names: tuple[str, ...] | None = None
+
+    def run(self, given: Given, *, stop: bool = False) -> StepResult:
+        """This site's own update, and what is due of the meetings."""
+        result = super().run(given, stop=stop) if given.num_micro > self._first else None
+        if result is not None:
+            result.agreed.check_counts()
+        if self._names is None:
+            told = self.sites.peers.gather_json(None if result is None else result.joint.names)
+            self._names = tuple(next(names for names in told if names))
+        result = result or self._left_out(given, stop=stop)
+        result = replace(result, joint=result.joint.across(self.sites.peers))
+        began = time.perf_counter()
+        self.sites.after(self.step)
+        result.communication_seconds += time.perf_counter() - began
+        return result
+
+    def settle(self) -> None:
+        """Have nothing under way."""
+        self.sites.arrive()
+
+    def lateness(self) -> dict[str, Any]:
+        """What the meetings have cost."""
+        return {"who": f"site {self.sites.number}, rank {self.parts.world.rank}", "late": [], **self.sites.told}
+
+    def _left_out(self, given: Given, *, stop: bool) -> StepResult:
+        """A short batch that this site has nothing of."""
+        self.parts.update.rest()
+        joint = Joint(world=self.parts.world, names=self._names or (), num_micro=given.num_micro)
+        joint.flag(STOP, float(stop))
+        joint.flag(FINGERPRINT, float(given.fingerprint))
+        joint.start()
+        self.step += 1
+        return StepResult(
+            step=self.step,
+            samples=given.num_samples,
+            joint=joint,
+            norm=None,
+            compute_seconds=0.0,
+            communication_seconds=0.0,
+        )

@@ -1,0 +1,296 @@
+"""What sites that train on their own have in common: the weights of their last meeting, and how they meet.
+
+A meeting is a step of an outer optimizer: its gradient is the mean over the sites of the way that each has gone since
+the last one (Douillard et al., "DiLoCo", 2023). With a rate of 1 and no momentum that is the mean of their weights
+(Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019). In fragments, and taken some updates after it
+was sent, it is the streaming form (Douillard et al., "Streaming DiLoCo", 2025).
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from paceline.place.holding import Holding
+from paceline.place.units import Named
+from paceline.place.views import checksum, local, write
+from paceline.plan.local import fragment_of, sent_after
+from paceline.spec.update import Update
+from paceline.world import World
+
+
+class _Link:
+    """The ranks that hold the same in the other sites, and what was sent to them."""
+
+    def __init__(self, peers: World) -> None:
+        self.peers = peers
+        self.sent_bytes = 0
+        self.waited_seconds = 0.0
+
+    def start(self, flat: Tensor) -> Callable[[], object]:
+        """Send for a sum, in place."""
+        ranks = self.peers.world_size
+        self.sent_bytes += 2 * (ranks - 1) * flat.nbytes // ranks
+        return self.peers.start_all_reduce(flat)
+
+    def wait(self, wait: Callable[[], object]) -> None:
+        """Until it is there."""
+        began = time.perf_counter()
+        wait()
+        self.waited_seconds += time.perf_counter() - began
+
+    def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Over the sites, of each of these."""
+        if not tensors:
+            return []
+        flat = _flat(tensors)
+        self.wait(self.start(flat))
+        return _cut(flat.div_(self.peers.world_size), tensors)
+
+
+class Fragment:
+    """Some of this rank's parameters, which meet at the same time."""
+
+    def __init__(self, members: Sequence[Named], *, rule: Update, link: _Link) -> None:
+        self.members = list(members)
+        self.due: int | None = None
+        self._rule = rule
+        self._link = link
+        self._flat: Tensor | None = None
+        self._wait: Callable[[], object] | None = None
+        self.agreed: list[nn.Parameter] = []
+        self.begin()
+
+    @property
+    def live(self) -> list[Tensor]:
+        """The weights that are being trained."""
+        return [local(member.parameter.detach()) for member in self.members]
+
+    def begin(self) -> None:
+        """The weights that all sites have now are those they have agreed on."""
+        self.agreed = [nn.Parameter(_wide(tensor).clone()) for tensor in self.live]
+        momentum = self._rule.momentum
+        self._outer = (
+            torch.optim.SGD(self.agreed, lr=self._rule.lr, momentum=momentum, nesterov=momentum > 0.0)
+            if self.agreed
+            else None
+        )
+        self.due, self._flat, self._wait = None, None, None
+
+    def send(self, step: int) -> None:
+        """The way since the last meeting."""
+        if self.agreed:
+            pairs = zip(self.agreed, self.live, strict=True)
+            self._flat = _flat([agreed.detach() - _wide(live) for agreed, live in pairs])
+            self._wait = self._link.start(self._flat)
+            self.due = step + self._rule.delay
+
+    def arrive(self) -> None:
+        """Wait for what was sent; it is taken when it is due."""
+        if self._wait is not None:
+            self._link.wait(self._wait)
+            self._wait = None
+
+    def take(self) -> None:
+        """The outer step, with the mean of all sites' ways."""
+        self.arrive()
+        assert self._flat is not None and self._outer is not None
+        for agreed, way in zip(self.agreed, _cut(self._flat / self._link.peers.world_size, self.agreed), strict=True):
+            agreed.grad = way
+        self._outer.step()
+        self._outer.zero_grad()
+        with torch.no_grad():
+            for live, agreed in zip(self.live, self.agreed, strict=True):
+                mix = self._rule.mix if self._rule.delay else 0.0
+                write(live, (_wide(live) * mix + agreed * (1.0 - mix)) if mix else agreed)
+        self.due, self._flat = None, None
+
+    def saved(self) -> Iterator[tuple[str, str, Tensor]]:
+        """What the sites agree on, as (what, FQN, this rank's part)."""
+        self.arrive()
+        coming = [] if self._flat is None else _cut(self._flat, self.agreed)
+        for place, (member, agreed) in enumerate(zip(self.members, self.agreed, strict=True)):
+            yield "agreed", member.name, agreed.detach()
+            momentum = None if self._outer is None else self._outer.state[agreed].get("momentum_buffer")
+            if momentum is not None:
+                yield "momentum", member.name, momentum
+            if coming:
+                yield "coming", member.name, coming[place]
+
+    def restore(self, find: Callable[[str, str], Tensor | None], *, due: int | None) -> None:
+        """Take it back; `find(what, name)` is None for what was not saved."""
+        self.begin()
+        coming: list[Tensor] = []
+        for member, agreed in zip(self.members, self.agreed, strict=True):
+            found = {what: find(what, member.name) for what in ("agreed", "momentum", "coming")}
+            with torch.no_grad():
+                agreed.copy_(agreed if found["agreed"] is None else found["agreed"])
+            if found["momentum"] is not None and self._outer is not None:
+                self._outer.state[agreed]["momentum_buffer"] = found["momentum"].to(agreed.device)
+            coming += [] if found["coming"] is None else [found["coming"].to(agreed.device)]
+        if coming and due is not None:
+            self._flat, self.due = _flat(coming), due
+
+
+class Sites:
+    """This rank's side of all meetings. `weights` has every parameter's name and whole shape, on every rank."""
+
+    def __init__(
+        self,
+        *,
+        rule: Update,
+        named: Sequence[Named],
+        weights: Holding,
+        peers: World,
+        spread: Callable[[], None],
+        wrote: Callable[[], None],
+    ) -> None:
+        self._rule = rule
+        self._weights = weights
+        self._spread = spread
+        self._wrote = wrote
+        self._link = _Link(peers)
+        self._apart = False
+        sizes = {name: _numel(weights, name) for name in weights.names if name in weights.parameters}
+        place = fragment_of(sizes, fragments=rule.fragments)
+        self.fragments = [
+            Fragment([m for m in named if place[m.name] == number], rule=rule, link=self._link)
+            for number in range(rule.fragments)
+        ]
+        self._first = {name: tensor.clone() for name, tensor in self._buffers() if tensor.is_floating_point()}
+        self._moving: list[str] = []
+
+    @property
+    def number(self) -> int:
+        """Which site this is."""
+        return self._link.peers.rank
+
+    @property
+    def peers(self) -> World:
+        """The ranks that stand where this one does, one in each site."""
+        return self._link.peers
+
+    @property
+    def told(self) -> dict[str, float]:
+        """What meeting has cost this rank."""
+        return {"sent_bytes": self._link.sent_bytes, "waited_seconds": self._link.waited_seconds}
+
+    def after(self, step: int) -> None:
+        """`step` updates are taken: send what is to be sent, and take what is due."""
+        self._apart = True
+        number = sent_after(step, update=self._rule)
+        if number is not None:
+            self.fragments[number].send(step)
+        due = [fragment for fragment in self.fragments if fragment.due == step]
+        for fragment in due:
+            fragment.take()
+        if due:
+            self._spread()
+        if number == 0:
+            self._meet_buffers()
+        self._apart = not (number is not None and due and len(self.fragments) == 1 and not self._rule.delay)
+
+    def arrive(self) -> None:
+        """Have nothing under way."""
+        for fragment in self.fragments:
+            fragment.arrive()
+
+    def differing(self) -> str | None:
+        """The first parameter on whose agreed weights the sites do not agree; None where they do."""
+        pairs = [
+            (member.name, agreed)
+            for fragment in self.fragments
+            for member, agreed in zip(fragment.members, fragment.agreed, strict=True)
+        ]
+        if not pairs:
+            return None
+        mine = torch.stack([checksum(agreed.detach()) for _, agreed in pairs])
+        most, least = self.peers.all_reduce(mine.clone(), op="max"), self.peers.all_reduce(mine.clone(), op="min")
+        apart = torch.nonzero(most != least).reshape(-1).tolist()
+        return pairs[apart[0]][0] if apart else None
+
+    def begin(self) -> None:
+        """All sites have the same weights now."""
+        self._apart = False
+        for fragment in self.fragments:
+            fragment.begin()
+
+    @contextmanager
+    def together(self) -> Iterator[dict[str, Tensor]]:
+        """The mean of the sites' weights in their place; gives this site's own, which come back bit for bit."""
+        live = dict(self._live())
+        own = {name: tensor.clone() for name, tensor in live.items()}
+        if self._apart:
+            floats = {name: _wide(tensor) for name, tensor in own.items() if tensor.is_floating_point()}
+            self._put(live, dict(zip(floats, self._link.mean(list(floats.values())), strict=True)))
+        try:
+            yield own
+        finally:
+            if self._apart:
+                self._put(live, own)
+
+    def restore(self, own: Mapping[str, Tensor]) -> None:
+        """This site's own weights and buffers."""
+        self._apart = True
+        self._moving = sorted(self._moving_everywhere() | {name for name in own if name in self._first})
+        self._put(dict(self._live()), own)
+
+    def _put(self, live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in values.items():
+                write(live[name], value.to(live[name].dtype))
+        self._spread()
+        self._wrote()
+
+    def _live(self) -> Iterator[tuple[str, Tensor]]:
+        """What sites have values of their own of, on this rank."""
+        for fragment in self.fragments:
+            yield from zip((member.name for member in fragment.members), fragment.live, strict=True)
+        self._moving = sorted(self._moving_everywhere())
+        for name, tensor in self._buffers():
+            if name in self._moving or not tensor.is_floating_point():
+                yield name, tensor
+
+    def _meet_buffers(self) -> None:
+        self._moving = sorted(self._moving_everywhere())
+        buffers = dict(self._buffers())
+        mine = [buffers[name] for name in self._moving]
+        with torch.no_grad():
+            for buffer, value in zip(mine, self._link.mean([_wide(buffer) for buffer in mine]), strict=True):
+                write(buffer, value.to(buffer.dtype))
+        if mine:
+            self._wrote()
+
+    def _moving_everywhere(self) -> set[str]:
+        """The buffers that have ever changed, in any site: those that never do need not be sent."""
+        if not self._first:
+            return set()
+        now = dict(self._buffers())
+        moved = [name in self._moving or not torch.equal(now[name], first) for name, first in self._first.items()]
+        told = self._link.peers.all_reduce(torch.tensor(moved, dtype=torch.uint8, device=self.peers.device), op="max")
+        return {name for name, is_moving in zip(self._first, told.tolist(), strict=True) if is_moving}
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for name, held in self._weights.mine.items():
+            tensor = held.tensor if held.is_buffer else None
+            if tensor is not None:
+                yield name, tensor
+
+
+def _numel(weights: Holding, name: str) -> int:
+    return torch.Size(weights.mine[name].part.shape).numel()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, like, strict=True)]
