@@ -76,7 +76,8 @@ def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts) ->
     """
     problems: list[PacelineError] = []
     processes = layout.processes(ranks=cluster.ranks)
-    mesh = replace(mesh_of(layout, ranks=cluster.ranks, problems=problems), sites=update.has_sites)
+    mesh = mesh_of(layout, ranks=cluster.ranks, problems=problems)
+    mesh = replace(mesh, sites=mesh.dp_replicate) if update.has_sites else mesh
     problems += [*refuse_products(layout, mesh), *refuse_update(update, layout, mesh)]
     replicas = mesh.replicas
     micro = _micro_batch_size(facts, replicas, problems)

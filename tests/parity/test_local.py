@@ -1,0 +1,207 @@
+"""Sites that train on their own and meet: equal to one process that does the same, through stops and other layouts."""
+
+import json
+from typing import Any
+
+import pytest
+
+from paceline.errors import LayoutError
+from paceline.plan.local import fragment_of, sent_after
+from paceline.spec.update import parse_update
+from tests.conftest import Shop
+from tests.parity.test_stash import JOB as STASH
+
+PLANTS = """
+import os
+from paceline.step import sites as outer
+
+plant = os.environ.get("PLANT", "")
+if plant == "forgotten":  # the outer momentum
+    keep = outer.Fragment.take
+
+    def take(self):
+        self._outer.state.clear()
+        keep(self)
+
+    outer.Fragment.take = take
+if plant == "at once":  # what should be taken later
+    send = outer.Fragment.send
+
+    def sent(self, step):
+        send(self, step)
+        self.take() if self.due is not None else None
+
+    outer.Fragment.send = sent
+if plant == "whole":  # gradients divided by the count of all sites
+    from paceline.step.joint import Joint
+
+    divisor = Joint.divisor
+    Joint.divisor = lambda self: divisor(self) * 2
+"""
+JOB = STASH + PLANTS
+
+
+@pytest.fixture
+def bench(shop: Shop) -> Shop:
+    shop.write("local.py", JOB)
+    return shop
+
+
+def verified(shop: Shop, ranks: int, *words: str, plant: str = "", steps: int = 9) -> dict[str, Any]:
+    words = ("verify", "local.py", "--ranks", str(ranks), "--steps", str(steps), "--json", *words)
+    ended = shop.run(*words, timeout=400, environ={"PLANT": plant})
+    assert ended.code in (0, 4), ended.text
+    found: dict[str, Any] = ended.json()
+    return found
+
+
+def assert_same(found: dict[str, Any], *, rungs: int = 3) -> None:
+    assert found["verdict"] in ("bitwise", "rounding"), json.dumps(found["lines"], indent=1)
+    assert found["reference"].startswith("serial ")
+    assert len(found["rungs"]) == rungs
+    assert all(rung["compared"].get("weights", 0) > 20 for rung in found["rungs"][1:])
+
+
+MICRO = ("--train.micro_batch_size", "2")
+
+
+def test_two_sites_of_one_rank_are_their_serial_reference(bench: Shop) -> None:
+    assert_same(verified(bench, 2, "--update", "local,every=3", *MICRO, "--job.dropout", "0.2", "--job.clip", "0.5"))
+
+
+def test_an_outer_step_in_fragments_taken_later_is_its_serial_reference(bench: Shop) -> None:
+    update = "diloco,every=4,fragments=3,delay=2,mix=0.25"
+    assert_same(verified(bench, 3, "--update", update, "--train.micro_batch_size", "3", "--job.samples", "43"))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp_replicate=2,dp_shard=2",
+        pytest.param("dp_replicate=2,tp=2", marks=pytest.mark.soak),
+        "pp=2,dp_replicate=2",
+        pytest.param("dp_replicate=2,dp_shard=2,zero=1", marks=pytest.mark.soak),
+        pytest.param("dp_replicate=2,dp_shard=2,zero=2", marks=pytest.mark.soak),
+        pytest.param("dp_replicate=2,cp=2", marks=pytest.mark.soak),
+    ],
+)
+def test_a_site_may_be_any_layout(bench: Shop, layout: str) -> None:
+    words = ("--layout", layout, "--update", "diloco,every=2,fragments=2", "--train.micro_batch_size", "1")
+    assert_same(verified(bench, 4, *words, "--job.kind", "llama", "--job.clip", "0.3"))
+
+
+def test_running_statistics_meet(bench: Shop) -> None:
+    bench.write("local.py", bench_job())
+    found = verified(bench, 2, "--update", "local,every=2", "--job.norm", "true", "--train.micro_batch_size", "3")
+    assert found["verdict"] in ("bitwise", "rounding"), json.dumps(found["lines"], indent=1)
+
+
+def bench_job() -> str:
+    return "from job import make_job as plain\n\n\ndef make_job(norm: bool = False):\n    return plain(norm=norm)\n"
+
+
+@pytest.mark.parametrize(
+    ("plant", "update"),
+    [
+        ("forgotten", "diloco,every=2"),
+        pytest.param("at once", "diloco,every=4,delay=2", marks=pytest.mark.soak),
+        pytest.param("whole", "local,every=2", marks=pytest.mark.soak),
+    ],
+)
+def test_a_meeting_that_goes_otherwise_is_another_training(bench: Shop, plant: str, update: str) -> None:
+    words = ("--update", update, *MICRO, "--job.rule", "sgd")
+    assert verified(bench, 2, *words, plant=plant, steps=12)["verdict"] == "different"
+
+
+def train(run: str, steps: int, *words: str, ranks: int = 2) -> list[str]:
+    return ["train", "local.py", "--ranks", str(ranks), "--run-dir", run, "--train.steps", str(steps), *words]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (2, ("--update", "diloco,every=4,fragments=2,delay=3")),
+        (4, ("--update", "diloco,every=5,delay=2", "--layout", "dp_replicate=2,dp_shard=2")),
+        pytest.param(4, ("--update", "local,every=3", "--layout", "pp=2,dp_replicate=2"), marks=pytest.mark.soak),
+    ],
+)
+def test_saving_evaluating_and_going_on_change_no_bit(bench: Shop, ranks: int, words: tuple[str, ...]) -> None:
+    words = (*words, "--train.micro_batch_size", "1")
+    straight = bench.run(*train("straight", 13, *words, ranks=ranks))
+    often = bench.run(
+        *train("often", 13, *words, "--checkpoint.every", "3", "--eval.every", "4", ranks=ranks),
+    )
+    killed = bench.run(
+        *train("parts", 13, *words, "--checkpoint.every", "3", "--faults", "kill rank=1 step=9", ranks=ranks)
+    )
+    then = bench.run(*train("parts", 13, *words, ranks=ranks))
+    assert not any(run.code for run in (straight, often, then)), straight.text + often.text + then.text
+    assert killed.code == 1 and "resumed: step-00000006" in then.text, killed.text + then.text
+    assert len({bench.digest(run) for run in ("straight", "often", "parts")}) == 1
+    assert not bench.run("ckpt", "verify", "parts").code
+    told = next(e for e in reversed(events(bench, "straight")) if e["event"] == "Staleness")["told"]
+    assert len(told) == ranks and all(one["sent_bytes"] > 0 for one in told)
+
+
+def events(bench: Shop, run: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (bench.path / run / "events.jsonl").read_text().splitlines()]
+
+
+def test_another_number_of_sites_is_refused_unless_it_is_allowed(bench: Shop) -> None:
+    words = ("--update", "local,every=3", *MICRO)
+    assert not bench.run(*train("run", 4, *words)).code
+    other = bench.run(*train("run", 6, *words, ranks=4))
+    assert other.code == 2 and "update: was local,every=3 of 2 sites, is local,every=3 of 4 sites" in other.text
+    allowed = bench.run(*train("run", 6, *words, "--allow", "update", ranks=4))
+    assert allowed.code == 0, allowed.text
+    alone = bench.run(*train("run", 8, "--update", "sync", *MICRO, "--allow", "update", ranks=1))
+    assert alone.code == 0, alone.text
+
+
+BAD = {
+    "has no option 'evry'": ("--update", "local,evry=3"),
+    "every is a whole number from 1": ("--update", "local,every=0"),
+    "momentum is a number from 0 to below 1": ("--update", "diloco,momentum=1"),
+    "mix is a number from 0 to 1": ("--update", "diloco,mix=nan"),
+    "needs sites, and layout fsdp has one": ("--update", "local", "--layout", "fsdp"),
+    "goes with processes, not with threads": ("--update", "local", "--layout", "threads"),
+    "a delay of 4 updates in a round of 4": ("--update", "diloco,every=4,delay=4"),
+    "9 fragments in a round of 4": ("--update", "diloco,every=4,fragments=9"),
+    "one would never train": ("--update", "local", "--train.micro_batch_size", "8"),
+    "--train.exact with --update local": ("--update", "local", "--train.exact"),
+    "sync_bn with --update local": ("--update", "local", "--train.buffers", "sync_bn"),
+    "each site would have an average of its own": ("--update", "local", "--job.ema", "true"),
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_what_it_can_not_be_had_with_is_said(bench: Shop, said: str) -> None:
+    ended = bench.run(*train("run", 2, *BAD[said]))
+    assert ended.code == 2 and said in ended.text, ended.text
+    assert "Traceback" not in ended.text
+
+
+def test_each_fragment_is_sent_once_in_a_round_and_holds_as_much_as_another() -> None:
+    for every, fragments in ((1, 1), (5, 1), (7, 3), (8, 8), (500, 4)):
+        update = parse_update(f"diloco,every={every},fragments={fragments}")
+        sent = [sent_after(step, update=update) for step in range(1, 3 * every + 1)]
+        for start in range(0, 3 * every, every):
+            found = [one for one in sent[start : start + every] if one is not None]
+            assert sorted(found) == list(range(fragments))
+    sizes = {f"w{i}": size for i, size in enumerate([10, 500, 20, 480, 30, 460, 1, 499])}
+    place = fragment_of(sizes, fragments=4)
+    assert list(place.values()) == sorted(place.values()) and set(place.values()) == {0, 1, 2, 3}
+    assert fragment_of({}, fragments=3) == {}
+
+
+def test_an_update_is_read_back_as_it_is_written() -> None:
+    for text in (
+        "sync",
+        "pipedream,vertical",
+        "local,every=8",
+        "diloco,every=500",
+        "diloco,every=9,lr=0.5,fragments=2",
+    ):
+        assert str(parse_update(text)) == text and parse_update(str(parse_update(text))) == parse_update(text)
+    with pytest.raises(LayoutError, match="twice"):
+        parse_update("local,every=3,every=4")
