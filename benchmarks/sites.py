@@ -1,0 +1,173 @@
+"""Two sites joined by a slow line: bytes, time and loss of DiLoCo and local SGD beside ddp; the line counts the bytes.
+
+    python benchmarks/sites.py                                  # as root: two network namespaces and a token bucket
+    python benchmarks/sites.py --updates 3000 --line 20mbit --updates-on-line 52
+    python benchmarks/sites.py --rules diloco,every=500 local,every=50
+
+Each site is one process (gloo, CPU, one thread) in a namespace of its own; bytes are those that one end of the line has
+sent and heard. Training is the text example, each batch of 32 shared out. `sync` runs its whole length without the line,
+for its loss, and some steps over the line: their bytes and seconds times all steps are its bytes and seconds. What a run
+costs beside its steps (start, start weights, evaluation, save) is found from a run of sync of two steps, and taken off
+each. Losses are those of the held-out text at the end.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+JOB = "paceline.examples.text"
+SPACES, ENDS, ADDRESSES = ("paceline-a", "paceline-b"), ("line-a", "line-b"), ("10.83.7.1", "10.83.7.2")
+PORT = 29_611
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """What came of a run: its seconds, the bytes that one end has sent and heard, metrics of the last evaluation."""
+
+    seconds: float
+    num_bytes: int
+    steps: int
+    metrics: dict[str, float]
+
+
+@contextmanager
+def line(rate: str) -> Iterator[None]:
+    """Two namespaces with a wire between them."""
+    unmake()
+    for space in SPACES:
+        run("ip", "netns", "add", space)
+        run("ip", "netns", "exec", space, "ip", "link", "set", "lo", "up")
+    run("ip", "link", "add", ENDS[0], "netns", SPACES[0], "type", "veth", "peer", "name", ENDS[1], "netns", SPACES[1])
+    for space, end, address in zip(SPACES, ENDS, ADDRESSES, strict=True):
+        inside = ("ip", "netns", "exec", space)
+        run(*inside, "ip", "address", "add", f"{address}/24", "dev", end)
+        run(*inside, "ip", "link", "set", end, "up")
+        if rate:
+            run(
+                *inside, "tc", "qdisc", "add", "dev", end, "root", "tbf", "rate", rate, "burst", "64kb", "latency", "1s"
+            )
+    try:
+        yield
+    finally:
+        unmake()
+
+
+def unmake() -> None:
+    """Whatever an earlier run has left too."""
+    for space in SPACES:
+        subprocess.run(["ip", "netns", "del", space], stderr=subprocess.DEVNULL, check=False)
+
+
+def run(*words: str) -> str:
+    """A command that must work."""
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+def num_bytes() -> int:
+    """Over the line, both ways, as its first end has counted them."""
+    names = [f"/sys/class/net/{ENDS[0]}/statistics/{way}_bytes" for way in ("rx", "tx")]
+    return sum(int(run("ip", "netns", "exec", SPACES[0], "cat", name)) for name in names)
+
+
+def train(rule: str, *, steps: int, folder: Path, over_line: bool, words: Sequence[str]) -> Ran:
+    """One run of two ranks."""
+    command = [sys.executable, "-W", "ignore", "-m", "paceline", "train", JOB, "--update", rule, "--ranks", "2"]
+    command += ["--run-dir", str(folder), "--train.steps", str(steps), "--train.threads", "1", "--data.workers", "0"]
+    command += ["--train.check_every", "0", "--checkpoint.every", str(steps), "--eval.every", str(steps), *words]
+    before, began = num_bytes() if over_line else 0, time.perf_counter()
+    ranks = []
+    for rank in (0, 1):
+        inside = ["ip", "netns", "exec", SPACES[rank]] if over_line else []
+        own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        own |= {"MASTER_ADDR": ADDRESSES[0] if over_line else "127.0.0.1", "MASTER_PORT": str(PORT)}
+        own |= {"GLOO_SOCKET_IFNAME": ENDS[rank] if over_line else "lo", "OMP_NUM_THREADS": "1"}
+        ranks.append(subprocess.Popen([*inside, *command], env=os.environ | own, stdout=subprocess.DEVNULL))
+    codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        raise SystemExit(f"{rule} failed; see {folder}")
+    seconds = time.perf_counter() - began
+    sent = num_bytes() - before if over_line else 0
+    events = [json.loads(text) for text in (folder / "events.jsonl").read_text().splitlines()]
+    metrics = next(event["metrics"] for event in reversed(events) if event["event"] == "EvalDone")
+    return Ran(seconds=seconds, num_bytes=sent, steps=steps, metrics=metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """Of sync: what a step costs on the line, and what a run costs beside its steps."""
+
+    step: Ran
+    beside: Ran
+    whole: Ran
+
+
+def base(asked: argparse.Namespace, folder: Path) -> Base:
+    """Two runs on the line, and one without it."""
+    words = own_words(asked)
+    few = train("sync", steps=2, folder=folder / "few", over_line=True, words=words)
+    many = train("sync", steps=asked.updates_on_line, folder=folder / "line", over_line=True, words=words)
+    whole = train("sync", steps=asked.updates, folder=folder / "whole", over_line=False, words=words)
+    steps = many.steps - few.steps
+    seconds, sent = (many.seconds - few.seconds) / steps, (many.num_bytes - few.num_bytes) // steps
+    step = Ran(seconds=seconds, num_bytes=sent, steps=1, metrics={})
+    beside = Ran(seconds=few.seconds - 2 * seconds, num_bytes=few.num_bytes - 2 * sent, steps=0, metrics={})
+    return Base(step=step, beside=beside, whole=whole)
+
+
+def own_words(asked: argparse.Namespace) -> list[str]:
+    """Settings for every run."""
+    return ["--job.steps", str(asked.updates), *(word for text in asked.words for word in text.split("=", 1))]
+
+
+def row(rule: str, found: Ran, first: Ran) -> None:
+    """Beside sync."""
+    loss, right = found.metrics["loss"], first.metrics["loss"]
+    print(
+        f"{rule:28s} {found.num_bytes:14,d} {first.num_bytes / max(found.num_bytes, 1):8.1f} "
+        f"{found.seconds:9.1f} {first.seconds / found.seconds:8.2f} {loss:9.4f} {loss / right - 1:+8.2%}",
+        flush=True,
+    )
+
+
+def main() -> int:
+    """Print a row for each rule."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rules", nargs="+", default=["local,every=50", "diloco,every=600"])
+    parser.add_argument("--updates", type=int, default=3000)
+    parser.add_argument("--updates-on-line", type=int, default=52, help="of sync, for its bytes and time")
+    parser.add_argument("--line", default="20mbit")
+    parser.add_argument("--words", nargs="*", default=[], help="settings for all, as --job.width=64")
+    asked = parser.parse_args()
+    if os.geteuid():
+        raise SystemExit("network namespaces need root")
+    folder = Path(tempfile.mkdtemp(prefix="paceline-sites-"))
+    print(f"{asked.updates} updates, two sites, {asked.line}", flush=True)
+    print(f"{'rule':28s} {'bytes':>14s} {'fewer':>8s} {'seconds':>9s} {'faster':>8s} {'loss':>9s} {'higher':>8s}")
+    try:
+        with line(asked.line):
+            sync = base(asked, folder / "sync")
+            sent, spent = sync.step.num_bytes * asked.updates, sync.step.seconds * asked.updates
+            first = Ran(seconds=spent, num_bytes=sent, steps=asked.updates, metrics=sync.whole.metrics)
+            row("sync", first, first)
+            for place, rule in enumerate(asked.rules):
+                found = train(
+                    rule, steps=asked.updates, folder=folder / str(place), over_line=True, words=own_words(asked)
+                )
+                sent, spent = found.num_bytes - sync.beside.num_bytes, found.seconds - sync.beside.seconds
+                row(rule, Ran(seconds=spent, num_bytes=sent, steps=found.steps, metrics=found.metrics), first)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
