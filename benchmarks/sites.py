@@ -5,10 +5,10 @@
     python benchmarks/sites.py --rules diloco,every=500 local,every=50
 
 Each site is one process (gloo, CPU, one thread) in a namespace of its own; bytes are those that one end of the line has
-sent and heard. Training is the text example, each batch of 32 shared out. `sync` runs its whole length without the line,
-for its loss, and some steps over the line: their bytes and seconds times all steps are its bytes and seconds. What a run
-costs beside its steps (start, start weights, evaluation, save) is found from a run of sync of two steps, and taken off
-each. Losses are those of the held-out text at the end.
+sent and heard. Training is the text example, each batch of 32 shared out. `sync` runs its whole length without the
+line, for its loss, and some steps over the line: their bytes and seconds times all steps are its bytes and seconds.
+What a run costs beside its steps (start, start weights, evaluation, save) is found from a run of sync of two steps, and
+taken off each. Losses are those of the held-out text at the end.
 """
 
 import argparse

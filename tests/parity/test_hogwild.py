@@ -44,6 +44,14 @@ def test_killed_it_goes_on_and_leaves_no_shared_memory(shop: Shop) -> None:
     assert set(Path("/dev/shm").glob("paceline-*")) == before
 
 
+def test_where_one_worker_has_all_samples_it_is_one_process(shop: Shop) -> None:
+    words = ("--train.threads", "1", "--train.micro_batch_size", "12")  # a batch is one microbatch
+    raced = shop.train("raced", *words, "--update", "hogwild", steps=7)
+    alone = shop.train("alone", *words, ranks=1, steps=7)
+    assert not raced.code and not alone.code, raced.text + alone.text
+    assert shop.digest("raced") == shop.digest("alone")
+
+
 def test_two_terms_with_counts_and_running_statistics(shop: Shop) -> None:
     words = ("--update", "hogwild", "--job.two_terms", "true", "--job.norm", "true", "--train.micro_batch_size", "3")
     ended = shop.train("run", *words, "--train.check_every", "3", steps=10)
