@@ -27,7 +27,8 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
-    """The numbers of a logged step; all are global."""
+    """The numbers of a logged step; all are global, but `sent_bytes`: what the first rank has sent since this attempt
+    began (of sites that train on their own: to the others), None where that is not known."""
 
     step: int
     epoch: float
@@ -45,6 +46,7 @@ class StepDone(Event):
     samples_per_second: float = 0.0
     tokens_per_second: float | None = None
     memory_peak_gib: float = 0.0
+    sent_bytes: float | None = None
     statistics: dict[str, float] = field(default_factory=dict)
 
 
@@ -177,6 +179,8 @@ def metrics_of(event: StepDone) -> Mapping[str, float]:
         found["grad_norm"] = event.grad_norm
     if event.tokens_per_second is not None:
         found["tokens_per_second"] = event.tokens_per_second
+    if event.sent_bytes:
+        found["sent_bytes"] = event.sent_bytes
     if len(event.terms) > 1:
         found |= {f"loss/{name}": value for name, value in event.terms.items()}
     return found | event.statistics

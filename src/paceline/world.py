@@ -14,6 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import MachineError
 from paceline.talk import aside
+from paceline.traffic import Traffic
 
 Op = Literal["sum", "max", "min"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -55,6 +56,7 @@ class World:
     backend: str = "none"
     group: dist.ProcessGroup | None = None
     timeout_seconds: float = 600.0
+    traffic: Traffic = field(default_factory=Traffic, repr=False, compare=False)
     parts: "dict[tuple[tuple[int, ...], ...], World]" = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
@@ -124,9 +126,14 @@ class World:
         """Whether this rank writes what is written once."""
         return self.rank == 0
 
+    def sends(self, kind: str, tensor: torch.Tensor) -> None:
+        """Count what is handed over to this group: `traffic.SHARES` has the kinds."""
+        self.traffic.add(kind, tensor.nbytes, ranks=self.world_size)
+
     def all_reduce(self, tensor: torch.Tensor, *, op: Op = "sum") -> torch.Tensor:
         """Reduce in place over all ranks and return it."""
         if self.group is not None:
+            self.sends("all_reduce", tensor)
             dist.all_reduce(tensor, op=_OPS[op], group=self.group)
         return tensor
 
@@ -134,6 +141,7 @@ class World:
         """Start an all-reduce in place; call what is returned to wait for it."""
         if self.group is None:
             return _nothing
+        self.sends("all_reduce", tensor)
         work = dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True)
         assert work is not None
         wait: Callable[[], object] = work.wait
@@ -142,6 +150,7 @@ class World:
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """Copy `source`'s tensor over everybody's, in place."""
         if self.group is not None:
+            self.sends("broadcast", tensor)
             dist.broadcast(tensor, group_src=source, group=self.group)
         return tensor
 
@@ -156,6 +165,7 @@ class World:
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
         padded[: own.numel()] = own
         parts = [torch.empty_like(padded) for _ in lengths]
+        self.sends("all_gather", padded)
         dist.all_gather(parts, padded, group=self.group)
         texts = [bytes(part[:size].cpu().numpy()) for part, size in zip(parts, lengths, strict=True)]
         return [json.loads(text) for text in texts]

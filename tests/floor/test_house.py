@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "paceline"
 ORDER = [
-    ("errors",), ("plugins", "events", "pulse", "talk", "faults"), ("spec",), ("schedule",), ("plan",), ("order",), ("store",),
+    ("errors",), ("plugins", "events", "pulse", "talk", "traffic", "faults"), ("spec",), ("schedule",), ("plan",), ("order",), ("store",),
     ("launch",), ("survive",), ("watch",), ("start",), ("torch_private",), ("torch_modes", "nested"), ("job", "world", "worlds", "streams"), ("feed",),
     ("measure",), ("place",), ("step",), ("train",), ("prove",), ("hf",), ("verbs",), ("cli",), ("__main__", "__init__"),
 ]  # fmt: skip
@@ -21,6 +21,7 @@ FREE_OF_TORCH = [
     "events",
     "pulse",
     "talk",
+    "traffic",
     "faults",
     "spec",
     "schedule",

@@ -302,6 +302,25 @@ def test_compare_says_what_was_set_differently_and_where_losses_part(tmp_path: P
     assert all(f"run-{n}" in found.text for n in range(3))
 
 
+def test_losses_are_drawn_against_samples_seconds_and_bytes_over_all_attempts(tmp_path: Path) -> None:
+    paths = runs(tmp_path, [3.0, 2.0, 1.0], [3.0, 2.0, 1.1])
+    compare(*paths, page=tmp_path / "compare.html")
+    text = (tmp_path / "compare.html").read_text()
+    assert 'aria-label="loss against samples"' in text and 'aria-label="loss against seconds"' in text
+    assert "loss against bytes" not in text, "neither says what it has sent"
+    again = RunFolder(tmp_path / "again")
+    record(again, started(2), *(step(n, sent_bytes=100.0 * n) for n in (1, 2, 3)))
+    time.sleep(0.05)
+    record(again, started(2, resumed_from=2), *(step(n, sent_bytes=10.0 * (n - 2)) for n in (3, 4)))
+    history = read_history(again)
+    assert history.sent() == [(1, 100.0), (2, 200.0), (3, 210.0), (4, 220.0)]
+    seconds = [value for _, value in history.seconds()]
+    assert len(seconds) == 4 and seconds == sorted(seconds) and seconds[-1] < 0.05, "not the time between two attempts"
+    assert history.against("loss", history.sent()) == [(100.0, 3.0), (200.0, 1.5), (210.0, 1.0), (220.0, 0.75)]
+    compare(again.path, again.path, page=tmp_path / "compare.html")
+    assert 'aria-label="loss against bytes sent by rank 0"' in (tmp_path / "compare.html").read_text()
+
+
 def test_runs_without_a_logged_step_in_common_are_compared_all_the_same(tmp_path: Path) -> None:
     one, other = RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")
     record(one, step(1))

@@ -4,15 +4,15 @@ Every collective of torch is an operation that a dispatch mode sees: ours, those
 tensors, and messages from one rank to another.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
 
 from paceline.torch_modes import DispatchMode, group_size
+from paceline.traffic import SHARES
 
-_Share = Callable[[int], float]
 _NAMES = {
     "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce", "all_reduce_coalesced": "all_reduce", "all_reduce_coalesced_": "all_reduce",
@@ -27,27 +27,13 @@ _NAMES = {
     "scatter_": "scatter", "send": "send", "isend": "send", "recv_": "receive", "recv_any_source_": "receive",
     "irecv": "receive", "barrier": "barrier", "monitored_barrier_": "barrier",
 }  # fmt: skip
-_SHARES: Mapping[str, _Share] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: n - 1,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: (n - 1) / n,
-    "reduce": lambda n: (n - 1) / n,
-    "gather": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n,
-    "send": lambda _: 1.0,
-}
 _INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensors")
 
 
 @dataclass(kw_only=True)
 class Flow:
-    """Of one kind of collective. `payload_bytes` is what was handed over, `sent_bytes` what leaves this rank for it.
-
-    The latter is that of the algorithm that sends least (Patarasu and Yuan, "Bandwidth optimal all-reduce", 2009);
-    what one rank sends to all is shared out evenly. A backend may send more.
-    """
+    """Of one kind of collective. `payload_bytes` is what was handed over, `sent_bytes` what leaves this rank for it
+    (`traffic.SHARES`)."""
 
     calls: int = 0
     payload_bytes: int = 0
@@ -87,9 +73,9 @@ class Sent(DispatchMode):
         payload = sum(_bytes(tensor) for key in _INPUTS for tensor in _tensors(given.get(key)))
         flow = self.flows.setdefault(name, Flow())
         flow.calls += 1
-        if name in _SHARES:
+        if name in SHARES:
             flow.payload_bytes += payload
-            flow.sent_bytes += payload * _SHARES[name](group_size(group))
+            flow.sent_bytes += payload * SHARES[name](group_size(group))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -53,6 +53,8 @@ class Sent:
         following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         sends = [dist.P2POp(dist.isend, tensor, group=group, group_peer=following) for tensor in kept]
         receives = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=previous) for tensor in got]
+        for tensor in kept:
+            self._world.sends("send", tensor)
         works = dist.batch_isend_irecv([*sends, *receives])
 
         def wait() -> list[Tensor]:
@@ -72,6 +74,7 @@ class Sent:
         flat = tensor.new_zeros(max(sizes))
         flat[: tensor.numel()] = tensor.reshape(-1)
         parts = [torch.empty_like(flat) for _ in sizes]
+        self._world.sends("all_gather", flat)
         dist.all_gather(parts, flat, group=group)
         return [part[:size].view(shape) for part, size, shape in zip(parts, sizes, shapes, strict=True)]
 
@@ -81,6 +84,7 @@ class Sent:
         if group is None:
             return rows.clone()
         got = rows.new_empty(sum(receive), *rows.shape[1:])
+        self._world.sends("all_to_all", rows)
         dist.all_to_all_single(got, rows.contiguous(), list(receive), list(send), group=group)
         return got
 

@@ -20,8 +20,8 @@ _MOST_NEAR = 3
 class Mesh:
     """Ranks per axis, outermost first; `ep` is carved out of the data axes and no factor of its own.
 
-    `zero` is the ZeRO stage of `dp_shard`, 0 where nothing is sharded. `sites` is how many replicas train on their own for a
-    while, each on neighbouring ranks; 0 where all take the same step.
+    `zero` is the ZeRO stage of `dp_shard`, 0 where nothing is sharded. `sites` is how many replicas train on
+    their own for a while, each on neighbouring ranks; 0 where all take the same step.
     """
 
     pp: int = 1

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.plan.local import fragment_of, sent_after
+from paceline.plan.mesh import Mesh
 from paceline.prove.reference import At, Gradient, Micro, Reference
 from paceline.spec.update import Update
 
@@ -31,6 +32,11 @@ class Meeting:
         """The microbatches of a site: they are dealt to all replicas in turn, and a site has neighbouring ones."""
         every = self.sites * self.replicas
         return [index for index in range(num_micro) if index % every // self.replicas == site]
+
+
+def meeting_of(rule: Update, mesh: Mesh) -> Meeting | None:
+    """None where there are no sites."""
+    return Meeting(rule=rule, sites=mesh.dp_replicate, replicas=mesh.dp_shard) if rule.has_sites else None
 
 
 @dataclass(kw_only=True)

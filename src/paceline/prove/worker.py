@@ -22,7 +22,7 @@ from paceline.prove.double import in_double
 from paceline.prove.dropout import draws, quiet
 from paceline.prove.finding import DIFFERENT, Finding
 from paceline.prove.free import run_free
-from paceline.prove.local import LocalReference, Meeting
+from paceline.prove.local import LocalReference, Meeting, meeting_of
 from paceline.prove.lockstep import Lockstep
 from paceline.prove.reference import At, Reference, Spec
 from paceline.prove.single import run_single
@@ -252,7 +252,7 @@ def _free(ready: Ready, world: World, steps: int, *, dtype: torch.dtype | None =
 
     def compared() -> Finding:
         built = _built(ready, world, dtype)
-        way, meeting = _way(built), _meeting(built)
+        way, meeting = _way(built), meeting_of(built.plan.rule, built.plan.mesh)
         alone = reference(ready, dtype, way=way, meeting=meeting) if world.is_main else None
         with _comparable(ready, built, alone):
             found = run_free(built, reference=alone, steps=steps, say=_say(world, "free running"))
@@ -270,14 +270,6 @@ def _way(built: Built) -> Way | None:
     return Way(
         stash=stash_of(plan.rule, plan.mesh), stage_of=stages_of(piped, built.weights.names), replicas=plan.replicas
     )
-
-
-def _meeting(built: Built) -> Meeting | None:
-    """How sites meet, where there are some."""
-    plan = built.plan
-    if not plan.rule.has_sites:
-        return None
-    return Meeting(rule=plan.rule, sites=plan.mesh.dp_replicate, replicas=plan.mesh.dp_shard)
 
 
 def _built(ready: Ready, world: World, dtype: torch.dtype | None) -> Built:

@@ -45,6 +45,11 @@ class LocalStep(SpmdStep):
         result.communication_seconds += time.perf_counter() - began
         return result
 
+    @property
+    def sent_bytes(self) -> float:
+        """To the other sites alone."""
+        return self.sites.told["sent_bytes"]
+
     def settle(self) -> None:
         """Have nothing under way."""
         self.sites.arrive()

@@ -26,14 +26,7 @@ class _Link:
 
     def __init__(self, peers: World) -> None:
         self.peers = peers
-        self.sent_bytes = 0
         self.waited_seconds = 0.0
-
-    def start(self, flat: Tensor) -> Callable[[], object]:
-        """Send for a sum, in place."""
-        ranks = self.peers.world_size
-        self.sent_bytes += 2 * (ranks - 1) * flat.nbytes // ranks
-        return self.peers.start_all_reduce(flat)
 
     def wait(self, wait: Callable[[], object]) -> None:
         """Until it is there."""
@@ -46,7 +39,7 @@ class _Link:
         if not tensors:
             return []
         flat = _flat(tensors)
-        self.wait(self.start(flat))
+        self.wait(self.peers.start_all_reduce(flat))
         return _cut(flat.div_(self.peers.world_size), tensors)
 
 
@@ -84,7 +77,7 @@ class Fragment:
         if self.agreed:
             pairs = zip(self.agreed, self.live, strict=True)
             self._flat = _flat([agreed.detach() - _wide(live) for agreed, live in pairs])
-            self._wait = self._link.start(self._flat)
+            self._wait = self._link.peers.start_all_reduce(self._flat)
             self.due = step + self._rule.delay
 
     def arrive(self) -> None:
@@ -135,7 +128,8 @@ class Fragment:
 
 
 class Sites:
-    """This rank's side of all meetings. `weights` has every parameter's name and whole shape, on every rank."""
+    """This rank's side of all meetings. `weights` has every parameter's name and whole shape, on every rank; `peers`
+    stand where this rank does in the other sites, and count by themselves what is sent to them."""
 
     def __init__(
         self,
@@ -175,7 +169,7 @@ class Sites:
     @property
     def told(self) -> dict[str, float]:
         """What meeting has cost this rank."""
-        return {"sent_bytes": self._link.sent_bytes, "waited_seconds": self._link.waited_seconds}
+        return {"sent_bytes": self.peers.traffic.sent_bytes, "waited_seconds": self._link.waited_seconds}
 
     def after(self, step: int) -> None:
         """`step` updates are taken: send what is to be sent, and take what is due."""

@@ -61,6 +61,12 @@ class SpmdStep:
     def settle(self) -> None:
         """Leave no step half done; every rank calls this."""
 
+    @property
+    def sent_bytes(self) -> float | None:
+        """What this rank has sent to others; None where torch gathers units by itself."""
+        worlds = self.parts.worlds
+        return None if worlds.mesh.zero == 3 and worlds.shard.world_size > 1 else worlds.every.traffic.sent_bytes
+
     def lateness(self) -> dict[str, Any] | None:
         """How late this process's gradients were (`events.Staleness`); None where none can be, on all ranks alike."""
         return None

@@ -136,6 +136,7 @@ class Wire:
 
     def _start(self, edge: Edge, buffer: Tensor) -> None:
         self._leaving = [(work, kept) for work, kept in self._leaving if not work.is_completed()]
+        self._world.sends("send", buffer)
         work = dist.isend(buffer, group=self._world.group, group_dst=edge.peer, tag=self._first_tag + edge.tag)
         self._leaving.append((work, buffer))
         self.sent_bytes += buffer.numel()

@@ -86,6 +86,7 @@ class Heard:
                 samples_per_second=clock.samples / stepping,
                 tokens_per_second=clock.tokens / stepping if clock.tokens != clock.samples else None,
                 memory_peak_gib=peak_gib(built.world.device),
+                sent_bytes=built.step.sent_bytes,
                 statistics=statistics(built) if built.settings.log.statistics else {},
             )
         )

@@ -1,6 +1,7 @@
 """The step of a run, by its plan."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from paceline.errors import LayoutError, PacelineError, raise_all
 from paceline.place.batchnorm import running
@@ -20,6 +21,7 @@ from paceline.step.spmd import SpmdStep
 from paceline.step.stash import StashStep
 from paceline.step.threads import ThreadsStep
 from paceline.step.turns import SharedTurns
+from paceline.traffic import Traffic
 from paceline.world import World
 
 
@@ -53,7 +55,7 @@ def _local(plan: Plan, parts: Parts, placed: Placed, passes: Passes | None, repl
         rule=plan.rule,
         named=placed.named,
         weights=placed.weights,
-        peers=replicas,
+        peers=replace(replicas, traffic=Traffic()),
         spread=placed.spread,
         wrote=parts.buffers.begin,
     )

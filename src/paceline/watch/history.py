@@ -1,5 +1,6 @@
 """What a run folder tells: its numbers by step, its events, and what could not be read."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -53,6 +54,33 @@ class History:
     def samples(self) -> list[Point]:
         """Samples seen, over steps."""
         return _points(sorted((e.get("step"), e.get("samples")) for e in _kept(self.of(_STEP), self.starts)))
+
+    def seconds(self) -> list[Point]:
+        """Seconds of all attempts, from the start of each, over steps."""
+        return self._summed(lambda record, start: _seconds(record) - start)
+
+    def sent(self) -> list[Point]:
+        """Bytes that the first rank has sent, in all attempts, over steps."""
+        return self._summed(lambda record, _: record.get("sent_bytes"))
+
+    def against(self, name: str, axis: Sequence[Point]) -> list[Point]:
+        """A number over another that is known by step."""
+        known = dict(axis)
+        return [(known[step], value) for step, value in self.points(name) if step in known]
+
+    def _summed(self, of: Callable[[dict[str, Any], float], Any]) -> list[Point]:
+        """What begins anew in each attempt, as one that goes on."""
+        begun = [_seconds(start) for start in self.starts] or [0.0]
+        found: list[Point] = []
+        done, last, attempt = 0.0, 0.0, 0
+        for step, record in self.steps.items():
+            now = max((n for n, at in enumerate(begun) if at <= _seconds(record)), default=0)
+            if now != attempt:
+                done, attempt = last, now
+            for _, value in _points([(step, of(record, begun[now]))]):
+                last = done + value
+                found.append((float(step), last))
+        return found
 
     def reached(self) -> int:
         """The step the run came to, logged or not, as far as its files say."""

@@ -156,6 +156,7 @@ def write_page(sides: Sequence[Side], parted: Sequence[Parting], *, to: Path) ->
     names = sorted({name for side in sides for name in side.history.names()})
     drawn = [name for name in names if name == "loss" or name.startswith(("loss/", "eval/"))]
     charts = "".join(_overlaid(sides, name) for name in [*drawn, *(n for n in _CURVES if n in names)])
+    charts += "".join(_against(sides, name) for name in drawn)
     parts.insert(1, f'<section><h2>Curves</h2><div class="charts">{charts}</div></section>' if charts else "")
     write_text(to, document(" · ".join(side.name for side in sides), parts))
     return to
@@ -163,6 +164,22 @@ def write_page(sides: Sequence[Side], parted: Sequence[Parting], *, to: Path) ->
 
 def _overlaid(sides: Sequence[Side], name: str) -> str:
     return chart(name, [Curve(name=side.name, points=side.history.points(name)) for side in sides])
+
+
+def _against(sides: Sequence[Side], name: str) -> str:
+    """Where steps are no measure of what was spent: against samples, seconds and bytes, as far as all runs know them."""
+    axes = {
+        "samples": [side.history.samples() for side in sides],
+        "seconds": [side.history.seconds() for side in sides],
+        "bytes sent by rank 0": [side.history.sent() for side in sides],
+    }
+    charts = ""
+    for axis, known in axes.items():
+        pairs = zip(sides, known, strict=True)
+        curves = [Curve(name=side.name, points=side.history.against(name, points)) for side, points in pairs]
+        if all(len(curve.points) > 1 for curve in curves):
+            charts += chart(f"{name} against {axis}", curves)
+    return charts
 
 
 def _side(name: str, run: RunFolder) -> Side:

@@ -90,6 +90,7 @@ def start_reduce_scatter(buffer: Tensor, *, out: Tensor, world: World) -> Callab
     if world.group is None:
         out.copy_(buffer.view(-1))
         return _nothing
+    world.sends("reduce_scatter", buffer)
     work = _REDUCE_SCATTER(out, buffer.view(-1), group=world.group, async_op=True)
     wait: Callable[[], object] = work.wait
     return wait
@@ -100,6 +101,7 @@ def start_all_gather(chunk: Tensor, *, out: Tensor, world: World) -> Callable[[]
     if world.group is None:
         out.view(-1).copy_(chunk)
         return _nothing
+    world.sends("all_gather", chunk)
     work = _ALL_GATHER(out.view(-1), chunk, group=world.group, async_op=True)
     wait: Callable[[], object] = work.wait
     return wait

@@ -65,6 +65,7 @@ class WorldWire:
         padded = own.new_zeros((max(sizes), *own.shape[1:]))
         padded[: len(own)] = own
         pieces = [torch.empty_like(padded) for _ in sizes]
+        self._world.sends("all_gather", padded)
         dist.all_gather(pieces, padded, group=self._world.group)
         return joined([p[:n].movedim(0, cut.dim) for p, n in zip(pieces, sizes, strict=True)], cut)
 
@@ -77,6 +78,7 @@ class WorldWire:
             return piece(self.total(tensor.clone()), cut, self.rank).contiguous()
         rows = tensor.movedim(cut.dim, 0).contiguous()
         own = rows.new_empty((sizes.pop(), *rows.shape[1:]))
+        self._world.sends("reduce_scatter", rows)
         dist.reduce_scatter_tensor(own, rows, group=self._world.group)
         return own.movedim(0, cut.dim).contiguous()
 

@@ -1,0 +1,29 @@
+"""What a rank sends, counted where it is handed to the transport."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+SHARES: Mapping[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: n - 1,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: (n - 1) / n,
+    "reduce": lambda n: (n - 1) / n,
+    "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+    "send": lambda _: 1.0,
+}
+"""Of what is handed over, how much leaves a rank among so many, by the algorithm that sends least (Patarasu and Yuan,
+"Bandwidth optimal all-reduce", 2009); what one rank sends to all is shared out evenly. A backend may send more."""
+
+
+@dataclass(kw_only=True)
+class Traffic:
+    """Of one process, over all of its groups; without what torch sends by itself (the gathers of `fully_shard`)."""
+
+    sent_bytes: float = 0.0
+
+    def add(self, kind: str, num_bytes: int, *, ranks: int) -> None:
+        """So many bytes were handed over for a collective, or for a message (`send`)."""
+        self.sent_bytes += SHARES[kind](ranks) * num_bytes
