@@ -1,0 +1,81 @@
+"""Whatever the update rule, killed at random and gone on with, a run ends with the bits that it would have had."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SMALL_JOB, Shop
+
+RULES = {  # ranks, words
+    "pipedream": (3, ("--layout", "pp", "--update", "pipedream", "--train.micro_batch_size", "6")),
+    "vertical": (2, ("--layout", "pp", "--update", "pipedream,vertical", "--train.micro_batch_size", "6")),
+    "2bw": (2, ("--layout", "pp", "--update", "2bw", "--train.micro_batch_size", "2")),
+    "local": (3, ("--update", "local,every=3", "--train.micro_batch_size", "2")),
+    "diloco": (2, ("--update", "diloco,every=5,fragments=3,delay=3", "--train.micro_batch_size", "2")),
+    "diloco in sites of two": (
+        4,
+        (
+            "--layout",
+            "dp_replicate=2,dp_shard=2",
+            "--update",
+            "diloco,every=4,delay=1",
+            "--train.micro_batch_size",
+            "2",
+        ),
+    ),
+}
+STEPS = 14
+NET = """
+class Net(nn.Sequential):
+    def __init__(self, norm, dropout):
+        super().__init__(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)))
+"""
+
+
+@pytest.fixture
+def bench(shop: Shop) -> Shop:
+    plain, _, rest = SMALL_JOB.partition("def loss(")
+    head = plain[: plain.index("class Net")]
+    shop.write("job.py", f"{head}\n{NET}\n\ndef loss({rest}")
+    return shop
+
+
+def kills(seed: int, ranks: int) -> tuple[str, list[str]]:
+    """How often is saved, and a fault for each of some attempts, each later than the one before."""
+    chance = random.Random(seed)
+    every, faults = str(chance.randint(1, 6)), []
+    step = 0
+    for _ in range(chance.randint(1, 3)):
+        step = chance.randint(step + 1, STEPS)
+        point = chance.choice(["step", "step", "save"])
+        kind = chance.choice(["kill", "kill", "stop", "raise"]) if point == "step" else "kill"
+        faults.append(f"{kind} rank={chance.randrange(ranks)} step={step} point={point}")
+        if step == STEPS:
+            break
+    return every, faults
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 25))])
+def test_killed_at_random_it_ends_with_the_same_bits(bench: Shop, seed: int) -> None:
+    name = random.Random(seed).choice(list(RULES)) if seed > 2 else ("pipedream", "diloco", "2bw")[seed]
+    ranks, words = RULES[name]
+    every, faults = kills(seed, ranks)
+    straight = bench.train("straight", *words, ranks=ranks, steps=STEPS)
+    assert straight.code == 0, straight.text
+    for fault in faults:
+        ended = bench.train("killed", *words, "--checkpoint.every", every, "--faults", fault, ranks=ranks, steps=STEPS)
+        assert ended.code in (0, 1, 75), f"{name}: {fault}: {ended.text}"
+    last = bench.train("killed", *words, "--checkpoint.every", every, ranks=ranks, steps=STEPS)
+    assert last.code == 0, f"{name}: {faults}: {last.text}"
+    assert bench.digest("killed") == bench.digest("straight"), f"{name}, saved every {every}: {faults}"
+    assert samples(bench.path / "killed") == samples(bench.path / "straight")
+
+
+def samples(run: Path) -> int:
+    """As the newest checkpoint says."""
+    newest = (run / "checkpoints" / "latest").read_text().strip()
+    manifest = json.loads((run / "checkpoints" / newest / "manifest.json").read_text())
+    found: int = json.loads(manifest["body"])["state"]["cursor"]["samples"]
+    return found
