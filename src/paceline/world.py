@@ -134,10 +134,15 @@ class World:
         """Start an all-reduce in place; call what is returned to wait for it."""
         if self.group is None:
             return _nothing
-        work = dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True)
-        assert work is not None
-        wait: Callable[[], object] = work.wait
-        return wait
+        return _waiting(dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True))
+
+    def start_all_to_all(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+        """Start to send row r of `source` to rank r, and to fill row r of `target` with what rank r sends here."""
+        return _waiting(dist.all_to_all_single(target, source, group=self.group, async_op=True))
+
+    def start_all_gather(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+        """Start to fill row r of `target` with rank r's `source`."""
+        return _waiting(dist.all_gather_into_tensor(target, source, group=self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """Copy `source`'s tensor over everybody's, in place."""
@@ -207,6 +212,12 @@ def _device(device_type: str, local_rank: int) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def _waiting(work: dist.Work | None) -> Callable[[], object]:
+    assert work is not None
+    wait: Callable[[], object] = work.wait
+    return wait
 
 
 def _nothing() -> None:
