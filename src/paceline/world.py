@@ -140,10 +140,6 @@ class World:
         """Start to send row r of `source` to rank r, and to fill row r of `target` with what rank r sends here."""
         return _waiting(dist.all_to_all_single(target, source, group=self.group, async_op=True))
 
-    def start_all_gather(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
-        """Start to fill row r of `target` with rank r's `source`."""
-        return _waiting(dist.all_gather_into_tensor(target, source, group=self.group, async_op=True))
-
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """Copy `source`'s tensor over everybody's, in place."""
         if self.group is not None:

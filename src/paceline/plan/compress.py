@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from paceline.errors import LayoutError, PacelineError, UsageError
 from paceline.plan.mesh import Mesh, mesh_of
-from paceline.spec.compress import Compress
+from paceline.spec.compress import Compress, Method
 from paceline.spec.layout import Kind, Layout
 from paceline.spec.settings import Settings
 from paceline.spec.update import Kind as UpdateKind
@@ -59,8 +59,8 @@ def refuse_compress(compress: Compress, update: Update, layout: Layout, mesh: Me
     return found
 
 
-def refuse_compress_settings(compress: Compress, settings: Settings) -> Iterator[PacelineError]:
-    """What these settings ask for and compressed gradients can't have."""
+def refuse_compress_settings(compress: Compress, settings: Settings, *, backend: str = "") -> Iterator[PacelineError]:
+    """What these settings ask for and compressed gradients can't have; `backend` is that of GPUs."""
     if not compress.is_on:
         return
     if settings.train.exact:
@@ -68,6 +68,12 @@ def refuse_compress_settings(compress: Compress, settings: Settings) -> Iterator
             f"--train.exact with --compress {compress.method} can't be had.",
             cause="exact mode adds up all of every gradient, so that the number of ranks changes no bit",
             hint="leave one of them out",
+        )
+    if backend == "gloo" and compress.method is not Method.POWERSGD:
+        yield UsageError(
+            f"the backend gloo can't send tensors of a GPU as --compress {compress.method} does.",
+            cause="it has neither all_to_all nor all_gather of them",
+            hint="leave --train.backend out, or --compress powersgd",
         )
     if settings.train.precision == "fp16" and compress.has_memory:
         yield UsageError(

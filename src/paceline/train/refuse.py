@@ -26,7 +26,7 @@ def refuse_asked(job: Job, settings: Settings, plan: Plan) -> None:
     train = settings.train
     problems = refuse_settings(plan.asked, plan.mesh, settings)
     problems += refuse_update_settings(plan.rule, settings, device=plan.device)
-    problems += refuse_compress_settings(plan.wire, settings)
+    problems += refuse_compress_settings(plan.wire, settings, backend=plan.backend if plan.device == "cuda" else "")
     if plan.rule.kind is Kind.HOGWILD and job.loss_over == "batch":
         problems.append(
             JobError(

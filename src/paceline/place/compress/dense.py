@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.place.compress.grain import Grain
 from paceline.place.compress.memory import wide
+from paceline.place.shard.packing import start_all_gather
 from paceline.place.units import Named
 from paceline.torch_private import copy_all
 from paceline.world import World
@@ -81,7 +82,7 @@ class DenseUnit:
             total += other
         self._packed = self._grain.pack(total.unsqueeze(0))[0]
         self._came = torch.empty(self._ranks, len(self._packed), dtype=torch.uint8, device=self._flat.device)
-        self._second = self._world.start_all_gather(self._came, self._packed)
+        self._second = start_all_gather(self._packed, out=self._came, world=self._world)
 
     def land(self, divisor: float | Tensor | None) -> None:
         """Leave the sums, divided, in every `.grad`."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.place.compress.memory import Memory, wide
+from paceline.place.shard.packing import start_all_gather
 from paceline.place.units import Named
 from paceline.spec.compress import Compress
 from paceline.world import World
@@ -46,7 +47,7 @@ class TopKUnit:
         found[places] = 0.0
         self._mine = torch.cat([places.to(self._index).view(torch.uint8), values.view(torch.uint8)])
         self._came = torch.empty(world.world_size, len(self._mine), dtype=torch.uint8, device=found.device)
-        self._wait = world.start_all_gather(self._came, self._mine)
+        self._wait = start_all_gather(self._mine, out=self._came, world=world)
 
     def pass_on(self) -> None:
         """There is one message."""
