@@ -141,7 +141,7 @@ def rounded(value: Tensor, how: Compress) -> Tensor:
             scale = 2.0 ** (np.frexp(most.item())[1] - 15)
             found.append((block / scale).half().to(value.dtype) * scale)
         else:
-            scale = (most / 127.0).float().to(value.dtype)
+            scale = float(np.float32(most.item() / 127.0))
             found.append(torch.round(block / scale) * scale)
     return torch.cat(found).view(value.shape) if found else value
 
