@@ -6,13 +6,16 @@ from typing import Any
 import pytest
 
 from tests.conftest import Shop
+from tests.matrix.page import patterns, stands
 
 JOB = """
 from dataclasses import replace
+from functools import partial
 
 import torch, torch.nn as nn
 import job as plain
 import paceline as pl
+from paceline.place import replicate, units
 from paceline.place.compress import grain, held, memory
 from paceline.train import saving
 
@@ -32,9 +35,16 @@ def forgetful(self, gradients):
         view.copy_(gradient)
 
 
+def small_units():
+    units.FIRST_BYTES = 64
+    for module in (held, replicate):
+        module.cut_units = partial(units.cut_units, bucket_bytes=64)
+
+
 PLANTS = {
     "forgetful": lambda: setattr(memory.Memory, "corrected", forgetful),
     "scale": lambda: setattr(grain, "_step", lambda most: torch.empty_like(most, dtype=torch.float32).copy_(most / 126.0)),
+    "small units": small_units,
     "dropped": lambda: setattr(saving, "load_held", lambda *_, **__: None),
     "undivided": lambda: setattr(held, "divide_all", lambda *_: None),
 }
@@ -79,6 +89,11 @@ def test_each_is_its_serial_reference(bench: Shop, how: str, ranks: int) -> None
     assert_same(found, how)
     if not how.startswith("powersgd"):
         assert found["verdict"] == "bitwise", json.dumps(found["lines"], indent=1)
+
+
+@pytest.mark.parametrize("how", [WORDS[2], *(pytest.param(how, marks=pytest.mark.soak) for how in WORDS[3:])])
+def test_it_does_not_depend_on_how_gradients_are_put_together(bench: Shop, how: str) -> None:
+    assert_same(verified(bench, how, "--job.plant", "small units", ranks=3), how)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +179,6 @@ def test_a_step_that_is_left_out_leaves_what_is_held_back_as_it_was(bench: Shop)
         assert ended.code == 0, ended.text
         events = [json.loads(line) for line in (bench.path / how[:4] / "events.jsonl").read_text().splitlines()]
         losses = [event["loss"] for event in events if event["event"] == "StepDone"]
-        print(losses)
         assert losses[-1] < 1.6, losses
 
 
@@ -215,6 +229,8 @@ def test_what_it_can_not_be_had_with_is_said_before_anything_starts(bench: Shop,
     words = ["--compress", "topk", *BAD[said], "--run-dir", "run", "--train.steps", "2", "--dry-run"]
     ended = bench.run("train", "wire.py", *words)
     assert ended.code == 2 and said in ended.text and "Traceback" not in ended.text, ended.text
+    refused = ended.text.splitlines()[0].removeprefix("error: ")
+    assert "no way to compress" in refused or stands(refused, patterns()), "docs/refusals.md does not have it"
 
 
 def test_verify_says_where_it_has_no_verdict(bench: Shop) -> None:

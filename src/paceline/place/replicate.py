@@ -239,8 +239,8 @@ class BucketReducer:
             absent = [member.index for member in self._named if not self._touched[member.index]]
             if absent:
                 unit.flags[absent] = 0.0
-        for earlier in self._units[max(0, self._next - 2) : self._next - 1]:
-            earlier.pass_on()  # in the same place on every rank, while backward goes on
+        if self._next > 1:  # while backward goes on, and in the same place on every rank
+            self._units[self._next - 2].pass_on()
         unit.launch(self._world)
         self._next += 1
 

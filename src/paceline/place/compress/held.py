@@ -81,12 +81,12 @@ class HeldReducer:
             unit.pass_on()
         ok = torch.isfinite(torch.stack([unit.land().double() for unit in self._units]).sum())
         flagged()
-        absent = [member.name for member, flag in zip(self._named, flags.tolist(), strict=True) if not flag]
-        for member in self._named:
-            if member.name in absent:
-                member.parameter.grad = None
+        missing = [member for member, grad in zip(self._named, grads, strict=True) if grad is None]
+        absent = [member for member in missing if not flags[member.index]]
+        for member in absent:
+            member.parameter.grad = None
         for memory in self._memories():
-            memory.settle(ok=ok, absent=absent)
+            memory.settle(ok=ok, absent=[member.name for member in absent])
         return True
 
     def undo(self) -> None:
