@@ -35,6 +35,18 @@ def forgetful(self, gradients):
         view.copy_(gradient)
 
 
+def twice(self, gradients):
+    corrected(self, gradients)
+    self.next_flat.add_(self._flats[0])
+
+
+def cut_off(self, values):  # the sums, which are one row
+    return rounded(self, values if len(values) > 1 else values * (1 - 2.0**-9))
+
+
+corrected, rounded = memory.Memory.corrected, grain.Bf16.pack
+
+
 def small_units():
     units.FIRST_BYTES = 64
     for module in (held, replicate):
@@ -45,6 +57,8 @@ PLANTS = {
     "forgetful": lambda: setattr(memory.Memory, "corrected", forgetful),
     "scale": lambda: setattr(grain, "_step", lambda most: torch.empty_like(most, dtype=torch.float32).copy_(most / 126.0)),
     "small units": small_units,
+    "twice": lambda: setattr(memory.Memory, "corrected", twice),
+    "cut off": lambda: setattr(grain.Bf16, "pack", cut_off),
     "dropped": lambda: setattr(saving, "load_held", lambda *_, **__: None),
     "undivided": lambda: setattr(held, "divide_all", lambda *_: None),
 }
@@ -59,6 +73,7 @@ def make_job(plant: str = "", branch: bool = False, nan: int = -1, two_terms: bo
     return replace(job, model=lambda: Branched(plain.Net(False, 0.0))) if branch else job
 """
 WORDS = ("bf16", "fp16", "int8,block=8", "powersgd,rank=2", "topk,ratio=0.1")
+SOME = [*(pytest.param(how, marks=pytest.mark.soak) for how in WORDS[:2]), *WORDS[2:]]
 MICRO = ("--train.micro_batch_size", "2")
 
 
@@ -82,7 +97,7 @@ def assert_same(found: dict[str, Any], how: str) -> None:
     assert all(rung["compared"].get("weights", 0) > 5 for rung in found["rungs"][1:])
 
 
-@pytest.mark.parametrize("how", WORDS)
+@pytest.mark.parametrize("how", SOME)
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_each_is_its_serial_reference(bench: Shop, how: str, ranks: int) -> None:
     found = verified(bench, how, ranks=ranks)
@@ -117,6 +132,8 @@ def test_with_branches_that_few_use_and_terms_of_their_own(bench: Shop, how: str
     [
         ("topk,ratio=0.1", "forgetful"),
         ("int8,block=8", "scale"),
+        ("bf16", "cut off"),
+        pytest.param("topk,ratio=0.1", "twice", marks=pytest.mark.soak),
         pytest.param("powersgd,rank=2", "forgetful", marks=pytest.mark.soak),
         pytest.param("topk,ratio=0.1", "undivided", marks=pytest.mark.soak),
     ],
@@ -202,7 +219,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", WORDS)
+@pytest.mark.parametrize("how", SOME)
 def test_the_bytes_that_are_told_are_those_that_are_sent(bench: Shop, how: str) -> None:
     bench.write("counted.py", COUNTED)
     ended = bench.call([*bench.command()[:3], "counted.py", how, "run"])
@@ -246,3 +263,11 @@ def test_it_reaches_the_accuracy_of_the_digits_example(shop: Shop, how: str) -> 
     assert ended.code == 0, ended.text
     records = [json.loads(line) for line in (shop.path / "run/metrics.jsonl").read_text().splitlines()]
     assert max(record["eval/accuracy"] for record in records if "eval/accuracy" in record) > 0.97
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["int8", "topk,ratio=0.02", "powersgd"])
+def test_a_llama_is_the_serial_reference(shop: Shop, how: str) -> None:
+    words = ("--ranks", "3", "--steps", "6", "--compress", how, "--json")
+    ended = shop.run("verify", "paceline.examples.hf_llama", *words, timeout=400)
+    assert ended.code == 0 and ended.json()["verdict"] in ("bitwise", "rounding"), ended.text

@@ -1,18 +1,27 @@
 """Compressed gradients: the words, how numbers are rounded and chosen, and a memory that only taken steps change."""
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import LayoutError
+from paceline.errors import JobError, LayoutError
 from paceline.place.compress.grain import Bf16, Grain, Scaled
+from paceline.place.compress.held import HeldReducer
+from paceline.place.compress.make import compressed_reducer
 from paceline.place.compress.memory import Memory
 from paceline.place.compress.sparse import largest
+from paceline.place.units import trainable
 from paceline.prove.compressed import largest_alone, rounded
 from paceline.spec.compress import Compress, Method, parse_compress
+from paceline.store.manifest import stored_files, write_files
+from paceline.train.held_back import HELD, held_files, load_held
+from paceline.world import World
 
 INT8, FP16 = Scaled(block=8, is_float=False), Scaled(block=8, is_float=True)
 
@@ -127,3 +136,39 @@ def test_a_memory_changes_by_steps_that_are_taken_for_parameters_that_have_a_gra
     memory.undo()
     memory.undo()
     assert now() == [3.0, 1.0], "undone once, however often it is asked for"
+
+
+def replica(how: str, rank: int, ranks: int) -> HeldReducer:
+    """One replica's reducer, which sends nothing here."""
+    torch.manual_seed(0)
+    named = trainable(torch.nn.Sequential(torch.nn.Linear(12, 10), torch.nn.Linear(10, 3)))
+    found = compressed_reducer(parse_compress(how), named=named, world=World(rank=rank, world_size=ranks))
+    assert isinstance(found, HeldReducer)
+    return found
+
+
+@pytest.mark.parametrize("how", ["topk", "powersgd,rank=2"])
+@pytest.mark.parametrize("now", [2, 3, 5])
+def test_other_replicas_share_out_all_that_was_held_back(how: str, now: int, tmp_path: Path) -> None:
+    before, listed = [replica(how, rank, 2) for rank in range(2)], dict[str, Any]()
+    for rank, one in enumerate(before):
+        for number, tensor in enumerate([*one.errors.values(), *one.shared.values()]):
+            tensor.normal_(generator=torch.Generator().manual_seed(number if number >= len(one.errors) else 9 * rank))
+        files, said = held_files(one)
+        listed |= write_files(tmp_path, files)
+    loaded: Any = SimpleNamespace(state={"held_back": said}, files=stored_files(tmp_path, listed))
+    assert list(loaded.files) == [HELD]
+    after = [replica(how, rank, now) for rank in range(now)]
+    for one in after:
+        load_held(loaded, one, world=World.alone())
+    for name in before[0].errors:
+        total = sum(one.errors[name] for one in after)
+        assert torch.allclose(torch.as_tensor(total), before[0].errors[name] + before[1].errors[name], atol=1e-5)
+        assert now != 2 or all(torch.equal(a.errors[name], b.errors[name]) for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(before[0].shared[name], after[-1].shared[name]) for name in before[0].shared)
+
+
+def test_numbers_that_have_no_such_rounding_are_refused_by_name() -> None:
+    model = torch.nn.ParameterDict({"wave": torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))})
+    with pytest.raises(JobError, match="wave is complex64"):
+        compressed_reducer(parse_compress("bf16"), named=trainable(model), world=World(world_size=2))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
+from paceline.errors import JobError
 from paceline.place.compress.dense import DenseUnit
 from paceline.place.compress.grain import Bf16, Grain, Scaled
 from paceline.place.compress.held import HeldReducer, HeldUnit
@@ -23,7 +24,18 @@ _HELD: Mapping[Method, Callable[..., HeldUnit]] = {Method.TOPK: TopKUnit, Method
 
 
 def compressed_reducer(how: Compress, *, named: Sequence[Named], world: World) -> BucketReducer | HeldReducer:
-    """What adds the gradients of whole parameters so. `how` is on, and there are several ranks."""
+    """What adds the gradients of whole parameters so. `how` is on, and there are several ranks.
+
+    Raises:
+        JobError: a parameter's numbers are none that can be rounded or ordered.
+    """
+    for member in named:
+        if not member.parameter.is_floating_point():
+            raise JobError(
+                f"--compress {how.method}: {member.name} is {str(member.parameter.dtype).removeprefix('torch.')}.",
+                cause="real numbers are rounded and put in the order of their sizes, these are not real",
+                hint="leave --compress out, or keep real and imaginary parts as a parameter of one dimension more",
+            )
     if how.has_memory:
         return HeldReducer(named=named, world=world, unit=partial(_HELD[how.method], how=how), replica=world.rank)
     return BucketReducer(named=named, world=world, unit=partial(DenseUnit, grain=grain_of(how), ranks=world.world_size))
