@@ -5,6 +5,7 @@ same bits whatever their number. What each one sends is that of a reduce-scatter
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -31,9 +32,9 @@ class DenseUnit:
         self._grain, self._ranks = grain, ranks
         first = self._parameters[0]
         sizes = [_filled(p.numel(), grain.block) for p in self._parameters]
-        self._part = _filled(-(-sum(sizes) // ranks), grain.block)
+        self._part = _filled(max(1, -(-sum(sizes) // ranks)), grain.block)
         self._flat = torch.zeros(self._part * ranks, dtype=wide(first.dtype), device=first.device)
-        starts = [sum(sizes[:place]) for place in range(len(sizes))]
+        starts = [0, *accumulate(sizes[:-1])]
         self._views = [
             self._flat[start : start + p.numel()].view(p.shape)
             for start, p in zip(starts, self._parameters, strict=True)
