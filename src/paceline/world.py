@@ -142,10 +142,12 @@ class World:
         if self.group is None:
             return _nothing
         self.sends("all_reduce", tensor)
-        work = dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True)
-        assert work is not None
-        wait: Callable[[], object] = work.wait
-        return wait
+        return _waiting(dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True))
+
+    def start_all_to_all(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+        """Start to send row r of `source` to rank r, and to fill row r of `target` with what rank r sends here."""
+        self.sends("all_to_all", source)
+        return _waiting(dist.all_to_all_single(target, source, group=self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """Copy `source`'s tensor over everybody's, in place."""
@@ -217,6 +219,12 @@ def _device(device_type: str, local_rank: int) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def _waiting(work: dist.Work | None) -> Callable[[], object]:
+    assert work is not None
+    wait: Callable[[], object] = work.wait
+    return wait
 
 
 def _nothing() -> None:

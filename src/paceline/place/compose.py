@@ -31,6 +31,7 @@ from paceline.place.threads import ThreadReducer
 from paceline.place.units import Named, trainable
 from paceline.place.uses import Uses
 from paceline.plan.mesh import label
+from paceline.spec.compress import Compress
 from paceline.spec.layout import Layout
 from paceline.spec.remat import parse_remat
 from paceline.spec.settings import Place
@@ -96,11 +97,12 @@ def compose(
     context: ContextParallel | None = None,
     rows: Rows | None = None,
     late: Late | None = None,
+    compress: Compress | None = None,
 ) -> Placed:
     """Place a model that is whole on every rank. `example` runs forward and loss on one microbatch; pp needs it.
 
-    `whole` names parameters whose update rule looks at all of them; `say` hears what is told. `rows` are this rank's of
-    parameters without memory; `late` gives a model without memory its values when this rank's parts are known.
+    `whole` names parameters whose rule looks at all of them, `say` hears what is told, `rows` are this rank's of what
+    has no memory, `late` gives that its values when the parts are known, `compress` says how gradients are sent.
 
     Raises:
         LayoutError: something in the model can't be placed so.
@@ -117,7 +119,7 @@ def compose(
         asked=asked,
         how=how,
         stage=mesh.zero,
-        data=Data(all=worlds.summed, shard=worlds.shard, replicas=worlds.mirrors),
+        data=Data(all=worlds.summed, shard=worlds.shard, replicas=worlds.mirrors, compress=compress),
         grid=grid,
         base=shaped.base,
         hollow=None if shaped.piped is None else shaped.piped.hollow,
@@ -127,11 +129,10 @@ def compose(
     )
     split = _split(model, live, by=by, routed=shaped.routed, peers=worlds.peers)
     refuse_lost(hooked, model, without=shaped.hollow, layout=label(asked, mesh))
-    shares = {share.name: share for share in split.named}
     return Placed(
         named=split.named,
         weights=Holding(world=worlds.every, held=[held_now(one, split, shaped.hollow) for one in before]),
-        kept=Holding(world=worlds.every, held=[kept_now(one, shares.get(one.name), shaped.base) for one in every]),
+        kept=Holding(world=worlds.every, held=[kept_now(one, split.share(one.name), shaped.base) for one in every]),
         reducer=split.reducer if exact else _tied(split, shaped.piped, worlds),
         spread=split.spread,
         settle=split.settle,

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from torch import Tensor, nn
 
 from paceline.place.both import BothReducers
+from paceline.place.compress.make import compressed_reducer
 from paceline.place.exact import ExactReducer, Grid
 from paceline.place.holding import Held
 from paceline.place.parts import Part, Parts
@@ -16,6 +17,7 @@ from paceline.place.shard.fsdp import Rows, shard_fully
 from paceline.place.shard.sharded import Data, Sharded, zero
 from paceline.place.shard.share import Share
 from paceline.place.units import Named
+from paceline.spec.compress import Compress
 from paceline.spec.layout import Layout
 from paceline.spec.settings import Place
 from paceline.world import World
@@ -33,11 +35,21 @@ class Split:
     settle: Callable[[], None]
     leaves: Sequence[nn.Parameter]
 
+    def share(self, name: str) -> Named | None:
+        """What this rank's optimizer has of a parameter."""
+        return self._shares.get(name)
 
-def reducer_of(named: Sequence[Named], world: World, grid: Grid | None) -> Reducer:
+    @cached_property
+    def _shares(self) -> Mapping[str, Named]:
+        return {share.name: share for share in self.named}
+
+
+def reducer_of(named: Sequence[Named], world: World, grid: Grid | None, *, compress: Compress | None = None) -> Reducer:
     """What adds the gradients of whole parameters."""
     if grid is not None:
         return ExactReducer(named=named, world=world, grid=grid)
+    if compress is not None and compress.is_on and world.world_size > 1:
+        return compressed_reducer(compress, named=named, world=world)
     return LocalReducer(named=named) if world.world_size == 1 else BucketReducer(named=named, world=world)
 
 
@@ -70,7 +82,7 @@ def divided(model: nn.Module, *, named: Sequence[Named], by: Sharding) -> Split:
     """
     if not by.stage:
         leaves = [member.parameter for member in named]
-        reducer = reducer_of(named, by.data.all, by.grid)
+        reducer = reducer_of(named, by.data.all, by.grid, compress=by.data.compress)
         return Split(
             named=named, parts=by.base, tensors={}, reducer=reducer, spread=nothing, settle=nothing, leaves=leaves
         )

@@ -5,16 +5,14 @@ is ready; a unit whose gradients are all ready is reduced at once (Li et al., "P
 Gradients are *added*, never averaged: the step divides by the global counts.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from paceline.errors import DesyncError, RunError
+from paceline.errors import RunError
 from paceline.place.units import Named, cut_units, renumbered
-from paceline.place.views import write
 from paceline.torch_private import copy_all, divide_all
 from paceline.world import World
 
@@ -71,6 +69,30 @@ class LocalReducer:
         """Nothing to remove."""
 
 
+class Unit(Protocol):
+    """Gradients that are reduced together, by one message or two; the last of a model's has flags."""
+
+    members: list[Named]
+    ready: int
+    wait: Callable[[], object] | None
+    flags: Tensor | None
+
+    def sent_bytes(self, ranks: int) -> float:
+        """What leaves a rank for it."""
+
+    def forget(self) -> None:
+        """Begin anew; what is still under way, of a step that was dropped, is waited for."""
+
+    def launch(self, world: World) -> None:
+        """Take the gradients and start the first message."""
+
+    def pass_on(self) -> None:
+        """Once it is here, start the second, where there are two and it is not sent already."""
+
+    def land(self, divisor: float | Tensor | None) -> None:
+        """Wait for the sums and leave them, divided, in every `.grad`."""
+
+
 class _Unit:
     """Gradients that are reduced together. A single large one is reduced where it lies, without a copy.
 
@@ -93,8 +115,16 @@ class _Unit:
             *parts, self.flags = self.flat.split([*sizes, num_flags])
             self.views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
+    def sent_bytes(self, ranks: int) -> float:
+        """Those of a ring."""
+        flags = 0 if self.flags is None else self.flags.nbytes
+        return 2 * (ranks - 1) / ranks * (sum(p.nbytes for p in self.parameters) + flags)
+
     def launch(self, world: World) -> None:
         self.wait = world.start_all_reduce(self._payload())
+
+    def pass_on(self) -> None:
+        """There is one message."""
 
     def _payload(self) -> Tensor:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
@@ -126,15 +156,15 @@ class _Unit:
 
 
 class BucketReducer:
-    """Adds the gradients of all ranks, overlapped with backward."""
+    """Adds the gradients of all ranks, overlapped with backward. `unit` makes what carries them."""
 
     meets = False
 
-    def __init__(self, *, named: Sequence[Named], world: World) -> None:
+    def __init__(self, *, named: Sequence[Named], world: World, unit: Callable[..., Unit] = _Unit) -> None:
         self._world = world
         self._named = named = renumbered(named)
         *most, last = cut_units(named)
-        self._units = [*(_Unit(members) for members in most), _Unit(last, num_flags=len(named))]
+        self._units = [*(unit(members) for members in most), unit(last, num_flags=len(named))]
         self._touched = [False] * len(named)
         self._armed = False
         self._next = 0
@@ -143,6 +173,10 @@ class BucketReducer:
             for unit in self._units
             for member in unit.members
         ]
+
+    def sent_bytes(self, ranks: int) -> float:
+        """What leaves a rank in a step."""
+        return sum(unit.sent_bytes(ranks) for unit in self._units)
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
@@ -166,6 +200,8 @@ class BucketReducer:
         while self._next < len(self._units):
             self._launch_next()
         for unit in self._units:
+            unit.pass_on()
+        for unit in self._units:
             unit.land(divisor)
         flags = self._units[-1].flags
         assert flags is not None
@@ -179,7 +215,7 @@ class BucketReducer:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, unit: _Unit, member: Named) -> Callable[[Tensor], None]:
+    def _hook(self, unit: Unit, member: Named) -> Callable[[Tensor], None]:
         def ready(_: Tensor) -> None:
             self._touched[member.index] = True
             if not self._armed:
@@ -193,7 +229,7 @@ class BucketReducer:
         return ready
 
     @staticmethod
-    def _is_full(unit: _Unit) -> bool:
+    def _is_full(unit: Unit) -> bool:
         return unit.ready == len(unit.members)
 
     def _launch_next(self) -> None:
@@ -203,6 +239,8 @@ class BucketReducer:
             absent = [member.index for member in self._named if not self._touched[member.index]]
             if absent:
                 unit.flags[absent] = 0.0
+        if self._next > 1:  # while backward goes on, and in the same place on every rank
+            self._units[self._next - 2].pass_on()
         unit.launch(self._world)
         self._next += 1
 
@@ -226,49 +264,3 @@ def untouched(named: Sequence[Named]) -> str:
         f"no gradient reached {', '.join(names[:3])}{more} in the first step: not used by the loss, or behind a "
         f"detach(). They keep their start values; requires_grad_(False) says that it is meant"
     )
-
-
-def equal_start(model: nn.Module, *, world: World) -> list[str]:
-    """Give every rank rank 0's weights and buffers; returns the names that had differed on this rank.
-
-    Raises:
-        DesyncError: the ranks have built models of other parameters; sending would mix them up, or never end.
-    """
-    _check_structure(model, world)
-    differed = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        mine = tensor.detach().clone(memory_format=torch.contiguous_format)  # an expanded one has no memory of its own
-        theirs = world.broadcast(mine.clone())
-        if not torch.equal(mine, theirs):
-            write(tensor.data, theirs)
-            differed.append(name)
-    return differed
-
-
-def _check_structure(model: nn.Module, world: World) -> None:
-    """The same names, shapes, types and trainability on every rank."""
-    if world.world_size == 1:
-        return
-    mine = {name: _kind(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    digests = world.gather_json(hashlib.blake2b(repr(list(mine.items())).encode(), digest_size=16).hexdigest())
-    if len(set(digests)) == 1:
-        return
-    everybody = world.gather_json(mine)
-    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    first, other = everybody[0], everybody[rank]
-    name = next((n for n in {**first, **other} if first.get(n) != other.get(n)), None)
-    differs = (
-        f"{name} is {other.get(name, 'absent')} on rank {rank} and {first.get(name, 'absent')} on rank 0"
-        if name is not None
-        else f"rank {rank} has the same parameters as rank 0 in another order"
-    )
-    raise DesyncError(
-        f"the ranks have built different models: {differs}.",
-        cause="code that builds, ties or freezes layers on some ranks only, or in another order",
-        hint="the same model on every rank; Paceline gives all of them rank 0's start weights",
-    )
-
-
-def _kind(tensor: Tensor) -> str:
-    trains = ", trainable" if tensor.requires_grad else ", not trainable" if isinstance(tensor, nn.Parameter) else ""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{trains}"

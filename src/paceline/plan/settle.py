@@ -5,10 +5,12 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.plan.asynchronous import refuse_update, update_notes
+from paceline.plan.compress import refuse_compress
 from paceline.plan.legal import refuse_products
 from paceline.plan.local import refuse_no_share
 from paceline.plan.mesh import Mesh, label, mesh_of
 from paceline.plan.pipeline import pipeline_notes
+from paceline.spec.compress import Compress, parse_compress
 from paceline.spec.layout import Kind, Layout
 from paceline.spec.update import Update, parse_update
 from paceline.spec.words import many
@@ -57,6 +59,12 @@ class Plan:
     micro_batch_size: int
     num_micro: int
     notes: tuple[str, ...]
+    compress: str = "none"
+
+    @property
+    def wire(self) -> Compress:
+        """How replicas send gradients."""
+        return parse_compress(self.compress)
 
     @property
     def rule(self) -> Update:
@@ -68,7 +76,7 @@ class Plan:
         return asdict(self)
 
 
-def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts) -> Plan:
+def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts, compress: Compress | None = None) -> Plan:
     """Decide, or refuse with all problems at once.
 
     Raises:
@@ -78,7 +86,9 @@ def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts) ->
     processes = layout.processes(ranks=cluster.ranks)
     mesh = mesh_of(layout, ranks=cluster.ranks, problems=problems)
     mesh = replace(mesh, sites=mesh.dp_replicate) if update.has_sites else mesh
+    wire = compress or Compress()
     problems += [*refuse_products(layout, mesh), *refuse_update(update, layout, mesh)]
+    problems += refuse_compress(wire, update, layout, mesh)
     replicas = mesh.replicas
     micro = _micro_batch_size(facts, replicas, problems)
     backend, why = settle_backend(replace(cluster, ranks=processes), facts, problems)
@@ -94,6 +104,7 @@ def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts) ->
         asked=layout,
         mesh=mesh,
         update=str(update),
+        compress=str(wire),
         processes=processes,
         replicas=replicas,
         device=cluster.device,

@@ -34,15 +34,19 @@ class Rung:
         }
 
 
-def answer(*, rungs: Sequence[Rung], layout: str, update: str, ranks: int, steps: int) -> dict[str, Any]:
+def answer(
+    *, rungs: Sequence[Rung], layout: str, update: str, ranks: int, steps: int, compress: str = "none"
+) -> dict[str, Any]:
     """The whole answer; the verdict is the worst of all rungs."""
     findings = [rung.finding for rung in rungs]
     worst = max(findings, key=lambda f: (VERDICTS.index(f.verdict), f.max_difference / (f.noise_floor or 1e-300)))
+    rule = update if update != "sync" else compress if compress != "none" else ""
     value = {
         "verdict": worst.verdict,
-        "reference": "single" if update == "sync" else f"serial {update}",
+        "reference": f"serial {rule}" if rule else "single",
         "layout": layout,
         "update": update,
+        "compress": compress,
         "ranks": ranks,
         "steps": steps,
         "max_difference": worst.max_difference,
@@ -82,7 +86,7 @@ def _sentence(value: dict[str, Any]) -> str:
 
 
 def _of(value: dict[str, Any]) -> str:
-    return "" if value["update"] == "sync" else f" that does {value['update']}"
+    return "" if value["reference"] == "single" else f" that does {value['reference'].removeprefix('serial ')}"
 
 
 def _shown(value: float) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -34,13 +35,19 @@ from paceline.train.replicas import averaged, first_apart
 from paceline.train.sites import mean_in_place, sites_of
 
 Contents = dict[tuple[int, int], int]  # by step and microbatch
-_DRIFT = 1e-3
 _EVALUATED_BATCHES = 4
 _METRIC = 1e-6
-_PART = "the runs part over several steps though each step alone agrees: optimizer state or schedule"
 
 
-def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say) -> Finding:
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """How far weights may be apart, as a share of the way that training has gone, and what more would come from."""
+
+    share: float = 1e-3
+    cause: str = "the runs part over several steps though each step alone agrees: optimizer state or schedule"
+
+
+def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say, drift: Drift | None = None) -> Finding:
     """Compare the weights after `steps` steps, with the drift of a disturbed one-process run as the floor."""
     finding = Finding()
     start: dict[str, Tensor] = {}
@@ -64,10 +71,10 @@ def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say)
         evaluated, kept = _evaluated(built), _listed(built)
     if reference is not None and steps:
         other = reference.again()
-        if can_nudge(other, at=At(step=0, epoch=0, position=0), seed=1):
+        if can_nudge(other.bare(), at=At(step=0, epoch=0, position=0), seed=1):
             nudge(other.model, seed=1)
         _alone(other, steps, backwards=True)
-        _judge(finding, weights, reference, other, start, steps)
+        _judge(finding, weights, reference, other, start, steps, drift or Drift())
         finding.detail = f"Loss {losses[-1]:.6g} beside {right_losses[-1]:.6g} after {many(steps, 'step')}."
         if evaluated is None and built.job.eval_data is not None:
             finding.detail += " The evaluation was not compared: eval_data is a stream, or has a sampler of its own."
@@ -124,13 +131,14 @@ def _judge(
     disturbed: Reference,
     start: Mapping[str, Tensor],
     steps: int,
+    drift: Drift,
 ) -> None:
     """Drift is measured against what a disturbance does, and against how far training has moved the tensor at all."""
     right, other = _trained(reference), _trained(disturbed)
     bad: dict[str, float] = {}
     for name, weight in found.items():
         apart = distance(weight, right[name])
-        floor = max(MARGIN * distance(other[name], right[name]), _DRIFT * distance(right[name], start[name]))
+        floor = max(MARGIN * distance(other[name], right[name]), drift.share * distance(right[name], start[name]))
         verdict = judged(apart, floor)
         finding.note(verdict, difference=apart, floor=floor)
         if verdict == DIFFERENT:
@@ -141,7 +149,8 @@ def _judge(
     if bad:
         name = max(bad, key=lambda key: bad[key])
         weights = any(name in bad for name in reference.weights())
-        cause = _PART if weights else "the weights agree and their average does not: another decay, or steps left out"
+        other = "the weights agree and their average does not: another decay, or steps left out"
+        cause = drift.cause if weights else other
         finding.blame(step=steps, parameter=name, cause=f"{cause} ({len(bad)} of {len(right)})")
 
 

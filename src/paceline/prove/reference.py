@@ -119,6 +119,10 @@ class Reference:
         """The same from its start, with something else in its `Spec`."""
         return Reference(job=self.job, spec=replace(self.spec, **changes), cast=self.cast)
 
+    def bare(self) -> "Reference":
+        """One that does nothing to its gradients once they are there."""
+        return self
+
     def _optimizers(self) -> tuple[list[Optimizer], list[Any]]:
         made = self.job.optimizer([(n, p) for n, p in self.model.named_parameters() if p.requires_grad])
         optimizers = list(made) if isinstance(made, list | tuple) else [made]

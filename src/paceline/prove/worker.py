@@ -16,17 +16,16 @@ from paceline.job import Job
 from paceline.measure.environment import job_facts
 from paceline.nested import mapped
 from paceline.order.cursor import Cursor
-from paceline.plan.stashed import stash_of
 from paceline.prove.answer import Rung, answer
+from paceline.prove.compressed import refuse_joined
 from paceline.prove.double import in_double
 from paceline.prove.dropout import draws, quiet
 from paceline.prove.finding import DIFFERENT, Finding
-from paceline.prove.free import run_free
-from paceline.prove.local import LocalReference, Meeting, meeting_of
+from paceline.prove.free import Drift, run_free
 from paceline.prove.lockstep import Lockstep
+from paceline.prove.oracles import apart_by, oracle_of
 from paceline.prove.reference import At, Reference, Spec
 from paceline.prove.single import run_single
-from paceline.prove.stashed import StashedReference, Way, stages_of
 from paceline.spec.task import Task
 from paceline.store.disk import write_json
 from paceline.torch_private import guard_hooks
@@ -57,12 +56,14 @@ def verify(payload: Mapping[str, Any]) -> int:
 
 def examine(ready: Ready, world: World, *, steps: int) -> dict[str, Any]:
     """All rungs on a world that is there; the answer is the same on every rank."""
+    refuse_joined(ready.plan.wire, buffers=ready.settings.train.buffers)
     guard_hooks()  # before the first model: the oracle's is of the same class and has no hooks
     rungs = [
         _rung("one process", "a job that is not deterministic, a loss that is no sum", lambda: _single(ready, world))
     ]
-    if rungs[0].finding.verdict != DIFFERENT and (ready.plan.rule.is_stashed or ready.plan.rule.has_sites):
-        rungs += _late(ready, world, steps, rungs[0].finding)
+    rule = ready.plan.rule
+    if rungs[0].finding.verdict != DIFFERENT and (rule.is_stashed or rule.has_sites or ready.plan.wire.is_on):
+        rungs += _freely(ready, world, steps, rungs[0].finding)
     elif rungs[0].finding.verdict != DIFFERENT:
         places = _places(ready, world, steps, rungs[0].finding)
         for dtype, name in _precisions(ready, world, rungs[0].finding):
@@ -78,14 +79,15 @@ def examine(ready: Ready, world: World, *, steps: int) -> dict[str, Any]:
                 )
             )
     plan = ready.plan
-    return answer(rungs=rungs, layout=plan.layout, update=plan.update, ranks=ready.task.ranks, steps=steps)
+    how = {"update": plan.update, "compress": plan.compress}
+    return answer(rungs=rungs, layout=plan.layout, ranks=ready.task.ranks, steps=steps, **how)
 
 
-def _late(ready: Ready, world: World, steps: int, single: Finding) -> Iterator[Rung]:
-    """Stages whose weights are of several times have no step to be compared alone: they run freely, twice."""
-    rules_out = "other weights for a microbatch than the rule's, gradients, loss, or evaluation"
+def _freely(ready: Ready, world: World, steps: int, single: Finding) -> Iterator[Rung]:
+    """Steps that depend on all before have nothing to be compared alone: they run freely, in each precision."""
     for dtype, name in _precisions(ready, world, single):
-        rung = _rung(f"free running in {name}", rules_out, _free(ready, world, steps, dtype=dtype))
+        rules_out, drift = apart_by(ready.plan, is_double=dtype is torch.float64)
+        rung = _rung(f"free running in {name}", rules_out, _free(ready, world, steps, dtype=dtype, drift=drift))
         yield rung
         if rung.finding.verdict == DIFFERENT:
             return
@@ -100,10 +102,8 @@ def cast_to(dtype: torch.dtype | None) -> Callable[[Any], Any]:
     return _as_it_is if dtype is None else lambda batch: mapped(batch, cast)
 
 
-def reference(
-    ready: Ready, dtype: torch.dtype | None, *, way: Way | None = None, meeting: Meeting | None = None
-) -> Reference:
-    """The one-process oracle of this job, in this precision; by the pipeline's `way` or the sites' `meeting`."""
+def reference(ready: Ready, dtype: torch.dtype | None, *, make: Callable[..., Reference] = Reference) -> Reference:
+    """The one-process oracle of this job, in this precision; `make` makes that of another rule."""
     plan, settings = ready.plan, ready.settings
     spec = Spec(
         seed=settings.seed,
@@ -122,11 +122,7 @@ def reference(
     )
     job = _in(ready.job, dtype)
     job, cast = replace(job, model=begun_whole(job, settings)), cast_to(dtype)
-    if way is not None:
-        return StashedReference(way=way, job=job, spec=spec, cast=cast)
-    if meeting is not None:
-        return LocalReference(meeting=meeting, job=job, spec=spec, cast=cast)
-    return Reference(job=job, spec=spec, cast=cast)
+    return make(job=job, spec=spec, cast=cast)
 
 
 def cursors(ready: Ready, steps: int) -> list[Cursor]:
@@ -245,31 +241,22 @@ def _comparable(ready: Ready, built: Built, alone: Reference | None) -> Iterator
         yield "Dropout is off here: under sync_bn one process can't draw each replica's numbers."
 
 
-def _free(ready: Ready, world: World, steps: int, *, dtype: torch.dtype | None = None) -> Callable[[], Finding]:
+def _free(
+    ready: Ready, world: World, steps: int, *, dtype: torch.dtype | None = None, drift: Drift | None = None
+) -> Callable[[], Finding]:
     def climb() -> Finding:
         with in_double(active=dtype is torch.float64):
             return compared()
 
     def compared() -> Finding:
         built = _built(ready, world, dtype)
-        way, meeting = _way(built), meeting_of(built.plan.rule, built.plan.mesh)
-        alone = reference(ready, dtype, way=way, meeting=meeting) if world.is_main else None
+        alone = reference(ready, dtype, make=oracle_of(built)) if world.is_main else None
         with _comparable(ready, built, alone):
-            found = run_free(built, reference=alone, steps=steps, say=_say(world, "free running"))
+            found = run_free(built, reference=alone, steps=steps, say=_say(world, "free running"), drift=drift)
         built.close()
         return found
 
     return climb
-
-
-def _way(built: Built) -> Way | None:
-    """How stages choose their weights, where that is by a rule."""
-    plan, piped = built.plan, built.placed.piped
-    if piped is None or not plan.rule.is_stashed:
-        return None
-    return Way(
-        stash=stash_of(plan.rule, plan.mesh), stage_of=stages_of(piped, built.weights.names), replicas=plan.replicas
-    )
 
 
 def _built(ready: Ready, world: World, dtype: torch.dtype | None) -> Built:

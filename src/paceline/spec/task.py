@@ -15,6 +15,7 @@ class Task:
     run: str = ""
     layout: str = "single"
     update: str = "sync"
+    compress: str = "none"
     ranks: int = 1
     device: str = "cpu"
     attempt: int = 1

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`did you mean 'ddp'?`, or nothing."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else ""
+    return f"did you mean {str(close[0])!r}?" if close else ""
 
 
 def many(number: int, word: str) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 from paceline.place.batchnorm import StatisticsTape
 from paceline.place.buffers import BufferPolicy
 from paceline.place.context.sequence import ContextParallel
+from paceline.place.divide import nothing
 from paceline.place.replicate import Reducer
 from paceline.place.sync_bn import Rounds
 from paceline.place.views import write
@@ -35,7 +36,7 @@ class Portion:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """One replica's."""
+    """One replica's. `take_back` is called where a step whose gradients were added up is not taken."""
 
     model: nn.Module
     worlds: Worlds
@@ -50,6 +51,7 @@ class Parts:
     rounds: Rounds | None = None
     turns: Turns = ALONE
     context: ContextParallel | None = None
+    take_back: Callable[[], None] = nothing
 
     def portion(self, batch: Any) -> Portion:
         """What this rank has of a microbatch that is on its device: all, or its slice of the sequence."""

@@ -50,6 +50,7 @@ class SpmdStep:
         norm, taken = self.parts.update.commit(step=self.step + 1, loss=known[0], counts=known[1])
         if not taken:
             self.parts.tape.undo()
+            self.parts.take_back()
         self.step += 1
         result.norm = None if norm is None else Later(norm)
         result.skipped = not taken

@@ -10,13 +10,16 @@ from torch import nn
 
 from paceline.errors import JobError
 from paceline.job import Job
+from paceline.place.alike import equal_start
 from paceline.place.batchnorm import StatisticsTape
 from paceline.place.buffers import BufferPolicy
 from paceline.place.compose import Placed, beside, compose
+from paceline.place.compress.held import HeldReducer
+from paceline.place.compress.make import told
+from paceline.place.divide import nothing
 from paceline.place.exact import Grid
 from paceline.place.holding import Holding, all_of, all_shares
 from paceline.place.meeting import ThreadWorld, thread_worlds
-from paceline.place.replicate import equal_start
 from paceline.place.rules import Rules
 from paceline.place.shared import SharedModel
 from paceline.place.start.stored import Stored
@@ -163,6 +166,7 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     else:
         placed = [_placed(job, settings, plan, begun[0], models[0], contracts[0], own[0], rules)]
         notes += begun[0].late.notes if begun[0].late is not None else []
+        notes += told(plan.wire, placed[0].reducer, named=placed[0].named, world=worlds.summed)
     mirror = Mirror(models=models, grids=[one.grid for one in placed]) if len(own) > 1 else None
     update, given = make_update(job, settings, plan, models[0], placed[0], rules, world=site)
     turns = None if mirror is None else SharedTurns(gpu=shared_gpu([each.every.device for each in own]))
@@ -239,6 +243,7 @@ def _placed(
         context=context,
         rows=begun.rows,
         late=begun.late,
+        compress=plan.wire,
     )
 
 
@@ -270,6 +275,7 @@ def _parts(
         exact=train.exact,
         rounds=rounds,
         turns=turns or ALONE,
+        take_back=placed.reducer.undo if isinstance(placed.reducer, HeldReducer) else nothing,
     )
 
 

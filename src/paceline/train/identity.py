@@ -7,7 +7,7 @@ from paceline.errors import ResumeError
 from paceline.start import EXACT_KERNELS
 from paceline.train.options import optimizer_difference
 
-_BEFORE = {"update": "sync"}  # of runs that did not say
+_BEFORE = {"update": "sync", "compress": "none"}  # of runs that did not say
 _CAUSE = "another setting, another job file, or other data"
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from paceline.errors import LayoutError, PacelineError, UsageError, raise_all
+from paceline.place.alike import equal_start
 from paceline.place.compose import compose
-from paceline.place.replicate import equal_start
 from paceline.place.start.hollow import tensor_bytes
 from paceline.place.units import trainable
 from paceline.plan.legal import refuse_products

@@ -10,6 +10,7 @@ from paceline.job import Job, load_job, refuse_job
 from paceline.measure.backends import built_in
 from paceline.plan.machine import usable_cores
 from paceline.plan.settle import Cluster, Facts, Plan, settle
+from paceline.spec.compress import parse_compress
 from paceline.spec.jobref import parse_jobref
 from paceline.spec.layout import parse_layout
 from paceline.spec.read import Asked, merge
@@ -68,6 +69,7 @@ def _settled(task: Task, job: Job, settings: Settings, *, micro_batch_size: int 
     return settle(
         layout=parse_layout(task.layout),
         update=parse_update(task.update),
+        compress=parse_compress(task.compress),
         cluster=Cluster(ranks=task.ranks, device=task.device, cores=usable_cores()),
         facts=facts,
     )

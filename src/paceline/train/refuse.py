@@ -8,6 +8,7 @@ from paceline.job import Job
 from paceline.place.exact import MOST_MICROBATCHES
 from paceline.place.threads import refuse_under_threads
 from paceline.plan.asynchronous import refuse_update_settings
+from paceline.plan.compress import refuse_compress_settings
 from paceline.plan.settle import Plan
 from paceline.plan.unfit import refuse_settings
 from paceline.spec.read import default_of
@@ -25,6 +26,7 @@ def refuse_asked(job: Job, settings: Settings, plan: Plan) -> None:
     train = settings.train
     problems = refuse_settings(plan.asked, plan.mesh, settings)
     problems += refuse_update_settings(plan.rule, settings, device=plan.device)
+    problems += refuse_compress_settings(plan.wire, settings, backend=plan.backend if plan.device == "cuda" else "")
     if plan.rule.kind is Kind.HOGWILD and job.loss_over == "batch":
         problems.append(
             JobError(

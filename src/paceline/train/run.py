@@ -20,6 +20,7 @@ from paceline.launch.environments import detect
 from paceline.launch.meet import adopt
 from paceline.plan.machine import usable_cores, visible_gpus
 from paceline.plan.settle import Cluster, settle_threads
+from paceline.spec.compress import parse_compress
 from paceline.spec.layout import parse_layout
 from paceline.spec.read import Asked, merge
 from paceline.spec.task import Task
@@ -52,6 +53,7 @@ class Run:
         *,
         layout: str | None = None,
         update: str = "sync",
+        compress: str = "none",
         ranks: int | None = None,
         device: str = "auto",
         run_dir: str | Path | None = None,
@@ -78,6 +80,7 @@ class Run:
             job=job.name or script,
             layout=layout or ("single" if count == 1 else parse_update(update).layout),
             update=str(parse_update(update)),
+            compress=str(parse_compress(compress)),
             ranks=count,
             device=kind,
             run=folder,

@@ -22,6 +22,7 @@ from paceline.store.runs import RunFolder
 from paceline.train.built import Built
 from paceline.train.consolidated import consolidate
 from paceline.train.convert import weights_digest
+from paceline.train.held_back import held_files, load_held
 from paceline.train.identity import check_identity
 from paceline.train.listing import list_model
 from paceline.train.optimizer_state import Shares, group_names
@@ -64,6 +65,7 @@ def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, A
         "kernels": kernels(),
         "precision": built.settings.train.precision,
         "update": _rule(built),
+        "compress": built.plan.compress,
     }
 
 
@@ -111,9 +113,11 @@ class Saver:
             files, state = files_of(trained_of(self._built))
             files, state = site_files(self._built, files, state, own)
             older, stash = stash_files(self._built.step, self._built.weights, rank=self._world.rank)
-            files |= older
+            held, owed = held_files(self._built.placed.reducer)
+            files |= {**older, **held}
             state |= {
                 "stash": stash,
+                "held_back": owed,
                 "cursor": cursor.as_json(),
                 "feed": place,
                 "identity": self._identity,
@@ -199,6 +203,8 @@ def restore(loaded: Loaded, *, built: Built, identity: Mapping[str, Any], allow:
     load_grid(built.grid, loaded.state.get("grid", {}))
     load_stash(loaded, built.step, built.weights, is_same=same)
     load_sites(mine, built, is_same=same)
+    if loaded.state["identity"].get("compress") == identity["compress"]:
+        load_held(loaded, built.placed.reducer, world=built.world)
     cursor = Cursor.from_json(loaded.state["cursor"])
     built.step.step = cursor.step
     built.step.parts.buffers.begin()

@@ -21,6 +21,8 @@ def command_again(task: Task, joined: Joined | None = None) -> str:
         words += ["--layout", task.layout]
     if task.update != "sync":
         words += ["--update", task.update]
+    if task.compress != "none":
+        words += ["--compress", task.compress]
     files = {origin.removeprefix("file ") for origin in task.origins.values() if origin.startswith("file ")}
     for file in sorted(files):
         words += ["--config", file]

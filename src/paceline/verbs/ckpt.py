@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import CheckpointError, UsageError
-from paceline.spec.words import did_you_mean, many
+from paceline.spec.words import did_you_mean, many, size
 from paceline.store import checkpoints
 from paceline.store.checkpoints import (
     BEST,
@@ -205,12 +206,12 @@ def _bytes(stored: Stored, name: str) -> memoryview:
 
 
 def _row(path: Path, marks: tuple[str, ...]) -> Row:
-    size = folder_bytes(path)
+    held = folder_bytes(path)
     try:
         verify(path)
     except CheckpointError as error:
-        return Row(step=step_of(path), path=str(path), num_bytes=size, good=False, reason=error.what, marks=marks)
-    return Row(step=step_of(path), path=str(path), num_bytes=size, good=True, reason="", marks=marks)
+        return Row(step=step_of(path), path=str(path), num_bytes=held, good=False, reason=error.what, marks=marks)
+    return Row(step=step_of(path), path=str(path), num_bytes=held, good=True, reason="", marks=marks)
 
 
 def unknown(word: str) -> UsageError:
@@ -219,3 +220,28 @@ def unknown(word: str) -> UsageError:
     return UsageError(
         f"ckpt does not know {word!r}.", cause=did_you_mean(word, known), hint=f"ckpt {' | '.join(known)}"
     )
+
+
+def answer(options: Any, _: Sequence[str]) -> tuple[int, Any, str]:
+    """The row of the table of verbs: exit code, what `--json` prints, and lines for the screen."""
+    if options.what == "ls":
+        rows = ls(options.run)
+        lines = [
+            f"{'✓' if row.good else '✗'} step {row.step:>8}  {size(row.num_bytes):>12}  {' '.join(row.marks)}  "
+            f"{row.reason}".rstrip()
+            for row in rows
+        ]
+        return 0, rows, "\n".join(lines) or "no checkpoints"
+    if options.what == "verify":
+        row = verify_checkpoint(options.run)
+        return 0, row, f"{row.path} is what was written, bit for bit"
+    if options.what == "consolidate":
+        made = consolidate(options.run, to=options.to, best=options.best, raw=options.raw, average=options.average)
+        return 0, made, f"wrote {made.path}: {made.weights} of step {made.step}"
+    if options.what == "diff":
+        found = diff(options.run, options.other)
+        return 0, found, told(found)
+    if options.what == "prune":
+        gone = prune(options.run, keep=options.keep)
+        return 0, [str(path) for path in gone], "\n".join(f"removed {path}" for path in gone) or "nothing to remove"
+    raise unknown(options.what)

@@ -33,7 +33,7 @@ def evaluate(
     options = {"split": split, "checkpoint": str(checkpoint or "")}
     ranks = common.ranks or task.ranks
     layout = "single" if ranks == 1 else "ddp"
-    how = replace(task, layout=layout, update="sync", ranks=ranks, faults="")
+    how = replace(task, layout=layout, update="sync", compress="none", ranks=ranks, faults="")
     task = replace(how, verb="evaluate", options=options, resume=None, run=str(folder.path))
     joined = detect(os.environ)
     if not common.quiet and (joined is None or joined.rank == 0):

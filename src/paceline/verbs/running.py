@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
-from paceline.faults import Fault, parse_faults
+from paceline.faults import parse_faults
 from paceline.launch.environments import Joined, detect
 from paceline.launch.meet import adopt
 from paceline.plan.asynchronous import refuse_update, refuse_update_settings
+from paceline.plan.compress import refuse_wire
 from paceline.plan.legal import refuse_products
-from paceline.plan.machine import usable_cores, visible_gpus
+from paceline.plan.machine import usable_cores
 from paceline.plan.mesh import mesh_of
 from paceline.plan.settle import Cluster, settle_threads
 from paceline.plan.unfit import refuse_homeless, refuse_settings
 from paceline.plugins import resolve
+from paceline.spec.compress import Compress, parse_compress
 from paceline.spec.jobref import job_defaults, parse_jobref
 from paceline.spec.layout import Kind, Layout, parse_layout
 from paceline.spec.read import TYPED, Asked, merge, read_asked
@@ -29,10 +31,9 @@ from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, choose_run, new_run
 from paceline.talk import say
 from paceline.verbs.again import command_again
+from paceline.verbs.machine import choose_device, choose_ranks, refuse_nested
 from paceline.watch.console import Tail
 from paceline.watch.sinks import check_names
-
-_MOST_RANKS_PER_CORE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class Common:
     ranks: int | None = None
     layout: str | None = None
     update: str = "sync"
+    compress: str = "none"
     device: str = "auto"
     config: Path | None = None
     run_dir: str | None = None
@@ -78,22 +80,24 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
     if settings is not None:
         _collect(problems, lambda: check_names(settings.watch.to))
     joined = _collect(problems, lambda: detect(os.environ))
-    device = _device(common.device, problems)
+    device = choose_device(common.device, problems)
     text = common.layout
     asked_layout = None if text is None else _collect(problems, lambda: parse_layout(text))
     threads = asked_layout is not None and asked_layout.kind is Kind.THREADS
-    ranks = _ranks(common.ranks, None if threads else joined, device, problems)
+    ranks = choose_ranks(common.ranks, None if threads else joined, device, problems)
     update = _collect(problems, lambda: parse_update(common.update)) or Update()
+    compress = _collect(problems, lambda: parse_compress(common.compress)) or Compress()
     layout = asked_layout if text is not None else parse_layout("single" if ranks == 1 else update.layout)
     faults = _collect(problems, lambda: parse_faults(common.faults)) or ()
     if threads:
-        _check_not_nested(joined, faults, problems)
+        refuse_nested(joined, faults, problems)
     if ref is not None:
         problems += _unknown_parameters(job_defaults(ref), asked)
     if layout is not None and layout.ranks and common.ranks is None and (joined is None or threads):
         ranks = layout.ranks
     if layout is not None:
         problems += _misfits(verb, layout, update, ranks, settings, asked)
+        problems += refuse_wire(compress, update, layout, ranks=ranks, settings=settings)
     raise_all(problems)
     assert layout is not None and settings is not None
     return Task(
@@ -102,6 +106,7 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
         run=common.run_dir or settings.run_dir or "",
         layout=str(layout),
         update=str(update),
+        compress=str(compress),
         ranks=ranks,
         device=device,
         settings=asked.values,
@@ -223,60 +228,6 @@ def _collect(problems: list[PacelineError], read: Callable[[], Any]) -> Any:
     except PacelineError as error:
         problems += getattr(error, "problems", [error])
         return None
-
-
-def _device(text: str, problems: list[PacelineError]) -> str:
-    if text not in ("auto", "cpu", "cuda"):
-        hint = "--device auto | cpu | cuda"
-        problems.append(
-            UsageError(f"{text!r} is no device.", cause=did_you_mean(text, ["auto", "cpu", "cuda"]), hint=hint)
-        )
-    if text == "cuda" and not visible_gpus():
-        problems.append(UsageError("--device cuda: this machine shows no GPU.", hint="nvidia-smi, or --device cpu"))
-    return ("cuda" if visible_gpus() else "cpu") if text == "auto" else text
-
-
-def _ranks(asked: int | None, joined: Joined | None, device: str, problems: list[PacelineError]) -> int:
-    if asked is not None and asked < 1:
-        problems.append(UsageError(f"--ranks {asked}: a run needs at least one.", hint="--ranks 2"))
-        return 1
-    if joined is not None:
-        if asked is not None and asked != joined.world_size:
-            problems.append(
-                UsageError(f"--ranks {asked}, but {joined.kind} started {joined.world_size}.", hint="leave --ranks out")
-            )
-        return joined.world_size
-    gpus = visible_gpus() if device == "cuda" else 0
-    if gpus and asked is not None and asked > gpus:
-        problems.append(UsageError(f"--ranks {asked}, this machine has {many(gpus, 'GPU')}.", hint=f"--ranks {gpus}"))
-    cores = usable_cores()
-    if asked is not None and asked > _MOST_RANKS_PER_CORE * cores:
-        cause = "each rank is a process with a model of its own"
-        problems.append(
-            UsageError(
-                f"--ranks {asked}, this machine has {many(cores, 'core')}.", cause=cause, hint=f"--ranks {cores}"
-            )
-        )
-    return asked or gpus or 1
-
-
-def _check_not_nested(joined: Joined | None, faults: Sequence[Fault], problems: list[PacelineError]) -> None:
-    """Replicas as threads need a world of one process, which is rank 0."""
-    beyond = [fault.rank for fault in faults if fault.rank]
-    if beyond:
-        problems.append(
-            UsageError(
-                f"a fault on rank {beyond[0]}, but layout threads is one process, rank 0.",
-                hint='--faults "kill rank=0 step=50", or --layout ddp',
-            )
-        )
-    if joined is not None and joined.world_size > 1:
-        problems.append(
-            UsageError(
-                f"layout threads is one process, {joined.kind} started {joined.world_size}.",
-                hint="--layout ddp, or one process: paceline train JOB --layout threads --ranks 2",
-            )
-        )
 
 
 def _unknown_parameters(known: dict[str, str] | None, asked: Asked) -> list[PacelineError]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from paceline.errors import UsageError
-from paceline.spec.words import many, size
+from paceline.spec.words import many
 from paceline.verbs import ckpt as ckpt_verbs
 from paceline.verbs import config as config_verb
 from paceline.verbs import new as new_verb
@@ -44,6 +44,7 @@ class Starting:
     layout: str | None = None
     """single, ddp or dp=N; threads or threads=N: replicas in one process."""
     update: str = "sync"
+    compress: str = "none"
     device: str = "auto"
     config: Path | None = None
     """A TOML file of settings."""
@@ -61,6 +62,7 @@ class Starting:
             ranks=self.ranks,
             layout=self.layout,
             update=self.update,
+            compress=self.compress,
             device=self.device,
             config=self.config,
             run_dir=self.run_dir,
@@ -258,32 +260,6 @@ def _compare_layouts(options: CompareOptions, settings: list[str]) -> Printed:
     return found.exit_code, asdict(found), found.text
 
 
-def _ckpt(options: CkptOptions, _: list[str]) -> Printed:
-    if options.what == "ls":
-        rows = ckpt_verbs.ls(options.run)
-        lines = [
-            f"{'✓' if row.good else '✗'} step {row.step:>8}  {size(row.num_bytes):>12}  {' '.join(row.marks)}  "
-            f"{row.reason}".rstrip()
-            for row in rows
-        ]
-        return 0, rows, "\n".join(lines) or "no checkpoints"
-    if options.what == "verify":
-        row = ckpt_verbs.verify_checkpoint(options.run)
-        return 0, row, f"{row.path} is what was written, bit for bit"
-    if options.what == "consolidate":
-        made = ckpt_verbs.consolidate(
-            options.run, to=options.to, best=options.best, raw=options.raw, average=options.average
-        )
-        return 0, made, f"wrote {made.path}: {made.weights} of step {made.step}"
-    if options.what == "diff":
-        found = ckpt_verbs.diff(options.run, options.other)
-        return 0, found, ckpt_verbs.told(found)
-    if options.what == "prune":
-        gone = ckpt_verbs.prune(options.run, keep=options.keep)
-        return 0, [str(path) for path in gone], "\n".join(f"removed {path}" for path in gone) or "nothing to remove"
-    raise ckpt_verbs.unknown(options.what)
-
-
 def _summary(answer: Answer) -> Mapping[str, Any]:
     return {"exit_code": answer.exit_code, "run": str(answer.run), "seconds": answer.seconds, **answer.keys}
 
@@ -295,6 +271,6 @@ VERBS: dict[str, Verb] = {
     "evaluate": Verb(options=EvaluateOptions, run=_evaluate),
     "compare": Verb(options=CompareOptions, run=_compare, takes_settings=True),
     "report": Verb(options=ReportOptions, run=_report),
-    "ckpt": Verb(options=CkptOptions, run=_ckpt),
+    "ckpt": Verb(options=CkptOptions, run=ckpt_verbs.answer),
     "config": Verb(options=ConfigOptions, run=_config, takes_settings=True),
 }

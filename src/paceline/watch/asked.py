@@ -11,7 +11,7 @@ from paceline.watch.history import json_or_none
 _SECRET = re.compile(
     r"(^|[._-])(password|passwd|secret|token|credential|api_?key|access_?key|private_?key)$", re.IGNORECASE
 )
-_OPTIONS = ("job", "layout", "update", "ranks", "device", "faults")
+_OPTIONS = ("job", "layout", "update", "compress", "ranks", "device", "faults")
 
 
 def settings_of(run: RunFolder) -> dict[str, tuple[str, str]]:
@@ -19,7 +19,7 @@ def settings_of(run: RunFolder) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     task = json_or_none(run.path / "task.json")
     for name in _OPTIONS:
-        if isinstance(task, dict) and task.get(name):
+        if isinstance(task, dict) and task.get(name) not in (None, "", "none"):
             found[name] = (str(task[name]), "")
     chosen = json_or_none(run.path / "job.json")
     for name, value in chosen.items() if isinstance(chosen, dict) else ():

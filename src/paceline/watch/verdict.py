@@ -54,6 +54,7 @@ def _facts_of_answer(answer: Mapping[str, Any]) -> dict[str, str]:
 
 def _facts(placed: Mapping[str, Any], job: Mapping[str, Any], settings: Any) -> dict[str, str]:
     found = {name: str(placed.get(name)) for name in ("layout", "update", "ranks")}
+    found["compress"] = str(placed.get("compress", "none"))
     digest = job.get("digest")
     found["job file"] = str(digest)[:12] if digest else "unknown"
     for name, value in (settings if isinstance(settings, dict) else {}).items():

@@ -12,16 +12,21 @@ from paceline.place.shard.scatter import ScatterReducer
 from paceline.place.shard.share import Cut, Share, cuts, shares_of
 from paceline.place.shard.zero import RowsReducer, Spread
 from paceline.place.units import Named
+from paceline.spec.compress import Compress
 from paceline.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The ranks that split a batch: all of them, those that split rows, those that hold the same rows."""
+    """The ranks that split a batch: all of them, those that split rows, those that hold the same rows.
+
+    `compress`: how those that hold everything send their gradients.
+    """
 
     all: World
     shard: World
     replicas: World | None = None
+    compress: Compress | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

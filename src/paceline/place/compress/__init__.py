@@ -1,0 +1,1 @@
+"""Gradients that cross in fewer bytes."""

@@ -1,0 +1,67 @@
+"""What a command says of ranks and devices, beside what this machine has and what a launcher has started."""
+
+from collections.abc import Sequence
+
+from paceline.errors import PacelineError, UsageError
+from paceline.faults import Fault
+from paceline.launch.environments import Joined
+from paceline.plan.machine import usable_cores, visible_gpus
+from paceline.spec.words import did_you_mean, many
+
+_MOST_RANKS_PER_CORE = 64
+
+
+def choose_device(text: str, problems: list[PacelineError]) -> str:
+    """`cpu` or `cuda`, as asked for or as this machine has it."""
+    if text not in ("auto", "cpu", "cuda"):
+        hint = "--device auto | cpu | cuda"
+        problems.append(
+            UsageError(f"{text!r} is no device.", cause=did_you_mean(text, ["auto", "cpu", "cuda"]), hint=hint)
+        )
+    if text == "cuda" and not visible_gpus():
+        problems.append(UsageError("--device cuda: this machine shows no GPU.", hint="nvidia-smi, or --device cpu"))
+    return ("cuda" if visible_gpus() else "cpu") if text == "auto" else text
+
+
+def choose_ranks(asked: int | None, joined: Joined | None, device: str, problems: list[PacelineError]) -> int:
+    """How many: as asked for, as a launcher has started, or as there are GPUs."""
+    if asked is not None and asked < 1:
+        problems.append(UsageError(f"--ranks {asked}: a run needs at least one.", hint="--ranks 2"))
+        return 1
+    if joined is not None:
+        if asked is not None and asked != joined.world_size:
+            problems.append(
+                UsageError(f"--ranks {asked}, but {joined.kind} started {joined.world_size}.", hint="leave --ranks out")
+            )
+        return joined.world_size
+    gpus = visible_gpus() if device == "cuda" else 0
+    if gpus and asked is not None and asked > gpus:
+        problems.append(UsageError(f"--ranks {asked}, this machine has {many(gpus, 'GPU')}.", hint=f"--ranks {gpus}"))
+    cores = usable_cores()
+    if asked is not None and asked > _MOST_RANKS_PER_CORE * cores:
+        cause = "each rank is a process with a model of its own"
+        problems.append(
+            UsageError(
+                f"--ranks {asked}, this machine has {many(cores, 'core')}.", cause=cause, hint=f"--ranks {cores}"
+            )
+        )
+    return asked or gpus or 1
+
+
+def refuse_nested(joined: Joined | None, faults: Sequence[Fault], problems: list[PacelineError]) -> None:
+    """Replicas as threads need a world of one process, which is rank 0."""
+    beyond = [fault.rank for fault in faults if fault.rank]
+    if beyond:
+        problems.append(
+            UsageError(
+                f"a fault on rank {beyond[0]}, but layout threads is one process, rank 0.",
+                hint='--faults "kill rank=0 step=50", or --layout ddp',
+            )
+        )
+    if joined is not None and joined.world_size > 1:
+        problems.append(
+            UsageError(
+                f"layout threads is one process, {joined.kind} started {joined.world_size}.",
+                hint="--layout ddp, or one process: paceline train JOB --layout threads --ranks 2",
+            )
+        )
