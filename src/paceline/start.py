@@ -28,7 +28,7 @@ class Request:
     """What to start: an entry (`"pkg.module:function"`) with a payload, or the user's own script.
 
     With `saves` one signal lets it finish its step and save, and it has its run folder for itself; without, one
-    signal ends it.
+    signal ends it. Where the first ranks are `servers`, a lost one of the others is started again, alone.
     """
 
     ranks: int
@@ -39,6 +39,7 @@ class Request:
     threads: int = 1
     exact: bool = False
     saves: bool = True
+    servers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,7 @@ def _run(request: Request, on_start: Callable[[Path], Callable[[], None]] | None
             "ranks": request.ranks,
             "threads": request.threads,
             "folder": str(folder.resolve()),
+            "servers": request.servers,
         },
     )
     tick = on_start(folder) if on_start else _nothing

@@ -46,7 +46,10 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The processes that train together. With one process nothing is sent and no group is made."""
+    """The processes that train together. With one process nothing is sent and no group is made.
+
+    Where others that are none of them come and go, `entrance` is where they ask, and `store` who answers.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -55,6 +58,8 @@ class World:
     backend: str = "none"
     group: dist.ProcessGroup | None = None
     timeout_seconds: float = 600.0
+    entrance: Place | None = None
+    store: TCPStore | None = field(default=None, repr=False, compare=False)
     parts: "dict[tuple[tuple[int, ...], ...], World]" = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod

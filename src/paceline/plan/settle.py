@@ -8,6 +8,7 @@ from paceline.plan.asynchronous import refuse_update, update_notes
 from paceline.plan.legal import refuse_products
 from paceline.plan.mesh import Mesh, label, mesh_of
 from paceline.plan.pipeline import pipeline_notes
+from paceline.plan.server import workers_of
 from paceline.spec.layout import Kind, Layout
 from paceline.spec.update import Update, parse_update
 from paceline.spec.words import many
@@ -75,7 +76,8 @@ def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts) ->
     """
     problems: list[PacelineError] = []
     processes = layout.processes(ranks=cluster.ranks)
-    mesh = mesh_of(layout, ranks=cluster.ranks, problems=problems)
+    workers = workers_of(update, ranks=cluster.ranks, problems=problems)
+    mesh = mesh_of(layout, ranks=workers, problems=problems)
     problems += [*refuse_products(layout, mesh), *refuse_update(update, layout, mesh)]
     replicas = mesh.replicas
     micro = _micro_batch_size(facts, replicas, problems)

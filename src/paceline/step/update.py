@@ -101,11 +101,12 @@ class Update:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def commit(
-        self, *, step: int, loss: float | None, counts: Mapping[str, float] | None = None
+        self, *, step: int, loss: float | None, counts: Mapping[str, float] | None = None, follow: bool = True
     ) -> tuple[Tensor | None, bool]:
         """Take the step; returns the gradient norm, if it was measured, and whether the step was taken.
 
-        `loss` is None where it is not known yet; then the finite check is the caller's, a step later.
+        `loss` is None where it is not known yet; then the finite check is the caller's, a step later. Where `follow` is
+        False, so are the schedules.
 
         Raises:
             NonFiniteError: loss or gradient is not finite, and the run stops for that.
@@ -116,14 +117,19 @@ class Update:
         if loss is not None and self._check and not self._finite(loss, norm):
             if not self._skip:
                 raise self.refusal(step=step, loss=loss, counts=counts)
-            self._after(taken=False)
+            self._after(follow)
             return norm, False
         if self._max_grad_norm is not None and norm is not None:
             nn.utils.clip_grads_with_norm_([m.parameter for m in self.named], self._max_grad_norm, norm)
         self.lr = self.optimizers[0].param_groups[0]["lr"]
         self._take()
-        self._after(taken=True)
+        self._after(follow)
         return norm, True
+
+    def follow(self) -> None:
+        """Move the schedules on by a step, taken or not."""
+        for schedule in self.schedules:
+            schedule.step()
 
     def refusal(self, *, step: int, loss: float, counts: Mapping[str, float] | None = None) -> NonFiniteError:
         """Name the term whose count is zero, or the first parameters whose gradient is not finite."""
@@ -184,12 +190,11 @@ class Update:
         if self.ema is not None:
             self.ema.update()
 
-    def _after(self, *, taken: bool) -> None:
-        """The schedule follows steps, taken or not."""
+    def _after(self, follow: bool) -> None:
         if self.scaler is not None:
             self.scaler.update()
-        for schedule in self.schedules:
-            schedule.step()
+        if follow:
+            self.follow()
 
 
 class LateCheck:

@@ -137,11 +137,12 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
         JobError, UsageError, Problems: something can't be had as asked.
     """
     refuse_asked(job, settings, plan)
-    worlds = Worlds.of(world, mesh=plan.mesh) if plan.processes > 1 else Worlds.of_replicas(world)
+    one_process = plan.processes == 1 or plan.rule.has_servers
+    worlds = Worlds.of_replicas(world) if one_process else Worlds.of(world, mesh=plan.mesh)
     own = _own(plan, settings, worlds)
     begun = [_begun(job, settings, each) for each in own]
     models = [one.on(each.every.device) for one, each in zip(begun, own, strict=True)]
-    refuse_unfit(job, models[0])
+    refuse_unfit(job, models[0], takes_sparse=plan.rule.has_servers)
     refuse_foreign(models[0], plan)
     named = [trainable(model) for model in models]
     notes = [*unheard_placing(settings.place, plan), *begun[0].notes]

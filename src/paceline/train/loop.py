@@ -101,7 +101,7 @@ class Loop:
         result = self._run(given)
         self.cursor = given.batch.after
         self._handout.stepped()
-        for note in given.notes:
+        for note in [*given.notes, *self.built.step.new_notes()]:
             self.stream.emit(Note(text=note))
         self._heard.of(result, cursor=self.cursor)
         self._after()
@@ -112,6 +112,8 @@ class Loop:
         with self._naming_inputs():
             self.built.step.settle()
         self._heard.rest()
+        for note in self.built.step.new_notes():
+            self.stream.emit(Note(text=note))
 
     def _run(self, given: StepInput) -> StepResult:
         self._given.append(given)
@@ -179,7 +181,7 @@ class Loop:
         """Where updates are asynchronous: every rank's."""
         mine = self.built.step.lateness()
         if mine is not None:
-            told = tuple(self.built.world.gather_json(mine))
+            told = tuple(one for found in self.built.world.gather_json(mine) for one in found)
             self.stream.emit(Staleness(step=self.cursor.step, update=self.built.plan.update, told=told))
 
     @property

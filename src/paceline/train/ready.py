@@ -16,6 +16,7 @@ from paceline.spec.read import Asked, merge
 from paceline.spec.settings import Settings
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
+from paceline.step.line import host_store
 from paceline.store.disk import read_json
 from paceline.store.hold import Hold, hold
 from paceline.store.runs import choose_run, new_run
@@ -97,13 +98,23 @@ def _first_plan(path: Path) -> dict[str, Any] | None:
 
 
 def join_world(ready: Ready) -> World:
-    """Meet the other ranks."""
+    """Meet the other ranks. A server has none, and is where workers come to."""
+    place, seconds = Place.read(os.environ), ready.settings.train.timeout_seconds
+    if ready.plan.rule.has_servers:
+        store = host_store(place, timeout_seconds=seconds)
+        return World(device=World.alone().device, timeout_seconds=seconds, entrance=place, store=store)
     return World.join(
-        place=Place.read(os.environ),
+        place=place,
         device_type=ready.plan.device,
         backend=ready.plan.backend,
-        timeout_seconds=ready.settings.train.timeout_seconds,
+        timeout_seconds=seconds,
     )
+
+
+def is_worker(ready: Ready) -> bool:
+    """Whether this process only computes gradients for servers."""
+    rule = ready.plan.rule
+    return rule.has_servers and Place.read(os.environ).rank >= rule.servers
 
 
 def with_folder(task: Task, *, make: bool = True) -> Task:

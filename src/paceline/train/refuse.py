@@ -13,6 +13,7 @@ from paceline.plan.unfit import refuse_settings
 from paceline.spec.read import default_of
 from paceline.spec.settings import Place, Settings
 from paceline.spec.update import Kind
+from paceline.train.served import refuse_job as refuse_served_job
 from paceline.train.wishes import best_rule
 
 
@@ -37,6 +38,7 @@ def refuse_asked(job: Job, settings: Settings, plan: Plan) -> None:
         problems.append(
             JobError("ema= with --update hogwild: each worker would have its own average.", hint="ema=None")
         )
+    problems += refuse_served_job(job, plan)
     if train.exact:
         problems += _check_exact(plan, train.precision)
     problems += _check_split(job, plan)

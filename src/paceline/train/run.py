@@ -33,7 +33,8 @@ from paceline.store.runs import RunFolder
 from paceline.survive.signals import stop_flag
 from paceline.talk import say
 from paceline.train.built import job_layer
-from paceline.train.ready import Ready, held_folder, join_world, prepare, with_folder
+from paceline.train.leased import Home, work
+from paceline.train.ready import Ready, held_folder, is_worker, join_world, prepare, with_folder
 from paceline.train.script import begin_again, change_to_go_on, script_again, script_to_start
 from paceline.train.session import Session
 from paceline.watch.console import Tail
@@ -115,6 +116,8 @@ class Run:
         self._join_or_start()
         Run._was_open = True
         ready = self._ready or prepare(self._task, job=self.job)
+        if is_worker(ready):
+            raise Home(work(ready))
         world = join_world(ready)
         self._hold = held_folder(ready.task, world=world)
         try:
@@ -282,6 +285,7 @@ class Run:
             payload=task.as_json(),
             threads=self._threads,
             exact=self._exact,
+            servers=parse_update(task.update).servers,
         )
         outcome = start(request, on_start=follow)
         tails[-1].close()

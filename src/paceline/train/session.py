@@ -111,6 +111,7 @@ class Session:
                 replica=self.built.worlds.data.rank,
                 replicas=self.built.worlds.data.world_size,
                 drop_last=settings.data.drop_last,
+                reads=not plan.rule.has_servers,
             ),
             cursor=cursor,
             workers=settings.data.workers,

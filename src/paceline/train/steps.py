@@ -13,10 +13,12 @@ from paceline.plan.stashed import stash_of
 from paceline.step.hogwild import HogwildStep
 from paceline.step.parts import Parts
 from paceline.step.piped import PipelinePasses
+from paceline.step.server import ServerStep
 from paceline.step.spmd import SpmdStep
 from paceline.step.stash import StashStep
 from paceline.step.threads import ThreadsStep
 from paceline.step.turns import SharedTurns
+from paceline.train.served import refuse_served
 
 
 def make_step(
@@ -32,6 +34,9 @@ def make_step(
         _refuse_stashed(parts[0], placed, placed.piped, plan)
         stash = stash_of(plan.rule, plan.mesh)
         return StashStep(parts[0], piped=placed.piped, stash=stash, rounds=-(-plan.num_micro // plan.replicas))
+    if plan.rule.has_servers:
+        refuse_served(parts[0], plan)
+        return ServerStep(parts[0], rule=plan.rule, shares=plan.replicas, micro_batch_size=plan.micro_batch_size)
     if shared is not None:
         return HogwildStep(parts[0], shared=shared)
     if placed.piped is not None:

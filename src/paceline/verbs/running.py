@@ -14,6 +14,7 @@ from paceline.plan.asynchronous import refuse_update, refuse_update_settings
 from paceline.plan.legal import refuse_products
 from paceline.plan.machine import usable_cores, visible_gpus
 from paceline.plan.mesh import mesh_of
+from paceline.plan.server import refuse_joined, workers_of
 from paceline.plan.settle import Cluster, settle_threads
 from paceline.plan.unfit import refuse_homeless, refuse_settings
 from paceline.plugins import resolve
@@ -88,10 +89,11 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
     faults = _collect(problems, lambda: parse_faults(common.faults)) or ()
     if threads:
         _check_not_nested(joined, faults, problems)
+    problems += refuse_joined(update, kind=joined and joined.kind)
     if ref is not None:
         problems += _unknown_parameters(job_defaults(ref), asked)
     if layout is not None and layout.ranks and common.ranks is None and (joined is None or threads):
-        ranks = layout.ranks
+        ranks = layout.ranks + update.servers
     if layout is not None:
         problems += _misfits(verb, layout, update, ranks, settings, asked)
     raise_all(problems)
@@ -115,11 +117,11 @@ def _misfits(
 ) -> list[PacelineError]:
     """What layout, ranks and settings can't have together; `compare` has settings for some of its layouts only."""
     problems: list[PacelineError] = []
-    mesh = mesh_of(layout, ranks=ranks, problems=problems)
+    mesh = mesh_of(layout, ranks=workers_of(update, ranks=ranks, problems=problems), problems=problems)
     problems += [*refuse_products(layout, mesh), *refuse_update(update, layout, mesh)]
     if settings is not None:
-        problems += [*refuse_settings(layout, mesh, settings), *refuse_update_settings(update, settings)]
         typed = [name for name, origin in asked.origins.items() if origin == TYPED and verb != "compare"]
+        problems += [*refuse_settings(layout, mesh, settings), *refuse_update_settings(update, settings)]
         problems += refuse_homeless(layout, mesh, settings, asked=typed)
     return problems
 
@@ -166,6 +168,7 @@ def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False)
         ),
         exact=exact,
         saves=task.verb == "train",
+        servers=parse_update(task.update).servers,
     )
     outcome = start(request, on_start=follow)
     if tails and not common.quiet:
