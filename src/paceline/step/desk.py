@@ -103,7 +103,7 @@ class Desk:
                 given = (
                     f"its unpushed gradient is lost, and {lost} goes to the next who asks" if back else "it had none"
                 )
-                self.notes.append(f"lost {self.names[worker]} ({why.splitlines()[0][:120]}): {given}")
+                self.notes.append(f"lost {self.names[worker]}, {why}: {given}")
             self.lock.notify_all()
 
     def lease(self, worker: int, *, row: Tensor) -> tuple[Lease, Mapping[str, Any]] | None:
@@ -142,7 +142,7 @@ class Desk:
             self._talk(door.line(worker), worker)
             self.go(worker, why="it is over")
         except LineLost as error:
-            self.go(worker, why=str(error) or "no word from it")
+            self.go(worker, why=self._why(str(error).lower()))
         except Exception as error:  # the loop raises it
             with self.lock:
                 self.failure = error
@@ -166,6 +166,12 @@ class Desk:
             line.send(Message(kind=Kind.LEASE, words={**where, "number": share.number, "of": share.of}, row=row))
             self.push(lease, self._pushed(line.receive()))
         line.send(Message(kind=Kind.OVER))
+
+    def _why(self, text: str) -> str:
+        """What the library says, in short."""
+        if "timed out" in text or "timeout" in text:
+            return f"of which nothing was heard for {self.timeout_seconds:g} s"
+        return "whose process is gone" if "closed" in text or "reset" in text else f"on whose line: {text[:80]}"
 
     def _pushed(self, message: Message) -> Push:
         words, row = message.words, message.row

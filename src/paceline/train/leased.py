@@ -78,6 +78,7 @@ class Hand:
         self._row = self._flat.row()
         self._telling = Telling(self._parts, tells=True)
         self._seen = False
+        self._broken = 0
         self._joins = ready.plan.rule.staleness == 0
         settings, job, task = ready.settings, ready.job, ready.task
         self._feed = LeasedFeed(
@@ -125,7 +126,7 @@ class Hand:
 
     def _share(self, words: Mapping[str, Any], row: Tensor | None) -> Message:
         cursor = Cursor.from_json(words["cursor"])
-        self._faults.fire("step", step=cursor.step + 1)
+        self._break(cursor.step + 1)
         read = partial(self._feed.share, cursor, micro_batch_size=int(words["micro_batch_size"]))
         given = read(number=int(words["number"]), of=int(words["of"]))
         if row is not None:
@@ -138,6 +139,12 @@ class Hand:
             self._pulse.beat(step=cursor.step + 1)
         told = {"gradients": kinds_of(gradients), "terms": terms, "divided": counts is not None}
         return Message(kind=Kind.PUSH, words={**told, "stop": stop_flag.requested}, row=pack_gradients(gradients))
+
+    def _break(self, step: int) -> None:
+        """The faults that were asked for until this step: it may be another worker that gets a share of theirs."""
+        while self._broken < step:
+            self._broken += 1
+            self._faults.fire("step", step=self._broken)
 
     def _counts(self, given: StepInput, *, whole: Any) -> dict[str, Tensor] | None:
         """Where the job gives them before the forward: of the whole batch where it is one update, else of the share."""

@@ -234,9 +234,8 @@ class Run:
             given, self._words = request["payload"], ["python", *request["script"]]
             self._task = Task.from_json({**self._task.as_json(), **{n: given[n] for n in ("run", "attempt", "resume")}})
             return
-        joined = detect(os.environ)
         late = self._exact and not choose_kernels()
-        if joined is not None:
+        if (joined := detect(os.environ)) is not None:
             if late:
                 begin_again(was_open=Run._was_open)
             adopt(joined, os.environ)
@@ -275,6 +274,8 @@ class Run:
         tails: list[Tail] = []
 
         def follow(folder: Path) -> Tail:
+            for tail in tails[-1:]:
+                tail.close()
             tails.append(Tail(folder))
             return tails[-1]
 

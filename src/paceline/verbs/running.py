@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
-from paceline.faults import Fault, parse_faults
+from paceline.faults import parse_faults
 from paceline.launch.environments import Joined, detect
 from paceline.launch.meet import adopt
 from paceline.plan.asynchronous import refuse_update, refuse_update_settings
@@ -30,6 +30,7 @@ from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, choose_run, new_run
 from paceline.talk import say
 from paceline.verbs.again import command_again
+from paceline.verbs.misfits import beyond_threads, unknown_parameters
 from paceline.watch.console import Tail
 from paceline.watch.sinks import check_names
 
@@ -88,10 +89,10 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
     layout = asked_layout if text is not None else parse_layout("single" if ranks == 1 else update.layout)
     faults = _collect(problems, lambda: parse_faults(common.faults)) or ()
     if threads:
-        _check_not_nested(joined, faults, problems)
+        problems += beyond_threads(joined, faults)
     problems += refuse_joined(update, kind=joined and joined.kind)
     if ref is not None:
-        problems += _unknown_parameters(job_defaults(ref), asked)
+        problems += unknown_parameters(job_defaults(ref), asked)
     if layout is not None and layout.ranks and common.ranks is None and (joined is None or threads):
         ranks = layout.ranks + update.servers
     if layout is not None:
@@ -155,6 +156,8 @@ def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False)
     def follow(folder: Path) -> Callable[[], None]:
         if not common.quiet:
             say(f"starting {many(count, 'process')}; logs in {task.run}/logs")
+        if tails:
+            tails[-1].close()
         tails.append(Tail(folder))
         return tails[-1] if not common.quiet else _nothing
 
@@ -261,41 +264,6 @@ def _ranks(asked: int | None, joined: Joined | None, device: str, problems: list
             )
         )
     return asked or gpus or 1
-
-
-def _check_not_nested(joined: Joined | None, faults: Sequence[Fault], problems: list[PacelineError]) -> None:
-    """Replicas as threads need a world of one process, which is rank 0."""
-    beyond = [fault.rank for fault in faults if fault.rank]
-    if beyond:
-        problems.append(
-            UsageError(
-                f"a fault on rank {beyond[0]}, but layout threads is one process, rank 0.",
-                hint='--faults "kill rank=0 step=50", or --layout ddp',
-            )
-        )
-    if joined is not None and joined.world_size > 1:
-        problems.append(
-            UsageError(
-                f"layout threads is one process, {joined.kind} started {joined.world_size}.",
-                hint="--layout ddp, or one process: paceline train JOB --layout threads --ranks 2",
-            )
-        )
-
-
-def _unknown_parameters(known: dict[str, str] | None, asked: Asked) -> list[PacelineError]:
-    if known is None:
-        return []
-    names = [name[4:] for name in asked.values if name.startswith("job.")]
-    return [
-        UsageError(
-            f"make_job has no parameter {name!r}.",
-            where=asked.origins.get(f"job.{name}", ""),
-            cause=did_you_mean(name, known),
-            hint=f"it takes: {', '.join(known) or 'none'}",
-        )
-        for name in names
-        if name not in known
-    ]
 
 
 def _nothing() -> None:
