@@ -1,0 +1,240 @@
+"""A parameter server: equal to ddp where nothing is late, never later than the bound, and no sample lost or doubled."""
+
+import json
+import os
+import re
+import signal
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import Ended, Shop
+
+COUNTS = """
+import os, random, signal, time
+import torch
+import paceline as pl
+
+class Seen(torch.nn.Module):
+    # each sample's number goes down by 1 whenever its gradient is taken; `clock` counts updates, `saw` what was pulled
+    def __init__(self, samples, extra):
+        super().__init__()
+        self.times = torch.nn.Parameter(torch.zeros(samples))
+        self.clock = torch.nn.Parameter(torch.zeros(()))
+        self.saw = torch.nn.Parameter(torch.zeros(()))
+        self.extra = torch.nn.Parameter(torch.zeros(extra))
+
+    def forward(self, index):
+        if os.environ.get("DIES") == os.environ.get("RANK") or (os.environ.get("DIES") == "all" and os.environ["RANK"] != "0"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ.get("RAISES") == os.environ.get("RANK"):
+            raise ValueError("a worker's own mistake")
+        slow = 5 if os.environ.get("SLOW") == os.environ.get("RANK") else 1
+        time.sleep(random.Random().random() * float(os.environ.get("DELAY", 0)) * slow)
+        moved = self.times[index].sum() + self.clock + self.saw * self.clock.detach() + 0.0 * self.extra.sum()
+        return len(index) * moved
+
+class Written(torch.optim.SGD):
+    # on the server: how many updates old the weights were that this gradient saw, told by the weights themselves
+    def step(self, closure=None):
+        late = self.saw.grad.item() - self.clock.item()
+        with open(os.environ["WRITTEN"], "a") as file:
+            file.write(f"{late:.0f}\\n")
+        return super().step()
+
+def make_job(samples: int = 60, batch: int = 12, extra: int = 10_000):
+    def optimizer(named):
+        found = Written([p for _, p in named], lr=1.0)
+        vars(found).update(named)
+        return found
+
+    return pl.Job(
+        model=lambda: Seen(samples, extra),
+        loss=lambda output, index: (output, len(index)),
+        forward=lambda model, index: model(index),
+        train_data=torch.arange(samples),
+        optimizer=optimizer,
+        global_batch_size=batch,
+    )
+"""
+
+
+def weights(shop: Shop, run: str) -> dict[str, torch.Tensor]:
+    return load_file(next((shop.path / run / "consolidated").glob("*.safetensors")))
+
+
+def events(shop: Shop, run: str, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (shop.path / run / "events.jsonl").read_text().splitlines()]
+    return [event for event in found if event["event"] == kind]
+
+
+def notes(shop: Shop, run: str) -> str:
+    return "\n".join(event["text"] for event in events(shop, run, "Note"))
+
+
+def count(shop: Shop, *words: str, ranks: int, epochs: int, environ: dict[str, str] | None = None) -> Ended:
+    """Train the counting job; what its optimizer measured is in `written`."""
+    if not (shop.path / "count.py").exists():
+        shop.write("count.py", COUNTS)
+    return shop.run(
+        "train", "count.py", "--ranks", str(ranks), "--run-dir", "run", "--train.epochs", str(epochs), *words,
+        "--watch.to", "console,jsonl", "--log.every", "100", timeout=550,
+        environ={"WRITTEN": str(shop.path / "written"), **(environ or {})},
+    )  # fmt: skip
+
+
+def measured(shop: Shop) -> Counter[int]:
+    return Counter(map(int, (shop.path / "written").read_text().split()))
+
+
+def all_seen(shop: Shop, *, epochs: int, updates: int, each: float = 1.0) -> None:
+    """Every sample once an epoch, every update once: the weights themselves have counted, by `each` a sample."""
+    found = weights(shop, "run")
+    assert found["times"].unique().tolist() == [-epochs * each]
+    assert found["clock"].item() == -updates
+
+
+@pytest.mark.parametrize("words", [(), ("--job.two_terms", "true"), ("--train.micro_batch_size", "2")])
+def test_bound_0_is_ddp(shop: Shop, words: tuple[str, ...]) -> None:
+    words = ("--job.dropout", "0.2", *words)
+    one = shop.train("one", *words, ranks=2, steps=9)
+    other = shop.train("other", *words, "--update", "ps,staleness=0", ranks=3, steps=9)
+    assert one.code == other.code == 0, one.text + other.text
+    first, second = weights(shop, "one"), weights(shop, "other")
+    for name, value in first.items():
+        assert torch.allclose(value, second[name], rtol=1e-5, atol=1e-6), name
+    losses = [[line["loss"] for line in events(shop, run, "StepDone")] for run in ("one", "other")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) > 0
+    told = [one["late"] for one in events(shop, "other", "Staleness")[-1]["told"]]
+    assert all(late == 0 for one in told for late, _ in one)
+
+
+def _bounded(shop: Shop, bound: str, *, epochs: int) -> Counter[int]:
+    slow = {"DELAY": "0.002", "SLOW": "2"}
+    words = ("--update", f"ps,staleness={bound}", "--checkpoint.every", "100000", "--job.batch", "60")
+    ended = count(shop, *words, ranks=4, epochs=epochs, environ=slow)
+    assert ended.code == 0, ended.text
+    all_seen(shop, epochs=epochs, updates=3 * epochs)
+    found = measured(shop)
+    told: Counter[int] = Counter()
+    for one in events(shop, "run", "Staleness")[-1]["told"]:
+        told.update(dict(one["late"]))
+    assert found == told, "what the run tells is not what its weights say"
+    assert sum(found.values()) == 3 * epochs
+    return found
+
+
+@pytest.mark.parametrize("bound", ["1", "4", "none"])
+def test_no_gradient_is_later_than_the_bound(shop: Shop, bound: str) -> None:
+    found = _bounded(shop, bound, epochs=60)
+    assert max(found) <= (float("inf") if bound == "none" else int(bound))
+    assert max(found) > 0, "nothing was ever late: nothing was tried"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("bound", ["1", "4", "none"])
+def test_no_gradient_is_later_than_the_bound_in_10000_updates(shop: Shop, bound: str) -> None:
+    found = _bounded(shop, bound, epochs=3400)
+    print(f"\nstaleness={bound}: {sum(found.values())} updates, by lateness {dict(sorted(found.items()))}")
+    assert max(found) <= 4 if bound == "4" else max(found) == 1 if bound == "1" else max(found) > 4
+
+
+@pytest.mark.parametrize("bound", ["0", "2"])
+def test_a_killed_worker_loses_only_its_unpushed_gradient(shop: Shop, bound: str) -> None:
+    faults = "kill rank=1 step=7; kill rank=2 step=20"
+    ended = count(shop, "--update", f"ps,staleness={bound}", "--faults", faults, ranks=3, epochs=40)
+    assert ended.code == 0, ended.text
+    joint = bound == "0"
+    all_seen(shop, epochs=40, updates=200 if joint else 400, each=0.5 if joint else 1.0)
+    told = notes(shop, "run")
+    assert "lost worker 1, whose process is gone: its unpushed gradient is lost, and step 7's part" in told
+    assert "lost worker 2, whose process is gone: its unpushed gradient is lost, and step 20's part" in told
+
+
+def test_a_killed_worker_is_back_soon(shop: Shop) -> None:
+    words = ("--update", "ps,staleness=2", "--faults", "kill rank=1 step=3")
+    ended = count(shop, *words, ranks=3, epochs=100, environ={"DELAY": "0.02"})
+    assert ended.code == 0 and "rank 1 is back, a worker as before" in notes(shop, "run"), ended.text
+    all_seen(shop, epochs=100, updates=1000)
+
+
+def test_one_that_is_killed_again_and_again_is_gone_on_without(shop: Shop) -> None:
+    ended = count(shop, "--update", "ps,staleness=2", ranks=3, epochs=30, environ={"DIES": "1", "DELAY": "0.02"})
+    assert ended.code == 0, ended.text
+    all_seen(shop, epochs=30, updates=300)
+
+
+def test_where_all_workers_die_the_run_ends_and_says_so(shop: Shop) -> None:
+    began = time.monotonic()
+    ended = count(shop, "--update", "ps,staleness=2", ranks=3, epochs=30, environ={"DIES": "all"})
+    assert ended.code == 1 and "SIGKILL" in ended.text and "rank 0" not in ended.err.split("First error:")[-1][:8]
+    assert time.monotonic() - began < 60
+
+
+def test_an_error_in_a_worker_ends_the_run_and_is_named(shop: Shop) -> None:
+    ended = count(shop, "--update", "ps,staleness=2", ranks=3, epochs=30, environ={"RAISES": "2"})
+    assert ended.code == 1 and "rank 2" in ended.text and "a worker's own mistake" in ended.text, ended.text
+
+
+@pytest.mark.parametrize("bound", ["0", "none"])
+def test_a_killed_server_is_restored_and_what_was_lost_is_said(shop: Shop, bound: str) -> None:
+    faults = "kill rank=0 step=37"
+    words = ("--update", f"ps,staleness={bound}", "--checkpoint.every", "20", "--faults", faults)
+    ended = count(shop, *words, ranks=3, epochs=12)
+    assert ended.code == 0, ended.text
+    assert re.search(
+        r"rank 0, a server, was killed \(SIGKILL\) after step 36\. Going on from step-00000020: 16 steps", ended.err
+    ), ended.err
+    joint = bound == "0"
+    all_seen(shop, epochs=12, updates=60 if joint else 120, each=0.5 if joint else 1.0)
+
+
+def test_a_stopped_run_goes_on_with_another_number_of_workers(shop: Shop) -> None:
+    words = ("--update", "ps,staleness=4", "--faults", "stop rank=0 step=30")
+    stopped = count(shop, *words, ranks=3, epochs=20)
+    assert stopped.code == 75, stopped.text
+    again = count(shop, "--update", "ps,staleness=4", ranks=4, epochs=20)
+    assert again.code == 0 and "resumed: step-" in again.text, again.text
+    assert weights(shop, "run")["times"].unique().tolist() == [-20]
+
+
+def test_a_stopped_worker_is_given_up_and_comes_back(shop: Shop) -> None:
+    shop.write("count.py", COUNTS)
+    words = ("--update", "ps,staleness=2", "--train.timeout_seconds", "3", "--log.every", "5")
+    process = shop.start(
+        "train", "count.py", "--ranks", "3", "--run-dir", "run", "--train.epochs", "150", *words,
+        "--watch.to", "console,jsonl", environ={"WRITTEN": str(shop.path / "written"), "DELAY": "0.03"},
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 60
+        while not (shop.path / "run/logs/attempt-1/pulse-1").exists() or not (shop.path / "written").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        pid = pid_of(shop, rank=1)
+        os.kill(pid, signal.SIGSTOP)
+        while "of which nothing was heard for 3 s" not in (shop.path / "run/events.jsonl").read_text():
+            assert time.monotonic() < until, "nobody gave it up"
+            time.sleep(0.1)
+        os.kill(pid, signal.SIGCONT)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, out + err
+    all_seen(shop, epochs=150, updates=1500)
+
+
+def pid_of(shop: Shop, *, rank: int) -> int:
+    """The process that writes to that rank's log."""
+    log = (shop.path / f"run/logs/attempt-1/rank-{rank}.log").resolve()
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (path / "fd" / "1").readlink() == log:
+                return int(path.name)
+    raise AssertionError(f"rank {rank} has no process")
