@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.step.flat import kinds_of, pack_gradients, unpack_gradients
 from tests.conftest import Ended, Shop
 
 COUNTS = """
@@ -238,3 +239,110 @@ def pid_of(shop: Shop, *, rank: int) -> int:
             if (path / "fd" / "1").readlink() == log:
                 return int(path.name)
     raise AssertionError(f"rank {rank} has no process")
+
+
+TABLE = """
+import torch
+import paceline as pl
+
+class Words(torch.nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        self.table = torch.nn.Embedding(5000, 8, sparse=sparse)
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, ids):
+        return self.head(self.table(ids).mean(1))
+
+def make_job(sparse: bool = True, kind: str = "SGD") -> pl.Job:
+    generator = torch.Generator().manual_seed(0)
+    ids, labels = torch.randint(0, 50, (48, 5), generator=generator), torch.randint(0, 3, (48,), generator=generator)
+    return pl.Job(
+        model=lambda: Words(sparse),
+        loss=lambda output, batch: (torch.nn.functional.cross_entropy(output, batch[-1], reduction="sum"), len(output)),
+        train_data=torch.utils.data.TensorDataset(ids, labels),
+        optimizer=lambda named: getattr(torch.optim, kind)([p for _, p in named], lr=0.5),
+        global_batch_size=12,
+        max_grad_norm=0.3,
+    )
+"""
+
+
+def test_rows_of_a_table_are_pushed_alone_and_train_it_as_whole_ones_do(shop: Shop) -> None:
+    shop.write("table.py", TABLE)
+    steps = ("--train.steps", "9", "--watch.to", "console,jsonl")
+    one = shop.run("train", "table.py", "--ranks", "2", "--job.sparse", "false", "--run-dir", "one", *steps)
+    words = ("--ranks", "3", "--update", "ps,staleness=0", "--run-dir", "other")
+    other = shop.run("train", "table.py", *words, *steps)
+    late = shop.run("train", "table.py", "--ranks", "3", "--update", "ps,staleness=3", "--run-dir", "late", *steps)
+    assert one.code == other.code == late.code == 0, one.text + other.text + late.text
+    first, second = weights(shop, "one"), weights(shop, "other")
+    for name, value in first.items():
+        assert torch.allclose(value, second[name], rtol=1e-5, atol=1e-6), name
+    assert not torch.allclose(first["table.weight"], weights(shop, "late")["table.weight"], atol=1e-4)
+
+
+def test_a_sparse_gradient_travels_as_its_rows() -> None:
+    table = torch.nn.Embedding(5000, 8, sparse=True)
+    table(torch.tensor([[3, 7], [7, 4999]])).sum().backward()
+    assert table.weight.grad is not None
+    gradients = [None, table.weight.grad.coalesce(), torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor(5.0)]
+    row = pack_gradients(gradients)
+    assert row.numel() < 400 < table.weight.nbytes
+    like = [torch.zeros(4), table.weight, torch.zeros(2, 3, dtype=torch.bfloat16), torch.tensor(0.0)]
+    back = unpack_gradients(row, kinds=kinds_of(gradients), like=like)
+    assert back[0] is None and back[1] is not None and back[1].is_sparse
+    assert torch.equal(back[1].to_dense(), table.weight.grad.to_dense())
+    assert back[2] is not None and torch.equal(back[2], gradients[2]) and back[3] == 5.0
+
+
+BAD = {
+    "no worker is left": ("--ranks", "1", "--update", "ps"),
+    "with 2 ranks: no worker is left": ("--ranks", "2", "--update", "ps,servers=2"),
+    "staleness is a whole number from 0, or none": ("--ranks", "3", "--update", "ps,staleness=-1"),
+    "servers is a whole number from 1": ("--ranks", "3", "--update", "ps,servers=0"),
+    "ps has no option 'bound'": ("--ranks", "3", "--update", "ps,bound=3"),
+    "--update ps goes with ddp, not with pp": ("--ranks", "3", "--layout", "pp", "--update", "ps"),
+    "--update ps goes with ddp, not with fsdp": ("--ranks", "3", "--layout", "fsdp", "--update", "ps"),
+    "--train.exact with --update ps": ("--ranks", "3", "--update", "ps", "--train.exact"),
+    "fp16 with --update ps": ("--ranks", "3", "--update", "ps", "--train.precision", "fp16"),
+    "sync_bn with --update ps": ("--ranks", "3", "--update", "ps", "--train.buffers", "sync_bn"),
+    "--data.workers with --update ps": ("--ranks", "3", "--update", "ps", "--data.workers", "1"),
+    "--log.statistics with --update ps": ("--ranks", "3", "--update", "ps", "--log.statistics"),
+    "first.norm keeps running statistics": ("--ranks", "3", "--update", "ps", "--job.norm", "true"),
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_what_it_can_not_be_had_with_is_said(shop: Shop, said: str) -> None:
+    words = ("train", "job.py", *BAD[said], "--run-dir", "run", "--train.steps", "2")
+    began = time.monotonic()
+    ended = shop.run(*words)
+    assert ended.code == 2 and said.replace("first.", "") in ended.text, ended.text
+    assert "Traceback" not in ended.text and time.monotonic() - began < 60
+
+
+def test_a_sparse_push_that_the_optimizer_can_not_take_is_refused(shop: Shop) -> None:
+    shop.write("table.py", TABLE)
+    words = ("--ranks", "3", "--update", "ps", "--run-dir", "run", "--train.steps", "2")
+    ended = shop.run("train", "table.py", "--job.kind", "AdamW", *words)
+    assert ended.code == 2 and "table gives sparse gradients, and AdamW" in ended.text, ended.text
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [("loss_over='batch'", "no worker ever has the whole batch"), ("ema=0.9", "at the pace of nobody's choice")],
+)
+def test_what_a_job_can_not_ask_for_is_said(shop: Shop, changed: str, said: str) -> None:
+    text = f"from dataclasses import replace\nimport job as other\n\n\ndef make_job():\n    return replace(other.make_job(), {changed})\n"
+    shop.write("changed.py", text)
+    ended = shop.run("train", "changed.py", "--ranks", "3", "--update", "ps", "--run-dir", "run", "--train.steps", "2")
+    assert ended.code == 2 and said in ended.text, ended.text
+
+
+def test_a_stream_is_refused(shop: Shop) -> None:
+    text = "from dataclasses import replace\nimport job as other\n\n\ndef make_job():\n    job = other.make_job()\n" \
+           "    return replace(job, train_data=lambda: iter(job.train_data))\n"  # fmt: skip
+    shop.write("stream.py", text)
+    ended = shop.run("train", "stream.py", "--ranks", "3", "--update", "ps", "--run-dir", "run", "--train.steps", "2")
+    assert ended.code and "train_data is a stream, and --update ps" in ended.text, ended.text

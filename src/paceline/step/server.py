@@ -172,7 +172,7 @@ class ServerStep(SpmdStep):
         if not pushes[0].divided:
             dense = [g for g in gradients if g is not None and not g.is_sparse]
             divide_all(dense, count)
-            gradients = [g / count if g is not None and g.is_sparse else g for g in gradients]
+            gradients = [(g / count).coalesce() if g is not None and g.is_sparse else g for g in gradients]
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         if joins:
