@@ -61,6 +61,11 @@ class Leases:
         """Shares that were given away and are not taken yet."""
         return len(self._out)
 
+    @property
+    def oldest(self) -> int:
+        """The number of the oldest lease that is not taken yet; of the next one where there is none."""
+        return min((lease.number for lease in self._out), default=self._given + 1)
+
     def offer(self, shares: Iterable[Share]) -> None:
         """A batch's shares may be given away."""
         self._free += shares

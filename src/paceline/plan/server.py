@@ -55,13 +55,6 @@ def refuse_server(update: Update, layout: Layout, mesh: Mesh) -> list[PacelineEr
                 hint=f"--layout ddp --ranks {ranks} --update {update}",
             )
         )
-    if update.servers > 1:
-        found.append(
-            LayoutError(
-                f"--update ps with {update.servers} servers is not in this version yet.",
-                hint=f"--ranks {mesh.ranks + 1} --update ps,servers=1",
-            )
-        )
     return found
 
 

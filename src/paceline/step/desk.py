@@ -1,7 +1,6 @@
-"""Where a server's loop and its workers meet: one lock around the books and the weights, one thread for each worker.
+"""Where a server's loop and its workers meet: one lock around the books and the weights.
 
-The threads only move bytes and write in the books. Updates are taken by the loop's own thread: what goes wrong with one
-is an exception there, as in any other step.
+Updates are taken by the loop's own thread: what goes wrong with one is an exception there, as in any other step.
 """
 
 import threading
@@ -14,34 +13,34 @@ from torch import Tensor
 
 from paceline.errors import DesyncError
 from paceline.order.leases import Lease, Leases
-from paceline.step.flat import flat_of, unpack_gradients
-from paceline.step.line import Door, Kind, Line, LineLost, Message
+from paceline.step.flat import flat_of
 from paceline.step.pushed import Push
 
-_LEAVING_SECONDS = 5.0
 _PATIENCE = 0.25  # of the time after which the other end would give up
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What workers are given: the trainable parameters with each lease, once the tensors that nothing updates.
+    """What workers are given: with each lease the parameters that this server has, by name; once what nothing updates.
 
     `model` tells models of other shapes apart.
     """
 
+    names: Sequence[str]
     weights: Sequence[Tensor] = field(repr=False)
     rest: Sequence[Tensor] = field(repr=False)
     model: str
 
 
 class Desk:
-    """The shared side. What has `lock` in its name or says so is called with it held."""
+    """The shared side; its attributes are read and written with `lock` held."""
 
     def __init__(self, *, leases: Leases, held: Held, timeout_seconds: float) -> None:
         self.lock = threading.Condition()
         self.leases = leases
         self.held = held
         self.timeout_seconds = timeout_seconds
+        self.version = 0
         self.pushes: dict[int, Push] = {}
         self.where: dict[int, Mapping[str, Any]] = {}
         self.names: dict[int, str] = {}
@@ -51,25 +50,32 @@ class Desk:
         self.alone_since = time.monotonic()
         self._flat = flat_of(held.weights)
         self._here: set[int] = set()
-        self._clerks: list[threading.Thread] = []
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which an end that waits should be told that this one lives."""
+        return self.timeout_seconds * _PATIENCE
 
     @property
     def num_workers(self) -> int:
         """How many are here."""
         return len(self._here)
 
-    def open(self, door: Door) -> None:
-        """Let workers in, from now on."""
-        threading.Thread(target=self._watch, args=(door,), daemon=True, name="paceline-door").start()
+    def row(self) -> Tensor:
+        """Room for the weights."""
+        return self._flat.row()
 
-    def close(self) -> None:
-        """Tell all workers that it is over, and wait a moment for those that can be told."""
+    def end(self) -> None:
+        """It is over: whoever waits is told."""
         with self.lock:
             self.is_over = True
             self.lock.notify_all()
-        until = time.monotonic() + _LEAVING_SECONDS
-        for clerk in self._clerks:
-            clerk.join(max(0.0, until - time.monotonic()))
+
+    def fail(self, error: Exception) -> None:
+        """The loop raises it."""
+        with self.lock:
+            self.failure = error
+            self.lock.notify_all()
 
     def come(self, worker: int, *, rank: int, life: int, model: str) -> None:
         """A worker is here.
@@ -108,17 +114,20 @@ class Desk:
 
     def lease(self, worker: int, *, row: Tensor) -> tuple[Lease, Mapping[str, Any]] | None:
         """A share for this worker, and in `row` the weights for it; None if none came up for a while, or it is over."""
-        until = time.monotonic() + self.timeout_seconds * _PATIENCE
+        found: list[Lease] = []
+
+        def granted() -> bool:
+            lease = None if self.is_over else self.leases.grant(worker)
+            found.extend([] if lease is None else [lease])
+            return self.is_over or lease is not None
+
         with self.lock:
-            while not self.is_over:
-                lease = self.leases.grant(worker)
-                if lease is not None:
-                    self._flat.packed(self.held.weights, into=row)
-                    self.lock.notify_all()
-                    return lease, self.where[lease.share.step]
-                if not self.lock.wait(until - time.monotonic()) or time.monotonic() >= until:
-                    return None
-        return None
+            self.lock.wait_for(granted, timeout=self.patience)
+            if not found:
+                return None
+            self._flat.packed(self.held.weights, into=row)
+            self.lock.notify_all()
+            return found[0], self.where[found[0].share.step]
 
     def push(self, lease: Lease, push: Push) -> None:
         """A share's gradient, whole."""
@@ -127,66 +136,19 @@ class Desk:
             self.pushes[lease.number] = push
             self.lock.notify_all()
 
-    def row(self) -> Tensor:
-        """Room for the weights."""
-        return self._flat.row()
-
-    def _watch(self, door: Door) -> None:
-        while (number := _quietly(door.next)) is not None:
-            clerk = threading.Thread(target=self._serve, args=(door, number), daemon=True, name=f"paceline-{number}")
-            self._clerks.append(clerk)
-            clerk.start()
-
-    def _serve(self, door: Door, worker: int) -> None:
-        try:
-            self._talk(door.line(worker), worker)
-            self.go(worker, why="it is over")
-        except LineLost as error:
-            self.go(worker, why=self._why(str(error).lower()))
-        except Exception as error:  # the loop raises it
-            with self.lock:
-                self.failure = error
-                self.lock.notify_all()
-
-    def _talk(self, line: Line, worker: int) -> None:
-        hello = line.receive().words
-        self.come(worker, rank=hello["rank"], life=hello["life"], model=hello["model"])
+    def weights_at(self, version: int, *, row: Tensor) -> bool:
+        """In `row` the weights after at least so many updates; False where they did not come about in time."""
         with self.lock:
-            rest = flat_of(self.held.rest).packed(self.held.rest)
-        line.send(Message(kind=Kind.REST, row=rest))
-        row = self.row()
-        while not self.is_over:
-            found = self.lease(worker, row=row)
-            if found is None:
-                if not self.is_over:
-                    line.send(Message(kind=Kind.WAIT))
-                continue
-            lease, where = found
-            share = lease.share
-            line.send(Message(kind=Kind.LEASE, words={**where, "number": share.number, "of": share.of}, row=row))
-            self.push(lease, self._pushed(line.receive()))
-        line.send(Message(kind=Kind.OVER))
+            self.lock.wait_for(lambda: self.is_over or self.version >= version, timeout=self.timeout_seconds)
+            self._flat.packed(self.held.weights, into=row)
+            return self.version >= version
 
-    def _why(self, text: str) -> str:
-        """What the library says, in short."""
-        if "timed out" in text or "timeout" in text:
-            return f"of which nothing was heard for {self.timeout_seconds:g} s"
-        return "whose process is gone" if "closed" in text or "reset" in text else f"on whose line: {text[:80]}"
+    def stage(self, number: int, push: Push) -> None:
+        """This server's part of a gradient, which counts once the first server has its own."""
+        with self.lock:
+            self.pushes[number] = push
+            self.lock.notify_all()
 
-    def _pushed(self, message: Message) -> Push:
-        words, row = message.words, message.row
-        kinds, like = words["gradients"], self.held.weights
-        return Push(
-            gradients=[None] * len(kinds) if row is None else unpack_gradients(row, kinds=kinds, like=like),
-            terms={int(index): {n: (t, c) for n, (t, c) in terms.items()} for index, terms in words["terms"].items()},
-            divided=words["divided"],
-            stop=words["stop"],
-        )
-
-
-def _quietly(ask: Callable[[], int | None]) -> int | None:
-    """The store ends with the run, perhaps while somebody asks it."""
-    try:
-        return ask()
-    except RuntimeError:
-        return None
+    def waits(self, until: Callable[[], bool]) -> None:
+        """With the lock held: until that is so; bounded by what may be asked of the other end."""
+        assert self.lock.wait_for(lambda: until() or self.failure is not None, timeout=self.timeout_seconds)

@@ -18,7 +18,7 @@ from paceline.world import Place
 
 _SERVER, _WORKER = 0, 1
 _POLL_SECONDS = 0.02
-_TICKETS = "paceline-server/tickets"
+_TICKETS = "paceline-server/tickets/{}"
 
 
 class Kind(IntEnum):
@@ -30,6 +30,7 @@ class Kind(IntEnum):
     WAIT = 4
     PUSH = 5
     OVER = 6
+    PULL = 7
 
 
 class LineLost(Exception):
@@ -129,7 +130,7 @@ def reach_store(place: Place, *, timeout_seconds: float) -> TCPStore:
         raise LineLost(str(error)) from error
 
 
-def come_in(place: Place, *, timeout_seconds: float) -> Line:
+def come_in(place: Place, *, server: int, timeout_seconds: float) -> Line:
     """A worker's end of a line that nobody had before: it draws a number, and the server comes to it.
 
     Raises:
@@ -137,17 +138,18 @@ def come_in(place: Place, *, timeout_seconds: float) -> Line:
     """
     store = reach_store(place, timeout_seconds=timeout_seconds)
     try:
-        number = int(store.add(_TICKETS, 1))
+        number = int(store.add(_TICKETS.format(server), 1))
     except (RuntimeError, dist.DistError) as error:
         raise LineLost(str(error)) from error
-    return Line(store, name=str(number), is_server=False, timeout_seconds=timeout_seconds)
+    return Line(store, name=f"{server}/{number}", is_server=False, timeout_seconds=timeout_seconds)
 
 
 class Door:
     """Where the server sees workers come: late ones, and those that were started again, as the first."""
 
-    def __init__(self, place: Place, *, timeout_seconds: float) -> None:
+    def __init__(self, place: Place, *, server: int, timeout_seconds: float) -> None:
         self._place = place
+        self._server = server
         self._timeout = timeout_seconds
         self._store = reach_store(place, timeout_seconds=timeout_seconds)
         self._seen = 0
@@ -156,7 +158,7 @@ class Door:
     def next(self) -> int | None:
         """The number of the next worker that has come; None once the door is closed."""
         while not self.is_closed:
-            if self._seen < int(self._store.add(_TICKETS, 0)):
+            if self._seen < int(self._store.add(_TICKETS.format(self._server), 0)):
                 self._seen += 1
                 return self._seen
             time.sleep(_POLL_SECONDS)
@@ -169,4 +171,5 @@ class Door:
             LineLost
         """
         store = reach_store(self._place, timeout_seconds=self._timeout)
-        return Line(store, name=str(number), is_server=True, timeout_seconds=self._timeout)
+        name = f"{self._server}/{number}"
+        return Line(store, name=name, is_server=True, timeout_seconds=self._timeout)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,6 +94,17 @@ class PushedBatch:
     def in_order(self) -> list[Push]:
         """By the number of the share, whoever came first."""
         return [push for _, push in sorted(self.pushes.items())]
+
+
+def as_words(push: Push) -> dict[str, Any]:
+    """What the other servers need of it beside their own gradients."""
+    return {"terms": push.terms, "divided": push.divided, "stop": push.stop}
+
+
+def from_words(words: Mapping[str, Any], *, gradients: Sequence[Tensor | None]) -> Push:
+    """With this server's own."""
+    terms = {int(index): {n: (t, c) for n, (t, c) in terms.items()} for index, terms in words["terms"].items()}
+    return Push(gradients=gradients, terms=terms, divided=words["divided"], stop=words["stop"])
 
 
 def joined(pushes: Sequence[Push]) -> list[Tensor | None]:

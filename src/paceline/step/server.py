@@ -3,9 +3,11 @@
 With bound 0 the shares of a batch are added up and taken as one update, as the replicas of `ddp` do. With a bound above
 0 each share is an update of its own, taken when it comes, unless another one that is under way would then be more
 updates late than the bound allows: then that one is waited for (Ho et al., NIPS 2013, counted in updates).
+
+Several servers each have some of the parameters, whole, and their optimizer state. The first one leases, and decides
+which gradients are taken in which order; the others have their parts of them by then, and follow.
 """
 
-import hashlib
 import math
 import time
 from collections import deque
@@ -13,41 +15,52 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from paceline.errors import RunError
 from paceline.order.leases import Lease, Leases, Share
-from paceline.place.units import trainable
 from paceline.spec.update import Update as Rule
-from paceline.step.desk import Desk, Held
+from paceline.step.clerks import Clerks
+from paceline.step.desk import Desk
 from paceline.step.given import Given
+from paceline.step.held import held_by
 from paceline.step.later import Later
 from paceline.step.line import Door
 from paceline.step.parts import Parts
-from paceline.step.pushed import Push, PushedBatch, PushedJoint, joined
+from paceline.step.pushed import Push, PushedBatch, PushedJoint, as_words, from_words, joined
 from paceline.step.result import StepResult
 from paceline.step.spmd import SpmdStep
 from paceline.survive.failure import at_step
 from paceline.torch_private import divide_all
 
 _LOOK_SECONDS = 0.5
+_TAKE, _WAIT, _DONE = "take", "wait", "done"
 
 
 class ServerStep(SpmdStep):
-    """The server's. `lag` is how many of the newest batches are not whole: what came of them is heard later."""
+    """The server's. `lag` is how many of the newest batches are not whole: what came of them is heard later.
 
-    def __init__(self, parts: Parts, *, rule: Rule, shares: int, micro_batch_size: int) -> None:
+    `spread` gives every server the others' parameters; it is called where weights are about to be looked at.
+    """
+
+    def __init__(
+        self, parts: Parts, *, rule: Rule, shares: int, micro_batch_size: int, spread: Callable[[], None]
+    ) -> None:
         super().__init__(parts)
         self.lag = 0
         self._shares = shares
         self._micro_batch_size = micro_batch_size
+        self._spread = spread
+        self._is_spread = True
         self._leases = Leases(bound=rule.staleness)
-        self._parameters = parts.update.parameters
+        self._mine: list[nn.Parameter] = []
         self._batches: dict[int, PushedBatch] = {}
         self._open: deque[PushedBatch] = deque()
         self._desk: Desk | None = None
-        self._door: Door | None = None
+        self._clerks: Clerks | None = None
         self._waited = 0.0
+        self._told_at = time.monotonic()
 
     def run(self, given: Given, *, stop: bool = False) -> StepResult:
         """Give the batch's shares away; what came of it is known once all of them were pushed."""
@@ -56,7 +69,7 @@ class ServerStep(SpmdStep):
         batch = self._begun(given, stop=stop)
         with desk.lock:
             desk.where[self.step] = _where(given, micro_batch_size=self._micro_batch_size)
-            self._leases.offer(batch.shares)
+            self._leases.offer(batch.shares if self.parts.world.is_main else ())
             desk.lock.notify_all()
         self.step += 1
         if self._leases.joins:
@@ -71,16 +84,19 @@ class ServerStep(SpmdStep):
         """Wait until every share that was given away is taken: no worker holds anything then."""
         if self._desk is not None:
             self._serve(self._desk, until=lambda: not self._open)
+        if not self._is_spread:
+            self._spread()
+            self._is_spread = True
 
     def lateness(self) -> list[dict[str, Any]]:
         """Of each worker."""
         found: dict[str, dict[int, int]] = {}
         for worker, counts in self._leases.late.items():
-            name = self._desk.names[worker] if self._desk is not None else str(worker)
+            mine = found.setdefault(self._desk.names[worker] if self._desk is not None else str(worker), {})
             for late, count in counts.items():
-                found.setdefault(name, {})[late] = found.setdefault(name, {}).get(late, 0) + count
+                mine[late] = mine.get(late, 0) + count
         return [
-            {"who": who, "late": [list(pair) for pair in sorted(late.items())]} for who, late in sorted(found.items())
+            {"who": who, "late": [list(pair) for pair in sorted(mine.items())]} for who, mine in sorted(found.items())
         ]
 
     def new_notes(self) -> list[str]:
@@ -93,21 +109,23 @@ class ServerStep(SpmdStep):
 
     def close(self) -> None:
         """Send the workers home."""
-        if self._door is not None:
-            self._door.is_closed = True
-        if self._desk is not None:
-            self._desk.close()
+        if self._clerks is not None:
+            self._clerks.close()
         super().close()
 
     def _opened(self) -> Desk:
         """From the first batch on: until then the weights may still be loaded."""
-        world = self.parts.world
-        weights, rest = [*self._parameters], fixed_tensors(self.parts.model)
-        held = Held(weights=weights, rest=rest, model=model_digest(self.parts.model))
-        self._desk = Desk(leases=self._leases, held=held, timeout_seconds=world.timeout_seconds)
+        world, members = self.parts.world, [m for m in self.parts.update.named if m.parameter.numel()]
         assert world.entrance is not None
-        self._door = Door(world.entrance, timeout_seconds=world.timeout_seconds)
-        self._desk.open(self._door)
+        self._mine = [member.parameter for member in members]
+        for member in self.parts.update.named:
+            if not member.parameter.numel():  # another server's: nobody is to miss its gradient here
+                member.parameter.grad = torch.zeros_like(member.parameter)
+        held = held_by(self.parts.model, members)
+        self._desk = Desk(leases=self._leases, held=held, timeout_seconds=world.timeout_seconds)
+        door = Door(world.entrance, server=world.rank, timeout_seconds=world.timeout_seconds)
+        self._clerks = Clerks(self._desk, door=door, leads=world.is_main)
+        self._clerks.open()
         return self._desk
 
     def _begun(self, given: Given, *, stop: bool) -> PushedBatch:
@@ -132,48 +150,96 @@ class ServerStep(SpmdStep):
             self._serve(self._desk, until=lambda: batch.is_whole)
 
     def _serve(self, desk: Desk, *, until: Callable[[], bool]) -> None:
-        """Take what comes until that is so.
+        """Take what comes until that is so, on the first server; the others do the same.
 
         Raises:
             RunError: no worker has been there for `train.timeout_seconds`.
         """
         with desk.lock:
+            if not self.parts.world.is_main:
+                return self._follow(desk)
             while True:
                 if desk.failure is not None:
                     raise desk.failure
                 leases = self._leases.ready()
                 if leases:
-                    self._take(leases, [desk.pushes.pop(lease.number) for lease in leases])
-                    desk.lock.notify_all()
+                    self._take(desk, leases, [desk.pushes.pop(lease.number) for lease in leases])
                 elif until():
-                    break
+                    return self._tell(_DONE)
                 else:
-                    began = time.perf_counter()
-                    desk.lock.wait(_LOOK_SECONDS)
-                    self._waited += time.perf_counter() - began
-                    self._refuse_alone(desk)
+                    self._wait(desk)
 
-    def _take(self, leases: Sequence[Lease], pushes: Sequence[Push]) -> None:
-        """One update."""
+    def _wait(self, desk: Desk) -> None:
+        began = time.perf_counter()
+        desk.lock.wait(_LOOK_SECONDS)
+        self._waited += time.perf_counter() - began
+        if time.monotonic() - self._told_at > desk.patience:
+            self._tell(_WAIT)
+        limit = desk.timeout_seconds
+        if not desk.num_workers and time.monotonic() - desk.alone_since > limit:
+            raise RunError(
+                f"no worker has been here for {limit:g} s.",
+                cause="they were killed, or can't reach this process",
+                hint=f"more memory for them, or --train.timeout_seconds {2 * limit:.0f}",
+            )
+
+    def _tell(self, kind: str, leases: Sequence[Lease] = (), pushes: Sequence[Push] = ()) -> None:
+        """To the other servers."""
+        self._told_at = time.monotonic()
+        if self.parts.world.world_size > 1:
+            pairs = zip(leases, pushes, strict=True)
+            told = [[lease.number, lease.share.step, lease.share.number, as_words(push)] for lease, push in pairs]
+            self.parts.world.share_json([kind, told, self._leases.oldest])
+
+    def _follow(self, desk: Desk) -> None:
+        """With the lock held, which is let go of while the first server thinks."""
+        while True:
+            desk.lock.release()
+            try:
+                kind, told, oldest = self.parts.world.share_json(None)
+            finally:
+                desk.lock.acquire()
+            if desk.failure is not None:
+                raise desk.failure
+            if kind == _DONE:
+                return
+            if kind == _TAKE:
+                desk.waits(lambda told=told: all(number in desk.pushes for number, *_ in told))  # type: ignore[misc]
+                pushes = {
+                    number: from_words(words, gradients=desk.pushes.pop(lease).gradients)
+                    for lease, _, number, words in told
+                }
+                self._update(desk, self._batches[told[0][1]], pushes)
+                for number in [number for number in desk.pushes if number < oldest]:  # of workers that died then
+                    del desk.pushes[number]
+
+    def _take(self, desk: Desk, leases: Sequence[Lease], pushes: Sequence[Push]) -> None:
+        """One update, on all servers."""
+        self._tell(_TAKE, leases, pushes)
+        numbers = [lease.share.number for lease in leases]
         batch = self._batches[leases[0].share.step]
-        for lease, push in zip(leases, pushes, strict=True):
-            batch.pushes[lease.share.number] = replace(push, gradients=())
-        count = math.fsum(push.count for push in pushes)
-        is_nothing = not self._leases.joins and not count
-        with at_step(batch.number + 1):
-            taken = not is_nothing and self._commit(batch, pushes, count=count)
+        taken = self._update(desk, batch, dict(zip(numbers, pushes, strict=True)))
         self._leases.take(leases, counts=taken)
-        if batch.is_whole:
-            self._end(batch)
+
+    def _update(self, desk: Desk, batch: PushedBatch, pushes: dict[int, Push]) -> bool:
+        batch.pushes |= {number: replace(push, gradients=()) for number, push in pushes.items()}
+        count = math.fsum(push.count for push in pushes.values())
+        with at_step(batch.number + 1):
+            taken = (self._leases.joins or bool(count)) and self._commit(batch, list(pushes.values()), count=count)
+            desk.version += int(taken)
+            self._is_spread = self.parts.world.world_size == 1
+            if batch.is_whole:
+                self._end(desk, batch)
+        desk.lock.notify_all()
+        return taken
 
     def _commit(self, batch: PushedBatch, pushes: Sequence[Push], *, count: float) -> bool:
         update, joins = self.parts.update, self._leases.joins
         gradients = joined(pushes) if len(pushes) > 1 else pushes[0].gradients
         if not pushes[0].divided:
-            dense = [g for g in gradients if g is not None and not g.is_sparse]
-            divide_all(dense, count)
+            divide_all([g for g in gradients if g is not None and not g.is_sparse], count)
             gradients = [(g / count).coalesce() if g is not None and g.is_sparse else g for g in gradients]
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+        for parameter, gradient in zip(self._mine, gradients, strict=True):
             parameter.grad = gradient
         if joins:
             batch.joint.tell(pushes, stop=batch.stop)
@@ -185,11 +251,10 @@ class ServerStep(SpmdStep):
         batch.result.skipped = not taken
         return taken
 
-    def _end(self, batch: PushedBatch) -> None:
+    def _end(self, desk: Desk, batch: PushedBatch) -> None:
         """All of its shares are taken: schedules count batches, whoever was first."""
         del self._batches[batch.number]
-        if self._desk is not None:
-            del self._desk.where[batch.number]
+        del desk.where[batch.number]
         if not self._leases.joins:
             batch.joint.tell(batch.in_order(), stop=batch.stop)
             self._refuse_empty(batch)
@@ -203,31 +268,6 @@ class ServerStep(SpmdStep):
         agreed, update = batch.joint.agreed(), self.parts.update
         if 0 in agreed.counts.values() and not update.skips:
             raise update.refusal(step=batch.number + 1, loss=agreed.loss, counts=agreed.counts)
-
-    def _refuse_alone(self, desk: Desk) -> None:
-        limit = desk.timeout_seconds
-        if not desk.num_workers and time.monotonic() - desk.alone_since > limit:
-            raise RunError(
-                f"no worker has been here for {limit:g} s.",
-                cause="they were killed, or can't reach this process",
-                hint=f"more memory for them, or --train.timeout_seconds {2 * limit:.0f}",
-            )
-
-
-def fixed_tensors(model: nn.Module) -> list[Any]:
-    """Those that no update changes: frozen parameters and buffers."""
-    moving = {id(member.parameter) for member in trainable(model)}
-    frozen = [parameter for parameter in model.parameters() if id(parameter) not in moving]
-    return [*frozen, *(buffer for buffer in model.buffers() if buffer.is_contiguous())]
-
-
-def model_digest(model: nn.Module) -> str:
-    """What tells models apart whose weights can't be each other's."""
-    kinds = [
-        (name, str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad)
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-    ]
-    return hashlib.blake2b(repr(kinds).encode(), digest_size=16).hexdigest()
 
 
 def _where(given: Given, *, micro_batch_size: int) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Update:
             NonFiniteError: loss or gradient is not finite, and the run stops for that.
         """
         self._unscale()
-        gradients = [_numbers(p.grad) for p in (m.parameter for m in self.named) if p.grad is not None]
+        gradients = [numbers(p.grad) for p in (m.parameter for m in self.named) if p.grad is not None]
         norm = self._norm(gradients)
         if loss is not None and self._check and not self._finite(loss, norm):
             if not self._skip:
@@ -148,7 +148,7 @@ class Update:
         bad = [
             member.name
             for member in self.named
-            if member.parameter.grad is not None and not bool(torch.isfinite(_numbers(member.parameter.grad)).all())
+            if member.parameter.grad is not None and not bool(torch.isfinite(numbers(member.parameter.grad)).all())
         ]
         shown = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
         where = f"gradients are not finite in {shown}" if bad else "every gradient is finite"
@@ -223,7 +223,7 @@ class LateCheck:
             raise self._update.refusal(step=last.step, loss=last.loss, counts=last.agreed.counts)
 
 
-def _numbers(gradient: Tensor) -> Tensor:
+def numbers(gradient: Tensor) -> Tensor:
     """Of a sparse one those that it has; it must be coalesced, as the server's are."""
     return gradient.values() if gradient.is_sparse else gradient
 

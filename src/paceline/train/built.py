@@ -42,6 +42,7 @@ from paceline.train.example import Example
 from paceline.train.fit import refuse_unfit
 from paceline.train.options import Options
 from paceline.train.refuse import refuse_asked, refuse_foreign, unheard_placing
+from paceline.train.served import among_servers
 from paceline.train.steps import make_step
 from paceline.train.updates import learn_rules, make_update
 from paceline.world import World
@@ -137,8 +138,8 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
         JobError, UsageError, Problems: something can't be had as asked.
     """
     refuse_asked(job, settings, plan)
-    one_process = plan.processes == 1 or plan.rule.has_servers
-    worlds = Worlds.of_replicas(world) if one_process else Worlds.of(world, mesh=plan.mesh)
+    plan = among_servers(plan, servers=world.world_size)
+    worlds = Worlds.of(world, mesh=plan.mesh) if plan.processes > 1 else Worlds.of_replicas(world)
     own = _own(plan, settings, worlds)
     begun = [_begun(job, settings, each) for each in own]
     models = [one.on(each.every.device) for one, each in zip(begun, own, strict=True)]
@@ -215,6 +216,7 @@ def _placed(
 ) -> Placed:
     exact = settings.train.exact
     whole = list(rules.whole(exact=exact)) if rules is not None and plan.mesh.zero in (1, 2) else []
+    whole = [member.name for member in trainable(model)] if plan.rule.has_servers else whole
     example = Example(job=job, settings=settings, plan=plan, model=model, contract=contract, device=worlds.every.device)
     if set(plan.mesh.split) - set(DATA):
         example.learn() if begun.late is None else begun.late.valued(example.learn)

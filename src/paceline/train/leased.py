@@ -21,9 +21,9 @@ from paceline.nested import to_device
 from paceline.order.cursor import Cursor
 from paceline.pulse import Pulse
 from paceline.step.flat import flat_of, kinds_of, pack_gradients
+from paceline.step.held import fixed_tensors, model_digest
 from paceline.step.line import Kind, Line, LineLost, Message, come_in
 from paceline.step.passes import backward, divided, forward
-from paceline.step.server import fixed_tensors, model_digest
 from paceline.step.spmd import writes_to
 from paceline.step.telling import Telling, own_counts
 from paceline.survive.failure import at_step
@@ -57,8 +57,8 @@ def work(ready: Ready) -> int:
     place, seconds = Place.read(os.environ), ready.settings.train.timeout_seconds
     for tried in range(1, _TRIES + 1):
         try:
-            line = come_in(place, timeout_seconds=seconds)
-            hand.serve(line, rank=place.rank)
+            lines = [come_in(place, server=n, timeout_seconds=seconds) for n in range(ready.plan.rule.servers)]
+            hand.serve(lines, rank=place.rank)
             return 0
         except LineLost as error:
             if tried == _TRIES:
@@ -73,9 +73,7 @@ class Hand:
         self._built = built
         self._parts = built.step.parts
         self._named = list(built.update.named)
-        self._weights: list[Tensor] = [member.parameter for member in self._named]
-        self._flat = flat_of(self._weights)
-        self._row = self._flat.row()
+        self._servers: list[_Server] = []
         self._telling = Telling(self._parts, tells=True)
         self._seen = False
         self._broken = 0
@@ -97,48 +95,63 @@ class Hand:
         folder = os.environ.get("PACELINE_ATTEMPT_FOLDER")
         self._pulse = Pulse(Path(folder) / f"pulse-{Place.read(os.environ).rank}") if folder else None
 
-    def serve(self, line: Line, *, rank: int) -> None:
-        """Lease after lease.
+    def serve(self, lines: Sequence[Line], *, rank: int) -> None:
+        """Lease after lease, from the first server; each has its own part of the weights and of the gradient.
 
         Raises:
-            LineLost: the server has gone, or has given this worker up.
+            LineLost: a server has gone, or has given this worker up.
         """
         hello = {"rank": rank, "life": self._life, "model": model_digest(self._parts.model)}
-        line.send(Message(kind=Kind.HELLO, words=hello))
-        self._take_rest(line.receive())
+        for line in lines:
+            line.send(Message(kind=Kind.HELLO, words=hello))
+        self._servers = [self._met(line, line.receive()) for line in lines]
+        first, *others = self._servers
         while True:
-            message = line.receive(row=self._row)
+            message = first.line.receive(row=first.row)
             if message.kind is Kind.OVER:
                 return
             if message.kind is Kind.LEASE:
-                words = message.words
-                with at_step(int(words["cursor"]["step"]) + 1):
-                    push = self._share(words, message.row)
-                line.send(push)
+                self._lease(message, first, others)
+            for other in others if message.kind is Kind.WAIT else ():
+                other.line.send(message)
 
-    def _take_rest(self, message: Message) -> None:
+    def _lease(self, message: Message, first: "_Server", others: "Sequence[_Server]") -> None:
+        """A push counts when the first server has it: by then the others have their parts."""
+        words = message.words
+        first.put(message.row)
+        for other in others:
+            other.line.send(Message(kind=Kind.PULL, words={"version": words["version"]}))
+            other.put(other.line.receive(row=other.row).row)
+        with at_step(int(words["cursor"]["step"]) + 1):
+            told = self._share(words)
+        for server in [*others, first]:
+            gradients = [_sent(weight.grad) for weight in server.weights]
+            own = {**told, "lease": words["lease"], "gradients": kinds_of(gradients)}
+            server.line.send(Message(kind=Kind.PUSH, words=own, row=pack_gradients(gradients)))
+            if server is not first:
+                server.line.receive()
+
+    def _met(self, line: Line, message: Message) -> "_Server":
         """What nothing updates is the server's too."""
         fixed = fixed_tensors(self._parts.model)
         if message.row is not None:
             for tensor, value in zip(fixed, flat_of(fixed).views(message.row), strict=True):
                 tensor.data.copy_(value)
         self._parts.buffers.begin()
+        mine = {member.name: member.parameter for member in self._named}
+        return _Server(line, [mine[name] for name in message.words["names"]])
 
-    def _share(self, words: Mapping[str, Any], row: Tensor | None) -> Message:
+    def _share(self, words: Mapping[str, Any]) -> dict[str, Any]:
+        """Leave the gradient of a share in every `.grad`; what it came to."""
         cursor = Cursor.from_json(words["cursor"])
         self._break(cursor.step + 1)
         read = partial(self._feed.share, cursor, micro_batch_size=int(words["micro_batch_size"]))
         given = read(number=int(words["number"]), of=int(words["of"]))
-        if row is not None:
-            for tensor, value in zip(self._weights, self._flat.views(row), strict=True):
-                tensor.data.copy_(value)
         counts = self._counts(given, whole=read)
         terms = self._gradients(given, step=cursor.step, counts=counts)
-        gradients = [_sent(weight.grad) for weight in self._weights]
         if self._pulse is not None:
             self._pulse.beat(step=cursor.step + 1)
-        told = {"gradients": kinds_of(gradients), "terms": terms, "divided": counts is not None}
-        return Message(kind=Kind.PUSH, words={**told, "stop": stop_flag.requested}, row=pack_gradients(gradients))
+        return {"terms": terms, "divided": counts is not None, "stop": stop_flag.requested}
 
     def _break(self, step: int) -> None:
         """The faults that were asked for until this step: it may be another worker that gets a share of theirs."""
@@ -186,6 +199,22 @@ class Hand:
                 hint="--update sync",
             )
         self._seen = True
+
+
+class _Server:
+    """One server's end, and which of this worker's weights it has."""
+
+    def __init__(self, line: Line, weights: Sequence[Tensor]) -> None:
+        self.line = line
+        self.weights = list(weights)
+        self._flat = flat_of(weights)
+        self.row = self._flat.row()
+
+    def put(self, row: Tensor | None) -> None:
+        """Take over the values that were pulled."""
+        if row is not None:
+            for tensor, value in zip(self.weights, self._flat.views(row), strict=True):
+                tensor.data.copy_(value)
 
 
 def _sent(gradient: Tensor | None) -> Tensor | None:

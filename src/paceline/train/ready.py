@@ -101,14 +101,22 @@ def join_world(ready: Ready) -> World:
     """Meet the other ranks. A server has none, and is where workers come to."""
     place, seconds = Place.read(os.environ), ready.settings.train.timeout_seconds
     if ready.plan.rule.has_servers:
-        store = host_store(place, timeout_seconds=seconds)
-        return World(device=World.alone().device, timeout_seconds=seconds, entrance=place, store=store)
+        return _servers_world(place, servers=ready.plan.rule.servers, timeout_seconds=seconds)
     return World.join(
         place=place,
         device_type=ready.plan.device,
         backend=ready.plan.backend,
         timeout_seconds=seconds,
     )
+
+
+def _servers_world(place: Place, *, servers: int, timeout_seconds: float) -> World:
+    if servers == 1:
+        store = host_store(place, timeout_seconds=timeout_seconds)
+        return World(timeout_seconds=timeout_seconds, entrance=place, store=store)
+    among = replace(place, world_size=servers)
+    world = World.join(place=among, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
+    return replace(world, entrance=place)
 
 
 def is_worker(ready: Ready) -> bool:

@@ -1,14 +1,26 @@
 """What a model or a job has that a parameter server can't do."""
 
+from dataclasses import replace
+
 from torch import nn
 
 from paceline.errors import JobError, LayoutError, PacelineError, raise_all
 from paceline.job import Job
 from paceline.place.batchnorm import running
+from paceline.place.units import trainable
+from paceline.plan.mesh import Mesh
 from paceline.plan.settle import Plan
+from paceline.spec.words import many
 from paceline.step.parts import Parts
 
 _TAKE_SPARSE = ("SGD", "SparseAdam", "Adagrad")
+
+
+def among_servers(plan: Plan, *, servers: int) -> Plan:
+    """The plan as servers see it: they share the parameters out, each whole. A worker has no plan but its own."""
+    if not plan.rule.has_servers:
+        return plan
+    return replace(plan, mesh=Mesh(dp_shard=servers, zero=1) if servers > 1 else Mesh())
 
 
 def refuse_served(parts: Parts, plan: Plan) -> None:
@@ -25,6 +37,15 @@ def refuse_served(parts: Parts, plan: Plan) -> None:
                 f"--update ps: {names[0]} keeps running statistics.",
                 cause="each worker would have its own, and the server, which is saved and evaluated, none",
                 hint="LayerNorm or GroupNorm in its place, or --update sync",
+            )
+        )
+    tensors = len(trainable(parts.model))
+    if plan.rule.servers > tensors:
+        found.append(
+            LayoutError(
+                f"--update {plan.update}: {plan.rule.servers} servers, and the model has {many(tensors, 'parameter')}.",
+                cause="each parameter is one server's, whole",
+                hint=f"--update ps,servers={max(1, tensors)}",
             )
         )
     raise_all([*found, *_sparse(parts)])
@@ -49,6 +70,14 @@ def refuse_job(job: Job, plan: Plan) -> list[PacelineError]:
                 f"ema= with --update {plan.update}: it would move once for each share, at the pace of nobody's choice.",
                 cause="its decay is meant for one update a batch",
                 hint="ema=None, or --update ps,staleness=0",
+            )
+        )
+    elif job.ema is not None and plan.rule.servers > 1:
+        found.append(
+            JobError(
+                "ema= with several servers: none has all weights after an update.",
+                cause="they meet at saves and evaluations only",
+                hint="ema=None, or --update ps,servers=1,staleness=0",
             )
         )
     return found

@@ -36,7 +36,13 @@ def make_step(
         return StashStep(parts[0], piped=placed.piped, stash=stash, rounds=-(-plan.num_micro // plan.replicas))
     if plan.rule.has_servers:
         refuse_served(parts[0], plan)
-        return ServerStep(parts[0], rule=plan.rule, shares=plan.replicas, micro_batch_size=plan.micro_batch_size)
+        return ServerStep(
+            parts[0],
+            rule=plan.rule,
+            shares=plan.replicas,
+            micro_batch_size=plan.micro_batch_size,
+            spread=placed.spread,
+        )
     if shared is not None:
         return HogwildStep(parts[0], shared=shared)
     if placed.piped is not None:
