@@ -131,7 +131,10 @@ def _bounded(shop: Shop, bound: str, *, epochs: int, servers: int = 1) -> Counte
     told: Counter[int] = Counter()
     for one in events(shop, "run", "Staleness")[-1]["told"]:
         told.update(dict(one["late"]))
-    assert found == told, "what the run tells is not what its weights say"
+    if servers == 1:
+        assert found == told, "what the run tells is not what its weights say"
+    else:  # the part of another server than the first may have been pulled a moment later, and be newer than told
+        assert sum(found.elements()) <= sum(told.elements()) and max(told) <= float(bound)
     assert sum(found.values()) == 3 * epochs
     return found
 
@@ -140,7 +143,7 @@ def _bounded(shop: Shop, bound: str, *, epochs: int, servers: int = 1) -> Counte
 def test_no_gradient_is_later_than_the_bound(shop: Shop, bound: str) -> None:
     found = _bounded(shop, bound, epochs=60, servers=2 if bound == "4" else 1)
     assert max(found) <= (float("inf") if bound == "none" else int(bound))
-    assert max(found) > 0, "nothing was ever late: nothing was tried"
+    assert max(found) > (4 if bound == "none" else 0), "nothing was late: nothing was tried, or the slow one held up all"
 
 
 @pytest.mark.soak

@@ -76,6 +76,7 @@ class ServerStep(SpmdStep):
             self._serve(desk, until=lambda: not self._open)
         else:
             self._serve(desk, until=lambda: self._leases.num_free <= self._shares)
+        self.lag = len(self._open)
         batch.result.communication_seconds = self._waited - waited
         batch.result.compute_seconds = time.perf_counter() - began - batch.result.communication_seconds
         return batch.result
