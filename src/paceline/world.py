@@ -45,6 +45,14 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Entrance:
+    """Where processes that are none of a world's ranks come in; `session` tells one opening from the next."""
+
+    place: Place
+    session: str = "run"
+
+
+@dataclass(frozen=True, kw_only=True)
 class World:
     """The processes that train together. With one process nothing is sent and no group is made.
 
@@ -58,7 +66,7 @@ class World:
     backend: str = "none"
     group: dist.ProcessGroup | None = None
     timeout_seconds: float = 600.0
-    entrance: Place | None = None
+    entrance: Entrance | None = None
     store: TCPStore | None = field(default=None, repr=False, compare=False)
     parts: "dict[tuple[tuple[int, ...], ...], World]" = field(default_factory=dict, repr=False, compare=False)
 

@@ -143,7 +143,9 @@ def _bounded(shop: Shop, bound: str, *, epochs: int, servers: int = 1) -> Counte
 def test_no_gradient_is_later_than_the_bound(shop: Shop, bound: str) -> None:
     found = _bounded(shop, bound, epochs=60, servers=2 if bound == "4" else 1)
     assert max(found) <= (float("inf") if bound == "none" else int(bound))
-    assert max(found) > (4 if bound == "none" else 0), "nothing was late: nothing was tried, or the slow one held up all"
+    assert max(found) > (4 if bound == "none" else 0), (
+        "nothing was late: nothing was tried, or the slow one held up all"
+    )
 
 
 @pytest.mark.soak

@@ -1,5 +1,6 @@
 """What each rank runs for `verify`: rungs, each ruling something out, and one verdict."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline import talk
 from paceline.feed.feed import refuse_no_batch
-from paceline.job import Job
 from paceline.measure.environment import job_facts
-from paceline.nested import mapped
 from paceline.order.cursor import Cursor
 from paceline.plan.stashed import stash_of
 from paceline.prove.answer import Rung, answer
@@ -23,18 +21,19 @@ from paceline.prove.dropout import draws, quiet
 from paceline.prove.finding import DIFFERENT, Finding
 from paceline.prove.free import run_free
 from paceline.prove.lockstep import Lockstep
+from paceline.prove.placed import LOSS_SCALE, built_in, cast_to, job_in
 from paceline.prove.reference import At, Reference, Spec
+from paceline.prove.served import Errands, ServedReference, run_errands, run_served
 from paceline.prove.single import run_single
 from paceline.prove.stashed import StashedReference, Way, stages_of
 from paceline.spec.task import Task
 from paceline.store.disk import write_json
 from paceline.torch_private import guard_hooks
-from paceline.train.built import Built, begun_whole, build
-from paceline.train.ready import Ready, join_world, prepare
-from paceline.train.updates import lr_factor, make_scaler
-from paceline.world import World
+from paceline.train.built import Built, begun_whole
+from paceline.train.ready import Ready, is_worker, join_world, prepare
+from paceline.train.updates import lr_factor
+from paceline.world import Place, World
 
-_LOSS_SCALE = 1024.0
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _GRID = 2.0**-24
 _START = At(step=0, epoch=0, position=0)
@@ -45,6 +44,8 @@ def verify(payload: Mapping[str, Any]) -> int:
     task = Task.from_json(payload)
     ready = prepare(task)
     task = ready.task
+    if is_worker(ready):
+        return run_errands(ready, Place.read(os.environ))
     world = join_world(ready)
     found = examine(ready, world, steps=int(task.options["steps"]))
     if world.is_main:
@@ -56,11 +57,14 @@ def verify(payload: Mapping[str, Any]) -> int:
 
 def examine(ready: Ready, world: World, *, steps: int) -> dict[str, Any]:
     """All rungs on a world that is there; the answer is the same on every rank."""
+    errands = Errands(world)
     guard_hooks()  # before the first model: the oracle's is of the same class and has no hooks
     rungs = [
         _rung("one process", "a job that is not deterministic, a loss that is no sum", lambda: _single(ready, world))
     ]
-    if rungs[0].finding.verdict != DIFFERENT and ready.plan.rule.is_stashed:
+    if rungs[0].finding.verdict != DIFFERENT and ready.plan.rule.has_servers:
+        rungs += _served(ready, world, steps, rungs[0].finding, errands)
+    elif rungs[0].finding.verdict != DIFFERENT and ready.plan.rule.is_stashed:
         rungs += _late(ready, world, steps, rungs[0].finding)
     elif rungs[0].finding.verdict != DIFFERENT:
         places = _places(ready, world, steps, rungs[0].finding)
@@ -77,7 +81,22 @@ def examine(ready: Ready, world: World, *, steps: int) -> dict[str, Any]:
                 )
             )
     plan = ready.plan
+    errands.end()
     return answer(rungs=rungs, layout=plan.layout, update=plan.update, ranks=ready.task.ranks, steps=steps)
+
+
+def _is_replayed(ready: Ready) -> bool:
+    return ready.plan.rule.has_servers and ready.plan.rule.staleness > 0
+
+
+def _served(ready: Ready, world: World, steps: int, single: Finding, errands: Errands) -> Iterator[Rung]:
+    """Workers come and go as they can: they run freely, and one process does it again in the order that was taken."""
+    rules_out = "samples, gradients, weights of another version, loss, optimizer or evaluation that differ"
+    for dtype, name in _precisions(ready, world, single):
+        rung = _rung(f"done again in {name}", rules_out, _free(ready, errands.next(dtype), steps, dtype=dtype))
+        yield rung
+        if rung.finding.verdict == DIFFERENT:
+            return
 
 
 def _late(ready: Ready, world: World, steps: int, single: Finding) -> Iterator[Rung]:
@@ -88,15 +107,6 @@ def _late(ready: Ready, world: World, steps: int, single: Finding) -> Iterator[R
         yield rung
         if rung.finding.verdict == DIFFERENT:
             return
-
-
-def cast_to(dtype: torch.dtype | None) -> Callable[[Any], Any]:
-    """A function that gives every floating tensor of a batch this type."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return _as_it_is if dtype is None else lambda batch: mapped(batch, cast)
 
 
 def reference(ready: Ready, dtype: torch.dtype | None, *, way: Way | None = None) -> Reference:
@@ -115,10 +125,12 @@ def reference(ready: Ready, dtype: torch.dtype | None, *, way: Way | None = None
         device=plan.device,
         grid=_GRID if settings.train.exact else 0.0,
         shards=settings.data.shards,
-        loss_scale=_LOSS_SCALE if dtype is not torch.float64 and settings.train.precision == "fp16" else 1.0,
+        loss_scale=LOSS_SCALE if dtype is not torch.float64 and settings.train.precision == "fp16" else 1.0,
     )
-    job = _in(ready.job, dtype)
+    job = job_in(ready.job, dtype)
     job, cast = replace(job, model=begun_whole(job, settings)), cast_to(dtype)
+    if _is_replayed(ready):
+        return ServedReference(job=job, spec=spec, cast=cast)
     if way is not None:
         return StashedReference(way=way, job=job, spec=spec, cast=cast)
     return Reference(job=job, spec=spec, cast=cast)
@@ -188,11 +200,6 @@ def _single(ready: Ready, world: World) -> Finding:
     return found
 
 
-def _in(job: Job, dtype: torch.dtype | None) -> Job:
-    """The job with its model in this precision."""
-    return job if dtype is None else replace(job, model=lambda: job.model().to(dtype))
-
-
 def _precisions(ready: Ready, world: World, single: Finding) -> list[tuple[torch.dtype | None, str]]:
     """float64 first, where the model can do it; then the job's own."""
     problem = ""
@@ -218,7 +225,7 @@ def _lockstep(
             return compared()
 
     def compared() -> Finding:
-        built = _built(ready, world, dtype)
+        built = built_in(ready, world, dtype)
         alone = reference(ready, dtype) if world.is_main else None
         lockstep = Lockstep(built=built, reference=alone, say=_say(world, name))
         with _comparable(ready, built, alone) as note:
@@ -246,10 +253,11 @@ def _free(ready: Ready, world: World, steps: int, *, dtype: torch.dtype | None =
             return compared()
 
     def compared() -> Finding:
-        built = _built(ready, world, dtype)
+        built = built_in(ready, world, dtype)
         alone = reference(ready, dtype, way=_way(built)) if world.is_main else None
         with _comparable(ready, built, alone):
-            found = run_free(built, reference=alone, steps=steps, say=_say(world, "free running"))
+            run = run_served if _is_replayed(ready) else run_free
+            found = run(built, reference=alone, steps=steps, say=_say(world, "free running"))
         built.close()
         return found
 
@@ -264,25 +272,3 @@ def _way(built: Built) -> Way | None:
     return Way(
         stash=stash_of(plan.rule, plan.mesh), stage_of=stages_of(piped, built.weights.names), replicas=plan.replicas
     )
-
-
-def _built(ready: Ready, world: World, dtype: torch.dtype | None) -> Built:
-    settings = ready.settings
-    job = _in(ready.job, dtype)
-    if dtype is not None:
-        job = replace(job, collate=_casting(job, cast_to(dtype)))
-        settings = replace(settings, train=replace(settings.train, precision="fp32"))
-    built = build(job=job, settings=settings, plan=ready.plan, world=world)
-    if built.update.scaler is not None:  # one scale for all steps, and low: an overflow would leave nothing to compare
-        options = {"init_scale": _LOSS_SCALE, "growth_interval": 1 << 30}
-        built.update.scaler = make_scaler(built.kept, world, **options)
-    return built
-
-
-def _casting(job: Job, cast: Callable[[Any], Any]) -> Callable[[list[Any]], Any]:
-    collate = job.collate or getattr(job.train_data, "collate_fn", None) or torch.utils.data.default_collate
-    return lambda rows: cast(collate(rows))
-
-
-def _as_it_is(value: Any) -> Any:
-    return value

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import MachineError
-from paceline.world import Place
+from paceline.world import Entrance, Place
 
 _SERVER, _WORKER = 0, 1
 _POLL_SECONDS = 0.02
-_TICKETS = "paceline-server/tickets/{}"
+_TICKETS = "paceline-server/{}/tickets/{}"
 
 
 class Kind(IntEnum):
@@ -130,35 +130,37 @@ def reach_store(place: Place, *, timeout_seconds: float) -> TCPStore:
         raise LineLost(str(error)) from error
 
 
-def come_in(place: Place, *, server: int, timeout_seconds: float) -> Line:
+def come_in(entrance: Entrance, *, server: int, timeout_seconds: float) -> Line:
     """A worker's end of a line that nobody had before: it draws a number, and the server comes to it.
 
     Raises:
         LineLost
     """
-    store = reach_store(place, timeout_seconds=timeout_seconds)
+    store = reach_store(entrance.place, timeout_seconds=timeout_seconds)
     try:
-        number = int(store.add(_TICKETS.format(server), 1))
+        number = int(store.add(_TICKETS.format(entrance.session, server), 1))
     except (RuntimeError, dist.DistError) as error:
         raise LineLost(str(error)) from error
-    return Line(store, name=f"{server}/{number}", is_server=False, timeout_seconds=timeout_seconds)
+    name = f"{entrance.session}/{server}/{number}"
+    return Line(store, name=name, is_server=False, timeout_seconds=timeout_seconds)
 
 
 class Door:
     """Where the server sees workers come: late ones, and those that were started again, as the first."""
 
-    def __init__(self, place: Place, *, server: int, timeout_seconds: float) -> None:
-        self._place = place
-        self._server = server
+    def __init__(self, entrance: Entrance, *, server: int, timeout_seconds: float) -> None:
+        self._place = entrance.place
+        self._tickets = _TICKETS.format(entrance.session, server)
+        self._name = f"{entrance.session}/{server}"
         self._timeout = timeout_seconds
-        self._store = reach_store(place, timeout_seconds=timeout_seconds)
+        self._store = reach_store(entrance.place, timeout_seconds=timeout_seconds)
         self._seen = 0
         self.is_closed = False
 
     def next(self) -> int | None:
         """The number of the next worker that has come; None once the door is closed."""
         while not self.is_closed:
-            if self._seen < int(self._store.add(_TICKETS.format(self._server), 0)):
+            if self._seen < int(self._store.add(self._tickets, 0)):
                 self._seen += 1
                 return self._seen
             time.sleep(_POLL_SECONDS)
@@ -171,5 +173,5 @@ class Door:
             LineLost
         """
         store = reach_store(self._place, timeout_seconds=self._timeout)
-        name = f"{self._server}/{number}"
+        name = f"{self._name}/{number}"
         return Line(store, name=name, is_server=True, timeout_seconds=self._timeout)

@@ -53,6 +53,18 @@ class Push:
         return sum(total / counts[name] if counts[name] else math.nan for name, total in sums.items())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """An update of one share: whose gradient on which version, in the order in which they were taken.
+
+    `counts` is False where it was left out.
+    """
+
+    share: Share
+    version: int
+    counts: bool
+
+
 class PushedJoint(Joint):
     """What a batch came to, once its shares are there: whoever asks before waits for them."""
 

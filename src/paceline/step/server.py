@@ -28,7 +28,7 @@ from paceline.step.held import held_by
 from paceline.step.later import Later
 from paceline.step.line import Door
 from paceline.step.parts import Parts
-from paceline.step.pushed import Push, PushedBatch, PushedJoint, as_words, from_words, joined
+from paceline.step.pushed import Push, PushedBatch, PushedJoint, Taken, as_words, from_words, joined
 from paceline.step.result import StepResult
 from paceline.step.spmd import SpmdStep
 from paceline.survive.failure import at_step
@@ -61,6 +61,7 @@ class ServerStep(SpmdStep):
         self._clerks: Clerks | None = None
         self._waited = 0.0
         self._told_at = time.monotonic()
+        self.record: list[Taken] | None = None  # a list is filled, where somebody wants to do it again
 
     def run(self, given: Given, *, stop: bool = False) -> StepResult:
         """Give the batch's shares away; what came of it is known once all of them were pushed."""
@@ -220,6 +221,8 @@ class ServerStep(SpmdStep):
         numbers = [lease.share.number for lease in leases]
         batch = self._batches[leases[0].share.step]
         taken = self._update(desk, batch, dict(zip(numbers, pushes, strict=True)))
+        if self.record is not None:
+            self.record += [Taken(share=one.share, version=one.version, counts=taken) for one in leases]
         self._leases.take(leases, counts=taken)
 
     def _update(self, desk: Desk, batch: PushedBatch, pushes: dict[int, Push]) -> bool:

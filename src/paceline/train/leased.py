@@ -32,7 +32,7 @@ from paceline.survive.signals import stop_flag
 from paceline.torch_private import version
 from paceline.train.built import Built, build
 from paceline.train.ready import Ready
-from paceline.world import Place, World
+from paceline.world import Entrance, Place, World
 
 _TRIES = 3
 
@@ -51,14 +51,17 @@ def work(ready: Ready) -> int:
     Raises:
         MachineError: the server has gone.
     """
-    world = World.alone()
-    built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
-    hand = Hand(ready, built)
-    place, seconds = Place.read(os.environ), ready.settings.train.timeout_seconds
+    built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=World.alone())
+    return compute(ready, built, Entrance(place=Place.read(os.environ)))
+
+
+def compute(ready: Ready, built: Built, entrance: Entrance) -> int:
+    """The same with a model that is built."""
+    hand, seconds = Hand(ready, built), ready.settings.train.timeout_seconds
     for tried in range(1, _TRIES + 1):
         try:
-            lines = [come_in(place, server=n, timeout_seconds=seconds) for n in range(ready.plan.rule.servers)]
-            hand.serve(lines, rank=place.rank)
+            lines = [come_in(entrance, server=n, timeout_seconds=seconds) for n in range(ready.plan.rule.servers)]
+            hand.serve(lines, rank=entrance.place.rank)
             return 0
         except LineLost as error:
             if tried == _TRIES:
@@ -78,7 +81,7 @@ class Hand:
         self._seen = False
         self._broken = 0
         self._joins = ready.plan.rule.staleness == 0
-        settings, job, task = ready.settings, ready.job, ready.task
+        settings, job, task = ready.settings, built.job, ready.task
         self._feed = LeasedFeed(
             data=job.train_data,
             collate=job.collate,

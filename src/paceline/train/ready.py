@@ -23,7 +23,7 @@ from paceline.store.runs import choose_run, new_run
 from paceline.talk import say
 from paceline.train.built import job_layer
 from paceline.train.wishes import refuse_unheard
-from paceline.world import Place, World
+from paceline.world import Entrance, Place, World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +113,10 @@ def join_world(ready: Ready) -> World:
 def _servers_world(place: Place, *, servers: int, timeout_seconds: float) -> World:
     if servers == 1:
         store = host_store(place, timeout_seconds=timeout_seconds)
-        return World(timeout_seconds=timeout_seconds, entrance=place, store=store)
+        return World(timeout_seconds=timeout_seconds, entrance=Entrance(place=place), store=store)
     among = replace(place, world_size=servers)
     world = World.join(place=among, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
-    return replace(world, entrance=place)
+    return replace(world, entrance=Entrance(place=place))
 
 
 def is_worker(ready: Ready) -> bool:

@@ -44,12 +44,6 @@ def verify(
 
 def _refuse_race(update: Update) -> None:
     """What has no one right answer has none to be held against."""
-    if update.has_servers:
-        raise UsageError(
-            "verify has no replay of a parameter server yet.",
-            cause="which share is taken when is decided as workers come",
-            hint="paceline train JOB --update ps, and its metrics beside those of --update sync",
-        )
     if update.kind is Kind.HOGWILD:
         raise UsageError(
             "verify has no verdict on hogwild: what comes of a race differs from run to run, and each is right.",
