@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from contextlib import suppress
@@ -359,3 +360,69 @@ def test_a_stream_is_refused(shop: Shop) -> None:
     shop.write("stream.py", text)
     ended = shop.run("train", "stream.py", "--ranks", "3", "--update", "ps", "--run-dir", "run", "--train.steps", "2")
     assert ended.code and "train_data is a stream, and --update ps" in ended.text, ended.text
+
+
+def test_verify_does_the_run_again_in_its_own_order(shop: Shop) -> None:
+    words = ("--job.dropout", "0.3", "--steps", "10", "--json")
+    for ranks, update in ((4, "ps,staleness=2"), (5, "ps,servers=2,staleness=none"), (3, "ps,staleness=0")):
+        ended = shop.run("verify", "job.py", "--ranks", str(ranks), "--update", update, *words)
+        assert ended.code == 0, ended.text
+        found = ended.json()
+        assert found["verdict"] in ("bitwise", "rounding") and found["reference"].startswith("serial ps")
+        assert [rung["name"] for rung in found["rungs"]] == [
+            "one process",
+            "done again in float64",
+            "done again in fp32",
+        ]
+
+
+PLANTED = {
+    "weights of the version before": """
+from paceline.step.desk import Desk
+plain = Desk.lease
+def lease(self, worker, *, row):
+    before = getattr(self, "before", None)
+    found = plain(self, worker, row=row)
+    now = row.clone()
+    if before is not None and found is not None:
+        row.copy_(before)
+    self.before = now
+    return found
+Desk.lease = lease
+""",
+    "a share divided by another count": """
+from paceline.step import server
+server.divide_all = lambda tensors, count: [tensor.div_(count + 1) for tensor in tensors]
+""",
+    "samples of another share": """
+from paceline.feed import leased
+plain = leased.LeasedFeed.share
+leased.LeasedFeed.share = lambda self, cursor, number=0, of=1, **how: plain(self, cursor, number=(number + 1) % of, of=of, **how)
+""",
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_verify_sees_a_planted_mistake(shop: Shop, planted: str) -> None:
+    shop.write("planted.py", f"from job import make_job\n{PLANTED[planted]}")
+    ended = shop.run("verify", "planted.py", "--ranks", "4", "--update", "ps,staleness=2", "--steps", "10")
+    assert ended.code == 4 and "DIFFERENT" in ended.text, ended.text
+
+
+def test_a_script_has_its_loop_on_the_server(shop: Shop) -> None:
+    text = """
+import paceline as pl
+from job import make_job
+
+if __name__ == "__main__":
+    settings = {"train.steps": 8, "watch.to": ["jsonl"]}
+    with pl.Run(make_job(), ranks=3, update="ps,staleness=0", run_dir="run", settings=settings) as run:
+        losses = [run.step(batch).loss for batch in run.batches()]
+        print("rank", run.rank, "losses", len(losses))
+"""
+    shop.write("script.py", text)
+    ended = shop.call([sys.executable, "-W", "ignore", "script.py"])
+    assert ended.code == 0 and "rank 0 losses 8" in ended.text, ended.text
+    assert shop.train("other", ranks=2, steps=8).code == 0
+    for name, value in weights(shop, "other").items():
+        assert torch.allclose(value, weights(shop, "run")[name], rtol=1e-5, atol=1e-6), name

@@ -1,16 +1,18 @@
-"""A parameter server's run done again by one process: each share on the version it was computed on, in the order it had.
+"""A parameter server's run done again by one process: each share on the version it was computed on, in the same order.
 
-The oracle of `--update ps` with a bound above 0, as naive as can be: it keeps the whole model after every update. Of the
-run it takes the record alone: which share, which version, in which order.
+The oracle of `--update ps` with a bound above 0, as naive as can be: it keeps the whole model after every update. It
+takes the record of the run alone: which share, which versions, in which order.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.prove.double import in_double
 from paceline.prove.finding import Finding
@@ -63,27 +65,39 @@ def run_errands(ready: Ready, place: Place) -> int:
     """A worker's side of a verify: the same model as the servers' in each rung."""
     store = reach_store(place, timeout_seconds=ready.settings.train.timeout_seconds)
     number = 1
-    while True:
-        while not store.check([_ERRAND.format(number)]):
-            time.sleep(_POLL_SECONDS)
-        what = store.get(_ERRAND.format(number)).decode()
-        if what == _OVER:
-            return 0
+    while (what := _told(store, number)) != _OVER:
         dtype = torch.float64 if what == _DOUBLE else None
         with in_double(active=dtype is not None):
             built = built_in(ready, World.alone(), dtype)
             compute(ready, built, Entrance(place=place, session=str(number)))
             built.close()
         number += 1
+    return 0
+
+
+def _told(store: Store, number: int) -> str:
+    """What the first server has said; nothing more comes from one that has ended."""
+    key = _ERRAND.format(number)
+    try:
+        while not store.check([key]):
+            time.sleep(_POLL_SECONDS)
+        return store.get(key).decode()
+    except RuntimeError:
+        return _OVER
 
 
 class ServedReference(Reference):
     """The one-process run of a record."""
 
+    server_of: Mapping[str, int] = MappingProxyType({})
+    """Whose each parameter is; those that are not named are the first one's."""
+
     def with_spec(self, **changes: Any) -> "ServedReference":
         """The same from its start, with something else in its `Spec`."""
         plain = super().with_spec(**changes)
-        return ServedReference(job=plain.job, spec=plain.spec, cast=plain.cast)
+        other = ServedReference(job=plain.job, spec=plain.spec, cast=plain.cast)
+        other.server_of = self.server_of
+        return other
 
     def replay(self, record: Sequence[Taken], *, backwards: bool) -> float:
         """Do it again; the loss of the last share. `backwards` adds microbatches up the other way round."""
@@ -106,7 +120,8 @@ class ServedReference(Reference):
         self, taken: Taken, pieces: Sequence[Any], mine: Sequence[int], history: list[dict[str, Tensor]], at: At,
         backwards: bool,
     ) -> float:  # fmt: skip
-        self._put(history[taken.version])
+        names, server_of = history[-1], self.server_of
+        self._put({name: history[taken.versions[server_of.get(name, 0)]][name] for name in names})
         gradient = self.gradient(at, pieces=pieces, backwards=backwards, stream=lambda place: mine[place])
         self._put(history[-1])
         kept, self.schedules = self.schedules, []
@@ -124,6 +139,12 @@ class ServedReference(Reference):
                 parameter.copy_(version[name])
 
 
+def owners(built: Built) -> dict[str, int]:
+    """The server that has each parameter."""
+    parts = {name: built.kept.parts(name) for name in built.kept.names}
+    return {name: next((n for n, part in enumerate(each) if part.numel), 0) for name, each in parts.items()}
+
+
 def run_served(built: Built, *, reference: Reference | None, steps: int, say: Say) -> Finding:
     """Run freely, then do it again; the drift of a disturbed repetition is the floor."""
     finding, step = Finding(), built.step
@@ -134,6 +155,7 @@ def run_served(built: Built, *, reference: Reference | None, steps: int, say: Sa
     step.settle()
     evaluated, weights, kept = evaluated_by(built), of_layout(built), listed(built)
     if isinstance(reference, ServedReference):
+        reference.server_of = owners(built)
         start = {name: tensor.clone() for name, tensor in trained(reference).items()}
         loss = reference.replay(step.record, backwards=False)
         other = reference.again()

@@ -85,9 +85,10 @@ class Clerks:
         while True:
             message = line.receive()
             if message.kind is Kind.PULL:
-                if not self._desk.weights_at(int(message.words["version"]), row=row):
+                version = self._desk.weights_at(int(message.words["version"]), row=row)
+                if version < int(message.words["version"]) and not self._desk.is_over:
                     raise DesyncError("the first server has given a lease on weights that this one never had.")
-                line.send(Message(kind=Kind.LEASE, row=row))
+                line.send(Message(kind=Kind.LEASE, words={"version": version}, row=row))
             elif message.kind is Kind.PUSH:
                 self._desk.stage(int(message.words["lease"]), self._read(message))
                 line.send(Message(kind=Kind.WAIT))

@@ -136,12 +136,12 @@ class Desk:
             self.pushes[lease.number] = push
             self.lock.notify_all()
 
-    def weights_at(self, version: int, *, row: Tensor) -> bool:
-        """In `row` the weights after at least so many updates; False where they did not come about in time."""
+    def weights_at(self, version: int, *, row: Tensor) -> int:
+        """In `row` the weights after at least so many updates, if they come about in time; after how many."""
         with self.lock:
             self.lock.wait_for(lambda: self.is_over or self.version >= version, timeout=self.timeout_seconds)
             self._flat.packed(self.held.weights, into=row)
-            return self.version >= version
+            return self.version
 
     def stage(self, number: int, push: Push) -> None:
         """This server's part of a gradient, which counts once the first server has its own."""

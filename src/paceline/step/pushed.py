@@ -20,13 +20,15 @@ Told = Mapping[int, Mapping[str, tuple[float, float]]]
 class Push:
     """The gradients of a share's sums, one for each parameter, and `(sum, count)` of each term of each microbatch.
 
-    `divided` says that the worker knew the counts before, and has divided by them.
+    `divided` says that the worker knew the counts before, and has divided by them; `versions` are those of the weights
+    that each server gave it.
     """
 
     gradients: Sequence[Tensor | None] = field(repr=False)
     terms: Told
     divided: bool
     stop: bool = False
+    versions: Sequence[int] = ()
 
     @property
     def count(self) -> float:
@@ -55,13 +57,13 @@ class Push:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """An update of one share: whose gradient on which version, in the order in which they were taken.
+    """An update of one share: whose gradient on which versions, one of each server's weights, in the order taken.
 
     `counts` is False where it was left out.
     """
 
     share: Share
-    version: int
+    versions: Sequence[int]
     counts: bool
 
 
@@ -110,13 +112,14 @@ class PushedBatch:
 
 def as_words(push: Push) -> dict[str, Any]:
     """What the other servers need of it beside their own gradients."""
-    return {"terms": push.terms, "divided": push.divided, "stop": push.stop}
+    return {"terms": push.terms, "divided": push.divided, "stop": push.stop, "versions": push.versions}
 
 
 def from_words(words: Mapping[str, Any], *, gradients: Sequence[Tensor | None]) -> Push:
     """With this server's own."""
     terms = {int(index): {n: (t, c) for n, (t, c) in terms.items()} for index, terms in words["terms"].items()}
-    return Push(gradients=gradients, terms=terms, divided=words["divided"], stop=words["stop"])
+    how = {name: words[name] for name in ("divided", "stop", "versions")}
+    return Push(gradients=gradients, terms=terms, **how)
 
 
 def joined(pushes: Sequence[Push]) -> list[Tensor | None]:

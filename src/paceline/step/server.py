@@ -222,7 +222,8 @@ class ServerStep(SpmdStep):
         batch = self._batches[leases[0].share.step]
         taken = self._update(desk, batch, dict(zip(numbers, pushes, strict=True)))
         if self.record is not None:
-            self.record += [Taken(share=one.share, version=one.version, counts=taken) for one in leases]
+            pairs = zip(leases, pushes, strict=True)
+            self.record += [Taken(share=lease.share, versions=push.versions, counts=taken) for lease, push in pairs]
         self._leases.take(leases, counts=taken)
 
     def _update(self, desk: Desk, batch: PushedBatch, pushes: dict[int, Push]) -> bool:

@@ -121,15 +121,15 @@ class Hand:
     def _lease(self, message: Message, first: "_Server", others: "Sequence[_Server]") -> None:
         """A push counts when the first server has it: by then the others have their parts."""
         words = message.words
-        first.put(message.row)
+        versions = [first.put(message)]
         for other in others:
             other.line.send(Message(kind=Kind.PULL, words={"version": words["version"]}))
-            other.put(other.line.receive(row=other.row).row)
+            versions.append(other.put(other.line.receive(row=other.row)))
         with at_step(int(words["cursor"]["step"]) + 1):
             told = self._share(words)
         for server in [*others, first]:
             gradients = [_sent(weight.grad) for weight in server.weights]
-            own = {**told, "lease": words["lease"], "gradients": kinds_of(gradients)}
+            own = {**told, "lease": words["lease"], "versions": versions, "gradients": kinds_of(gradients)}
             server.line.send(Message(kind=Kind.PUSH, words=own, row=pack_gradients(gradients)))
             if server is not first:
                 server.line.receive()
@@ -213,11 +213,12 @@ class _Server:
         self._flat = flat_of(weights)
         self.row = self._flat.row()
 
-    def put(self, row: Tensor | None) -> None:
-        """Take over the values that were pulled."""
-        if row is not None:
-            for tensor, value in zip(self.weights, self._flat.views(row), strict=True):
+    def put(self, message: Message) -> int:
+        """Take over the values that were pulled; their version."""
+        if message.row is not None:
+            for tensor, value in zip(self.weights, self._flat.views(message.row), strict=True):
                 tensor.data.copy_(value)
+        return int(message.words["version"])
 
 
 def _sent(gradient: Tensor | None) -> Tensor | None:
