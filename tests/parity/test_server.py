@@ -178,7 +178,7 @@ def test_a_killed_worker_is_back_soon(shop: Shop) -> None:
 
 def test_one_that_is_killed_again_and_again_is_gone_on_without(shop: Shop) -> None:
     ended = count(shop, "--update", "ps,staleness=2", ranks=3, epochs=30, environ={"DIES": "1", "DELAY": "0.02"})
-    assert ended.code == 0, ended.text
+    assert ended.code == 0 and "rank 1, a worker, was killed again" in ended.err, ended.text
     all_seen(shop, epochs=30, updates=300)
 
 
@@ -241,6 +241,54 @@ def test_a_stopped_worker_is_given_up_and_comes_back(shop: Shop) -> None:
         process.communicate()
     assert process.returncode == 0, out + err
     all_seen(shop, epochs=150, updates=1500)
+
+
+def test_one_that_hangs_is_given_up_and_the_run_ends(shop: Shop) -> None:
+    words = ("--update", "ps,staleness=2", "--train.timeout_seconds", "4", "--faults", "hang rank=1 step=5")
+    ended = count(shop, *words, ranks=3, epochs=40, environ={"DELAY": "0.01"})
+    assert ended.code == 0 and "lost worker 1, of which nothing was heard for 4 s" in notes(shop, "run"), ended.text
+    all_seen(shop, epochs=40, updates=400)
+
+
+def test_ctrl_c_saves_and_all_leave(shop: Shop) -> None:
+    process = shop.start(
+        "train", "job.py", "--ranks", "3", "--run-dir", "run", "--train.steps", "100000", "--update", "ps,staleness=4",
+        "--watch.to", "console,jsonl",
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 60
+        while not list((shop.path / "run").glob("events.jsonl")) or not events(shop, "run", "StepDone"):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 75 and "Stopped and saved" in out + err, out + err
+    assert events(shop, "run", "CheckpointSaved")
+
+
+@pytest.mark.parametrize("bound", ["0", "3"])
+def test_what_is_not_finite_is_found_on_the_server(shop: Shop, bound: str) -> None:
+    text = """
+from dataclasses import replace
+import torch
+import job as other
+
+def make_job():
+    job = other.make_job()
+    x, y = (tensor.clone() for tensor in job.train_data.tensors)
+    x[17] = float("nan")
+    return replace(job, train_data=torch.utils.data.TensorDataset(x, y), eval_data=None)
+"""
+    shop.write("nan.py", text)
+    words = ("train", "nan.py", "--ranks", "3", "--update", f"ps,staleness={bound}", "--train.steps", "9")
+    ended = shop.run(*words, "--run-dir", "run")
+    assert ended.code == 1 and "loss is nan" in ended.text and "--train.on_nonfinite skip" in ended.text, ended.text
+    ended = shop.run(*words, "--run-dir", "skips", "--train.on_nonfinite", "skip")
+    assert ended.code == 0, ended.text
+    assert all(value.isfinite().all() for value in weights(shop, "skips").values())
 
 
 def pid_of(shop: Shop, *, rank: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.errors import DesyncError
+from paceline.errors import DesyncError, RunError
 from paceline.order.leases import Lease, Leases
 from paceline.step.flat import flat_of
 from paceline.step.pushed import Push
@@ -150,5 +150,10 @@ class Desk:
             self.lock.notify_all()
 
     def waits(self, until: Callable[[], bool]) -> None:
-        """With the lock held: until that is so; bounded by what may be asked of the other end."""
-        assert self.lock.wait_for(lambda: until() or self.failure is not None, timeout=self.timeout_seconds)
+        """With the lock held: until that is so.
+
+        Raises:
+            RunError: it is not, for as long as one waits for anybody.
+        """
+        if not self.lock.wait_for(lambda: until() or self.failure is not None, timeout=self.timeout_seconds):
+            raise RunError(f"a gradient that the first server has did not come within {self.timeout_seconds:g} s.")

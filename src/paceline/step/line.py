@@ -18,6 +18,7 @@ from paceline.world import Entrance, Place
 
 _SERVER, _WORKER = 0, 1
 _POLL_SECONDS = 0.02
+COMING_SECONDS = 60.0  # a process that starts on a busy machine takes its time
 _TICKETS = "paceline-server/{}/tickets/{}"
 
 
@@ -52,8 +53,10 @@ class Line:
     def __init__(self, store: Store, *, name: str, is_server: bool, timeout_seconds: float) -> None:
         mine, self._other = (_SERVER, _WORKER) if is_server else (_WORKER, _SERVER)
         place = PrefixStore(f"paceline-server/line/{name}/", store)
+        self._patience = timedelta(seconds=timeout_seconds)
+        meeting = timedelta(seconds=max(timeout_seconds, COMING_SECONDS))
         try:
-            self._group: Any = ProcessGroupGloo(place, mine, 2, timedelta(seconds=timeout_seconds))
+            self._group: Any = ProcessGroupGloo(place, mine, 2, meeting)
         except (RuntimeError, dist.DistError) as error:
             raise LineLost(str(error)) from error
 
@@ -88,7 +91,7 @@ class Line:
 
     def _done(self, move: Any, tensor: Tensor) -> None:
         try:
-            move([tensor], self._other, 0).wait()
+            move([tensor], self._other, 0).wait(self._patience)
         except (RuntimeError, dist.DistError) as error:
             raise LineLost(str(error)) from error
 

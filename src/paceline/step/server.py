@@ -26,7 +26,7 @@ from paceline.step.desk import Desk
 from paceline.step.given import Given
 from paceline.step.held import held_by
 from paceline.step.later import Later
-from paceline.step.line import Door
+from paceline.step.line import COMING_SECONDS, Door
 from paceline.step.parts import Parts
 from paceline.step.pushed import Push, PushedBatch, PushedJoint, Taken, as_words, from_words, joined
 from paceline.step.result import StepResult
@@ -177,7 +177,7 @@ class ServerStep(SpmdStep):
         self._waited += time.perf_counter() - began
         if time.monotonic() - self._told_at > desk.patience:
             self._tell(_WAIT)
-        limit = desk.timeout_seconds
+        limit = max(desk.timeout_seconds, COMING_SECONDS)
         if not desk.num_workers and time.monotonic() - desk.alone_since > limit:
             raise RunError(
                 f"no worker has been here for {limit:g} s.",

@@ -133,6 +133,7 @@ class Agent:
         if kind == "again":
             return
         if kind == "lost":
+            say(f"rank {rank}, a worker, was killed again and is not started any more; the others go on", sys.stderr)
             number = 0
         self._attempt.statuses[rank] = number
         if number not in _CLEAN and not self._attempt.killed_by_us:
