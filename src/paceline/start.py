@@ -5,11 +5,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ExitCode, UsageError
+from paceline.spec.words import many
+from paceline.store.checkpoints import LATEST, marked, step_of
 from paceline.store.disk import write_json
 from paceline.store.hold import Hold, hold
 from paceline.store.runs import RunFolder
@@ -21,6 +23,7 @@ from paceline.talk import say
 _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 EXACT_KERNELS = "MKL_CBWR"
 CHOSEN_KERNELS = "AVX2"
+_MOST_AGAIN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,7 @@ class Request:
     """What to start: an entry (`"pkg.module:function"`) with a payload, or the user's own script.
 
     With `saves` one signal lets it finish its step and save, and it has its run folder for itself; without, one
-    signal ends it.
+    signal ends it. Where the first ranks are `servers`, a lost one of the others is started again, alone.
     """
 
     ranks: int
@@ -39,6 +42,7 @@ class Request:
     threads: int = 1
     exact: bool = False
     saves: bool = True
+    servers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +69,13 @@ def start(request: Request, *, on_start: Callable[[Path], Callable[[], None]] | 
     """
     held = hold(request.run.path, wait=say) if request.saves else None
     try:
-        return _run(request, on_start, held)
+        outcome = _run(request, on_start, held)
+        for _ in range(_MOST_AGAIN):
+            if not _lost_server(outcome, request):
+                break
+            request = _again(request, outcome)
+            outcome = _run(request, on_start, held)
+        return outcome
     finally:
         if held is not None:
             held.close()
@@ -86,6 +96,7 @@ def _run(request: Request, on_start: Callable[[Path], Callable[[], None]] | None
             "ranks": request.ranks,
             "threads": request.threads,
             "folder": str(folder.resolve()),
+            "servers": request.servers,
         },
     )
     tick = on_start(folder) if on_start else _nothing
@@ -104,6 +115,25 @@ def _run(request: Request, on_start: Callable[[Path], Callable[[], None]] | None
             write_json(folder / FIRST_FAILURE, asdict(failure))
     seconds = time.monotonic() - began
     return Outcome(exit_code=code, failure=failure, attempt_folder=folder, seconds=seconds, ranks=request.ranks)
+
+
+def _lost_server(outcome: Outcome, request: Request) -> bool:
+    """Whether a server was killed from outside, which is nobody's mistake: its checkpoint has all of it."""
+    failure = outcome.failure
+    return failure is not None and failure.kind == "signal" and 0 <= failure.rank < request.servers
+
+
+def _again(request: Request, outcome: Outcome) -> Request:
+    """From the newest checkpoint; what is lost is said."""
+    assert outcome.failure is not None
+    newest, step = marked(request.run.checkpoints, LATEST), max(0, outcome.failure.step - 1)
+    who = f"rank {outcome.failure.rank}, a server, was killed ({outcome.failure.message.partition(' ')[0]})"
+    if newest is None:
+        say(f"{who} after step {step}, and nothing had been saved: all {many(step, 'step')} are done again", sys.stderr)
+        return request
+    lost = max(0, step - step_of(newest))
+    say(f"{who} after step {step}. Going on from {newest.name}: {many(lost, 'step')} are done again", sys.stderr)
+    return replace(request, payload={**(request.payload or {}), "resume": None})
 
 
 def _environ(request: Request) -> dict[str, str]:

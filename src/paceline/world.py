@@ -46,8 +46,19 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Entrance:
+    """Where processes that are none of a world's ranks come in; `session` tells one opening from the next."""
+
+    place: Place
+    session: str = "run"
+
+
+@dataclass(frozen=True, kw_only=True)
 class World:
-    """The processes that train together. With one process nothing is sent and no group is made."""
+    """The processes that train together. With one process nothing is sent and no group is made.
+
+    Where others that are none of them come and go, `entrance` is where they ask, and `store` who answers.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -57,6 +68,8 @@ class World:
     group: dist.ProcessGroup | None = None
     timeout_seconds: float = 600.0
     traffic: Traffic = field(default_factory=Traffic, repr=False, compare=False)
+    entrance: Entrance | None = None
+    store: TCPStore | None = field(default=None, repr=False, compare=False)
     parts: "dict[tuple[tuple[int, ...], ...], World]" = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod

@@ -18,8 +18,9 @@ from paceline.order.cursor import Cursor
 from paceline.prove.double import in_double
 from paceline.prove.finding import BITWISE, VERDICTS
 from paceline.prove.lockstep import Lockstep, feed_of
+from paceline.prove.placed import built_in
 from paceline.prove.reference import At
-from paceline.prove.worker import _built, cursors, reference
+from paceline.prove.worker import cursors, reference
 from paceline.spec.task import Task
 from paceline.train.built import Built
 from paceline.train.convert import weights_digest
@@ -77,7 +78,7 @@ def _run(case: Case, world: World) -> dict[str, Any]:
     ready = ready_of(case)
     found: dict[str, Any] = {"verdict": BITWISE, "layout": ready.plan.layout, "parts": {}}
     if "start" in case.checks or "final" in case.checks:
-        built = _built(ready, world, None)
+        built = built_in(ready, world, None)
         found["start"] = weights_digest(sorted(wholes(built).items()))
         if "final" in case.checks:
             for given in islice(_feed(built), case.steps):
@@ -106,7 +107,7 @@ def _precisions(case: Case, ready: Ready, world: World) -> list[str]:
 
 
 def _lockstep(case: Case, ready: Ready, world: World, dtype: torch.dtype | None) -> dict[str, Any]:
-    built = _built(ready, world, dtype)
+    built = built_in(ready, world, dtype)
     alone = reference(ready, dtype) if world.is_main else None
     finding = Lockstep(built=built, reference=alone, say=_nothing).run(cursors(ready, case.steps))
     _leave(built)

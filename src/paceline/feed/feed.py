@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from paceline.errors import UsageError
+from paceline.errors import JobError, UsageError
 from paceline.feed.epoch import Agree
 from paceline.feed.fetch import Fetcher, Wanted, checked
 from paceline.feed.once import stream_once
@@ -64,6 +64,8 @@ def make_feed(
     """
     source = read_source(data, collate=collate, order=order, workers=workers, name="train_data")
     if not source.is_indexed:
+        if not cut.reads:
+            raise refuse_stream()
         return StreamFeed(
             source=source, cut=cut, cursor=cursor, seed=seed, sample_seeds=sample_seeds, shards=shards, agree=agree
         )
@@ -177,12 +179,21 @@ class IndexedFeed:
                 drop_last=cut.drop_last,
             )
             cursor = batch.after
-            mine = deal(len(batch.micro), replica=cut.replica, replicas=cut.replicas)
+            mine = deal(len(batch.micro), replica=cut.replica, replicas=cut.replicas) if cut.reads else ()
             yield batch, [(index, self._wanted(batch, index)) for index in mine]
 
     def _wanted(self, batch: Batch, index: int) -> Wanted:
         micro, epoch = batch.micro[index], batch.after.epoch
         return Wanted(epoch=epoch, indices=self._order.at(epoch=epoch, start=micro.start, stop=micro.stop))
+
+
+def refuse_stream() -> JobError:
+    """What to say of a stream whose samples are to be given away by number."""
+    return JobError(
+        "train_data is a stream, and --update ps gives samples away by their number, again where a worker dies.",
+        cause="an iterable dataset: what one worker has read of it no other can read",
+        hint="a dataset with __len__ and __getitem__, or --update sync",
+    )
 
 
 def refuse_no_batch(num_samples: int, *, batch: int) -> None:

@@ -9,13 +9,14 @@ from paceline.order.batches import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How global batches are cut and dealt."""
+    """How global batches are cut and dealt. Where others read the samples (`reads` is False), nothing is dealt here."""
 
     global_batch_size: int
     micro_batch_size: int
     replica: int = 0
     replicas: int = 1
     drop_last: bool = False
+    reads: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,12 @@ def detect(environ: Mapping[str, str]) -> Joined | None:
     return None
 
 
+def world_size(environ: Mapping[str, str]) -> int | None:
+    """How many processes it has, or None."""
+    joined = detect(environ)
+    return joined.world_size if joined else None
+
+
 def _torchrun(environ: Mapping[str, str]) -> Joined | None:
     return _from(environ, "torchrun", environ.get("TORCHELASTIC_RUN_ID"), _TORCH)
 

@@ -10,6 +10,7 @@ from paceline.plan.legal import refuse_products
 from paceline.plan.local import refuse_no_share
 from paceline.plan.mesh import Mesh, label, mesh_of
 from paceline.plan.pipeline import pipeline_notes
+from paceline.plan.server import workers_of
 from paceline.spec.compress import Compress, parse_compress
 from paceline.spec.layout import Kind, Layout
 from paceline.spec.update import Update, parse_update
@@ -84,7 +85,8 @@ def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts, co
     """
     problems: list[PacelineError] = []
     processes = layout.processes(ranks=cluster.ranks)
-    mesh = mesh_of(layout, ranks=cluster.ranks, problems=problems)
+    workers = workers_of(update, ranks=cluster.ranks, problems=problems)
+    mesh = mesh_of(layout, ranks=workers, problems=problems)
     mesh = replace(mesh, sites=mesh.dp_replicate) if update.has_sites else mesh
     wire = compress or Compress()
     problems += [*refuse_products(layout, mesh), *refuse_update(update, layout, mesh)]

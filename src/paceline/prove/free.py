@@ -54,37 +54,38 @@ def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say,
     right_losses: list[float] = []
     right_contents: Contents = {}
     if reference is not None:
-        start = {name: tensor.clone() for name, tensor in _trained(reference).items()}
+        start = {name: tensor.clone() for name, tensor in trained(reference).items()}
         right_losses = _alone(reference, steps, backwards=False, contents=right_contents)
     steps = built.world.share_json(len(right_losses))
     say(many(steps, "step"))
     contents: Contents = {}
-    results = [built.step.run(given) for given in _first(built, steps, contents)]
+    results = [built.step.run(given) for given in first_batches(built, steps, contents)]
     built.step.settle()
     losses = [result.loss for result in results]
     _see_contents(finding, built, contents, right_contents)
     apart = first_apart(built)
     if apart is not None:
         finding.blame(step=steps, parameter=apart.name, cause=f"the replicas are no longer equal: {apart}")
-    weights = _of_layout(built)
+    weights = of_layout(built)
     with mean_in_place(built):
-        evaluated, kept = _evaluated(built), _listed(built)
+        evaluated, kept = evaluated_by(built), listed(built)
     if reference is not None and steps:
         other = reference.again()
         if can_nudge(other.bare(), at=At(step=0, epoch=0, position=0), seed=1):
             nudge(other.model, seed=1)
         _alone(other, steps, backwards=True)
-        _judge(finding, weights, reference, other, start, steps, drift or Drift())
+        judge(finding, weights, reference, other, start, steps, drift or Drift())
         finding.detail = f"Loss {losses[-1]:.6g} beside {right_losses[-1]:.6g} after {many(steps, 'step')}."
         if evaluated is None and built.job.eval_data is not None:
             finding.detail += " The evaluation was not compared: eval_data is a stream, or has a sampler of its own."
         if evaluated is not None:
-            _judge_evaluation(finding, built, reference, evaluated, steps, kept)
+            judge_evaluation(finding, built, reference, evaluated, steps, kept)
     found: Finding = Finding(**built.world.share_json(vars(finding)))
     return found
 
 
-def _first(built: Built, steps: int, contents: Contents) -> Any:
+def first_batches(built: Built, steps: int, contents: Contents) -> Any:
+    """The run's first batches, one after another; what is in them is noted in `contents`."""
     feed = feed_of(built, Cursor())
     try:
         for given in islice(iter(feed), steps):
@@ -124,7 +125,7 @@ def _alone(reference: Reference, steps: int, *, backwards: bool, contents: Conte
     return losses
 
 
-def _judge(
+def judge(
     finding: Finding,
     found: Mapping[str, Tensor],
     reference: Reference,
@@ -134,7 +135,7 @@ def _judge(
     drift: Drift,
 ) -> None:
     """Drift is measured against what a disturbance does, and against how far training has moved the tensor at all."""
-    right, other = _trained(reference), _trained(disturbed)
+    right, other = trained(reference), trained(disturbed)
     bad: dict[str, float] = {}
     for name, weight in found.items():
         apart = distance(weight, right[name])
@@ -149,18 +150,18 @@ def _judge(
     if bad:
         name = max(bad, key=lambda key: bad[key])
         weights = any(name in bad for name in reference.weights())
-        other = "the weights agree and their average does not: another decay, or steps left out"
-        cause = drift.cause if weights else other
+        average = "the weights agree and their average does not: another decay, or steps left out"
+        cause = drift.cause if weights else average
         finding.blame(step=steps, parameter=name, cause=f"{cause} ({len(bad)} of {len(right)})")
 
 
-def _trained(reference: Reference) -> dict[str, Tensor]:
+def trained(reference: Reference) -> dict[str, Tensor]:
     """Weights, and their averages, which are what is evaluated and handed over."""
     average = reference.average.tensors
     return reference.weights() | dict(zip(averaged(list(average)), average.values(), strict=True))
 
 
-def _of_layout(built: Built) -> dict[str, Tensor]:
+def of_layout(built: Built) -> dict[str, Tensor]:
     """Weights and their averages, whole."""
     holding, ema = built.weights, built.update.ema
     mine = {name: held.tensor for name, held in holding.mine.items() if name in holding.parameters}
@@ -189,14 +190,14 @@ def _of_sites(own: Mapping[str, Tensor], built: Built, sites: Sites) -> dict[str
     return found
 
 
-def _listed(built: Built) -> dict[str, Tensor]:
+def listed(built: Built) -> dict[str, Tensor]:
     """What the `state_dict` lists, whole; of experts a rank's own lists some."""
     holding = built.weights
-    listed = {name for names in built.world.gather_json(list(tensors_of(built.model))) for name in names}
-    return {name: holding.whole(name, holding.mine[name].tensor) for name in holding.names if name in listed}
+    told = {name for names in built.world.gather_json(list(tensors_of(built.model))) for name in names}
+    return {name: holding.whole(name, holding.mine[name].tensor) for name in holding.names if name in told}
 
 
-def _evaluated(built: Built) -> Evaluated | None:
+def evaluated_by(built: Built) -> Evaluated | None:
     """The layout's own evaluation of a few batches."""
     data = _some(built.job.eval_data, built)
     if data is None:
@@ -221,7 +222,7 @@ def _some(data: Any, built: Built) -> Any:
     return Subset(data, range(min(len(data), _EVALUATED_BATCHES * built.world.world_size * size + 1)))
 
 
-def _judge_evaluation(
+def judge_evaluation(
     finding: Finding,
     built: Built,
     reference: Reference,

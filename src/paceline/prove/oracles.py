@@ -9,6 +9,7 @@ from paceline.prove.compressed import CompressedReference
 from paceline.prove.free import Drift
 from paceline.prove.local import LocalReference, meeting_of
 from paceline.prove.reference import Reference
+from paceline.prove.served import ServedReference
 from paceline.prove.stashed import StashedReference, Way, stages_of
 from paceline.train.built import Built
 
@@ -19,10 +20,12 @@ _WIRE = "another choice, scale or factor, what is held back lost or counted twic
 
 
 def oracle_of(built: Built) -> Callable[..., Reference]:
-    """What makes it, for stages that choose their weights by a rule, sites, and replicas that compress."""
+    """What makes it, for stages that choose their weights by a rule, servers, sites, replicas that compress."""
     plan, piped = built.plan, built.placed.piped
     if plan.wire.is_on:
         return partial(CompressedReference, how=plan.wire, replicas=plan.replicas)
+    if plan.rule.has_servers and plan.rule.staleness > 0:
+        return ServedReference
     meeting = meeting_of(plan.rule, plan.mesh)
     if meeting is not None:
         return partial(LocalReference, meeting=meeting)

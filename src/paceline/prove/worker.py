@@ -1,5 +1,6 @@
 """What each rank runs for `verify`: rungs, each ruling something out, and one verdict."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline import talk
 from paceline.feed.feed import refuse_no_batch
-from paceline.job import Job
 from paceline.measure.environment import job_facts
-from paceline.nested import mapped
 from paceline.order.cursor import Cursor
 from paceline.prove.answer import Rung, answer
 from paceline.prove.compressed import refuse_joined
@@ -24,17 +22,18 @@ from paceline.prove.finding import DIFFERENT, Finding
 from paceline.prove.free import Drift, run_free
 from paceline.prove.lockstep import Lockstep
 from paceline.prove.oracles import apart_by, oracle_of
+from paceline.prove.placed import LOSS_SCALE, built_in, cast_to, job_in
 from paceline.prove.reference import At, Reference, Spec
+from paceline.prove.served import Errands, run_errands, run_served
 from paceline.prove.single import run_single
 from paceline.spec.task import Task
 from paceline.store.disk import write_json
 from paceline.torch_private import guard_hooks
-from paceline.train.built import Built, begun_whole, build
-from paceline.train.ready import Ready, join_world, prepare
-from paceline.train.updates import lr_factor, make_scaler
-from paceline.world import World
+from paceline.train.built import Built, begun_whole
+from paceline.train.ready import Ready, is_worker, join_world, prepare
+from paceline.train.updates import lr_factor
+from paceline.world import Place, World
 
-_LOSS_SCALE = 1024.0
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _GRID = 2.0**-24
 _START = At(step=0, epoch=0, position=0)
@@ -45,6 +44,8 @@ def verify(payload: Mapping[str, Any]) -> int:
     task = Task.from_json(payload)
     ready = prepare(task)
     task = ready.task
+    if is_worker(ready):
+        return run_errands(ready, Place.read(os.environ))
     world = join_world(ready)
     found = examine(ready, world, steps=int(task.options["steps"]))
     if world.is_main:
@@ -57,12 +58,15 @@ def verify(payload: Mapping[str, Any]) -> int:
 def examine(ready: Ready, world: World, *, steps: int) -> dict[str, Any]:
     """All rungs on a world that is there; the answer is the same on every rank."""
     refuse_joined(ready.plan.wire, buffers=ready.settings.train.buffers)
+    errands = Errands(world)
     guard_hooks()  # before the first model: the oracle's is of the same class and has no hooks
     rungs = [
         _rung("one process", "a job that is not deterministic, a loss that is no sum", lambda: _single(ready, world))
     ]
     rule = ready.plan.rule
-    if rungs[0].finding.verdict != DIFFERENT and (rule.is_stashed or rule.has_sites or ready.plan.wire.is_on):
+    if rungs[0].finding.verdict != DIFFERENT and rule.has_servers:
+        rungs += _served(ready, world, steps, rungs[0].finding, errands)
+    elif rungs[0].finding.verdict != DIFFERENT and (rule.is_stashed or rule.has_sites or ready.plan.wire.is_on):
         rungs += _freely(ready, world, steps, rungs[0].finding)
     elif rungs[0].finding.verdict != DIFFERENT:
         places = _places(ready, world, steps, rungs[0].finding)
@@ -79,8 +83,23 @@ def examine(ready: Ready, world: World, *, steps: int) -> dict[str, Any]:
                 )
             )
     plan = ready.plan
+    errands.end()
     how = {"update": plan.update, "compress": plan.compress}
     return answer(rungs=rungs, layout=plan.layout, ranks=ready.task.ranks, steps=steps, **how)
+
+
+def _is_replayed(ready: Ready) -> bool:
+    return ready.plan.rule.has_servers and ready.plan.rule.staleness > 0
+
+
+def _served(ready: Ready, world: World, steps: int, single: Finding, errands: Errands) -> Iterator[Rung]:
+    """Workers come and go as they can: they run freely, and one process does it again in the order that was taken."""
+    rules_out = "samples, gradients, weights of another version, loss, optimizer or evaluation that differ"
+    for dtype, name in _precisions(ready, world, single):
+        rung = _rung(f"done again in {name}", rules_out, _free(ready, errands.next(dtype), steps, dtype=dtype))
+        yield rung
+        if rung.finding.verdict == DIFFERENT:
+            return
 
 
 def _freely(ready: Ready, world: World, steps: int, single: Finding) -> Iterator[Rung]:
@@ -91,15 +110,6 @@ def _freely(ready: Ready, world: World, steps: int, single: Finding) -> Iterator
         yield rung
         if rung.finding.verdict == DIFFERENT:
             return
-
-
-def cast_to(dtype: torch.dtype | None) -> Callable[[Any], Any]:
-    """A function that gives every floating tensor of a batch this type."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return _as_it_is if dtype is None else lambda batch: mapped(batch, cast)
 
 
 def reference(ready: Ready, dtype: torch.dtype | None, *, make: Callable[..., Reference] = Reference) -> Reference:
@@ -118,9 +128,9 @@ def reference(ready: Ready, dtype: torch.dtype | None, *, make: Callable[..., Re
         device=plan.device,
         grid=_GRID if settings.train.exact else 0.0,
         shards=settings.data.shards,
-        loss_scale=_LOSS_SCALE if dtype is not torch.float64 and settings.train.precision == "fp16" else 1.0,
+        loss_scale=LOSS_SCALE if dtype is not torch.float64 and settings.train.precision == "fp16" else 1.0,
     )
-    job = _in(ready.job, dtype)
+    job = job_in(ready.job, dtype)
     job, cast = replace(job, model=begun_whole(job, settings)), cast_to(dtype)
     return make(job=job, spec=spec, cast=cast)
 
@@ -189,11 +199,6 @@ def _single(ready: Ready, world: World) -> Finding:
     return found
 
 
-def _in(job: Job, dtype: torch.dtype | None) -> Job:
-    """The job with its model in this precision."""
-    return job if dtype is None else replace(job, model=lambda: job.model().to(dtype))
-
-
 def _precisions(ready: Ready, world: World, single: Finding) -> list[tuple[torch.dtype | None, str]]:
     """float64 first, where the model can do it; then the job's own."""
     problem = ""
@@ -219,7 +224,7 @@ def _lockstep(
             return compared()
 
     def compared() -> Finding:
-        built = _built(ready, world, dtype)
+        built = built_in(ready, world, dtype)
         alone = reference(ready, dtype) if world.is_main else None
         lockstep = Lockstep(built=built, reference=alone, say=_say(world, name))
         with _comparable(ready, built, alone) as note:
@@ -249,33 +254,15 @@ def _free(
             return compared()
 
     def compared() -> Finding:
-        built = _built(ready, world, dtype)
+        built = built_in(ready, world, dtype)
         alone = reference(ready, dtype, make=oracle_of(built)) if world.is_main else None
         with _comparable(ready, built, alone):
-            found = run_free(built, reference=alone, steps=steps, say=_say(world, "free running"), drift=drift)
+            say = _say(world, "free running")
+            if _is_replayed(ready):
+                found = run_served(built, reference=alone, steps=steps, say=say)
+            else:
+                found = run_free(built, reference=alone, steps=steps, say=say, drift=drift)
         built.close()
         return found
 
     return climb
-
-
-def _built(ready: Ready, world: World, dtype: torch.dtype | None) -> Built:
-    settings = ready.settings
-    job = _in(ready.job, dtype)
-    if dtype is not None:
-        job = replace(job, collate=_casting(job, cast_to(dtype)))
-        settings = replace(settings, train=replace(settings.train, precision="fp32"))
-    built = build(job=job, settings=settings, plan=ready.plan, world=world)
-    if built.update.scaler is not None:  # one scale for all steps, and low: an overflow would leave nothing to compare
-        options = {"init_scale": _LOSS_SCALE, "growth_interval": 1 << 30}
-        built.update.scaler = make_scaler(built.kept, world, **options)
-    return built
-
-
-def _casting(job: Job, cast: Callable[[Any], Any]) -> Callable[[list[Any]], Any]:
-    collate = job.collate or getattr(job.train_data, "collate_fn", None) or torch.utils.data.default_collate
-    return lambda rows: cast(collate(rows))
-
-
-def _as_it_is(value: Any) -> Any:
-    return value

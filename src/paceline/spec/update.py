@@ -9,7 +9,6 @@ from typing import Any
 from paceline.errors import LayoutError
 from paceline.spec.words import did_you_mean
 
-NOT_YET = ("ps",)
 UNBOUNDED = "none"
 
 
@@ -22,6 +21,7 @@ class Kind(StrEnum):
     HOGWILD = "hogwild"
     LOCAL = "local"
     DILOCO = "diloco"
+    PS = "ps"
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,10 @@ _POSITIVE = _Option("a number above 0", lambda text: _between(text, low=math.ulp
 _SHARE = _Option("a number from 0 to 1", lambda text: _between(text, low=0.0, high=1.0))
 _COUNT = _Option("a whole number from 1", lambda text: _whole(text, least=1))
 _FROM_ZERO = _Option("a whole number from 0", lambda text: _whole(text, least=0))
+_BOUND = _Option(
+    f"a whole number from 0, or {UNBOUNDED}",
+    lambda text: math.inf if text == UNBOUNDED else _whole(text, least=0),
+)
 _FLAGS = {Kind.PIPEDREAM: ("vertical",)}
 _OPTIONS: dict[Kind, dict[str, _Option]] = {
     Kind.LOCAL: {"every": _COUNT},
@@ -60,10 +64,12 @@ _OPTIONS: dict[Kind, dict[str, _Option]] = {
         "delay": _FROM_ZERO,
         "mix": _SHARE,
     },
+    Kind.PS: {"servers": _COUNT, "staleness": _BOUND},
 }
 _FIRST: dict[Kind, dict[str, Any]] = {
     Kind.LOCAL: {"every": 8},
     Kind.DILOCO: {"every": 500, "lr": 0.7, "momentum": 0.9, "mix": 0.5},
+    Kind.PS: {"servers": 1, "staleness": 4},
 }
 
 
@@ -74,7 +80,8 @@ class Update:
     `vertical`: every stage uses the weights that the first one has (PipeDream's option). Sites that train on their own
     meet `every` so many updates; then the mean of their ways is one step of an outer SGD with Nesterov's momentum, of
     `fragments` of the model in turn, taken `delay` updates after it was sent and mixed with what a site has come to
-    meanwhile by `mix`, the site's share.
+    meanwhile by `mix`, the site's share. The first `servers` ranks hold the parameters, the others compute gradients
+    for them, of weights at most `staleness` updates old (infinity where nothing bounds it).
     """
 
     kind: Kind = Kind.SYNC
@@ -85,6 +92,8 @@ class Update:
     fragments: int = field(default=1, metadata={"option": True})
     delay: int = field(default=0, metadata={"option": True})
     mix: float = field(default=0.0, metadata={"option": True})
+    servers: int = field(default=0, metadata={"option": True})
+    staleness: float = field(default=0.0, metadata={"option": True})
 
     @property
     def is_stashed(self) -> bool:
@@ -97,35 +106,42 @@ class Update:
         return self.kind in (Kind.LOCAL, Kind.DILOCO)
 
     @property
+    def has_servers(self) -> bool:
+        """Whether some ranks hold the parameters and others compute gradients."""
+        return self.kind is Kind.PS
+
+    @property
     def layout(self) -> str:
         """What several ranks are taken for where no layout is asked for."""
         return "pp" if self.is_stashed else "ddp"
 
     def __str__(self) -> str:
-        """As it is asked for: `every` always, of the others those that are not the rule's own."""
+        """As it is asked for: `every` and `staleness` always, of the others those that are not the rule's own."""
         options = _OPTIONS.get(self.kind, {})
         first = {one.name: one.default for one in fields(self)} | _FIRST.get(self.kind, {})
-        found = [f"{name}={getattr(self, name):g}" for name in options if _is_said(name, getattr(self, name), first)]
+        found = [
+            f"{name}={_shown(getattr(self, name))}" for name in options if _is_said(name, getattr(self, name), first)
+        ]
         return ",".join([str(self.kind), *(["vertical"] if self.vertical else []), *found])
 
 
 def _is_said(name: str, value: Any, first: dict[str, Any]) -> bool:
-    return name == "every" or bool(value != first[name])
+    return name in ("every", "staleness") or bool(value != first[name])
+
+
+def _shown(value: float) -> str:
+    return UNBOUNDED if math.isinf(value) else f"{value:g}"
 
 
 def parse_update(text: str) -> Update:
-    """Read `sync`, `pipedream`, `pipedream,vertical`, `2bw`, `hogwild`, `local,every=8`, `diloco,every=500,lr=0.7`.
+    """Read `sync`, `pipedream`, `pipedream,vertical`, `2bw`, `hogwild`, `local,every=8`, `diloco,every=500`, `ps`.
 
     Raises:
         LayoutError: unknown, or not in this version.
     """
     word, *options = (part.strip().lower() for part in text.split(","))
-    if word in NOT_YET:
-        raise LayoutError(f"the update {word!r} is not in this version yet.", hint="--update sync")
     if word not in set(Kind):
-        raise LayoutError(
-            f"{text!r} is no update rule.", cause=did_you_mean(word, [*Kind, *NOT_YET]), hint="--update sync"
-        )
+        raise LayoutError(f"{text!r} is no update rule.", cause=did_you_mean(word, [*Kind]), hint="--update sync")
     kind = Kind(word)
     return Update(kind=kind, **_FIRST.get(kind, {}) | _read(kind, options))
 

@@ -68,9 +68,9 @@ class HogwildStep(SpmdStep):
         """Wait until all workers have come as far."""
         self.parts.world.barrier()
 
-    def lateness(self) -> dict[str, Any]:
+    def lateness(self) -> list[dict[str, Any]]:
         """Updates that others took between a worker's reading and its writing."""
         lost, made = self._shared.lost
         late = [list(pair) for pair in sorted(self._late.items())]
         who = f"worker {self.parts.world.rank}"
-        return {"who": who, "late": late, "lost": lost, "made": made}
+        return [{"who": who, "late": late, "lost": lost, "made": made}]

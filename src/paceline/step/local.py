@@ -5,6 +5,7 @@ sites without waiting, and heard `lag` steps later.
 """
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,13 +55,13 @@ class LocalStep(SpmdStep):
         """Have nothing under way."""
         self.sites.arrive()
 
-    def lateness(self) -> dict[str, Any]:
+    def lateness(self) -> Sequence[Mapping[str, Any]]:
         """What the meetings have cost."""
-        return {"who": f"site {self.sites.number}, rank {self.parts.world.rank}", "late": [], **self.sites.told}
+        return [{"who": f"site {self.sites.number}, rank {self.parts.world.rank}", "late": [], **self.sites.told}]
 
     def _left_out(self, given: Given, *, stop: bool) -> StepResult:
         """A short batch that this site has nothing of."""
-        self.parts.update.rest()
+        self.parts.update.follow()
         joint = Joint(world=self.parts.world, names=self._names or (), num_micro=given.num_micro)
         joint.flag(STOP, float(stop))
         joint.flag(FINGERPRINT, float(given.fingerprint))

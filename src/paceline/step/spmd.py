@@ -1,6 +1,7 @@
 """The synchronous step: every replica runs its microbatches, gradients are added, all take the same step."""
 
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -68,9 +69,16 @@ class SpmdStep:
         worlds = self.parts.worlds
         return None if worlds.mesh.zero == 3 and worlds.shard.world_size > 1 else worlds.every.traffic.sent_bytes
 
-    def lateness(self) -> dict[str, Any] | None:
-        """How late this process's gradients were (`events.Staleness`); None where none can be, on all ranks alike."""
+    def lateness(self) -> Sequence[Mapping[str, Any]] | None:
+        """How late gradients were (`events.Staleness`), of each that this process speaks for.
+
+        None where none can be, on all ranks alike.
+        """
         return None
+
+    def new_notes(self) -> list[str]:
+        """What is to be told of others than ranks of this world, and was not yet."""
+        return []
 
     def gradients(self, given: Given, *, stop: bool = False) -> StepResult:
         """Leave the global gradient in every `.grad`, and update nothing but running statistics."""

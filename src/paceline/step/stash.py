@@ -95,11 +95,11 @@ class StashStep(SpmdStep):
         self._forwards = 0
         self.versions.begin(newest=step, kept={step - ago: weights for ago, weights in kept.items()})
 
-    def lateness(self) -> dict[str, Any]:
+    def lateness(self) -> list[dict[str, Any]]:
         """One gradient for each microbatch."""
         replica = f", replica {self.parts.worlds.data.rank}" if self.parts.worlds.data.world_size > 1 else ""
         late, sent = [list(pair) for pair in sorted(self._late.items())], self._pipeline.sent_bytes
-        return {"who": f"stage {self._stage}{replica}", "late": late, "versions": self._most, "sent_bytes": sent}
+        return [{"who": f"stage {self._stage}{replica}", "late": late, "versions": self._most, "sent_bytes": sent}]
 
     def settle(self) -> None:
         """End all batches that were begun."""

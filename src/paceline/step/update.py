@@ -101,32 +101,33 @@ class Update:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def commit(
-        self, *, step: int, loss: float | None, counts: Mapping[str, float] | None = None
+        self, *, step: int, loss: float | None, counts: Mapping[str, float] | None = None, follow: bool = True
     ) -> tuple[Tensor | None, bool]:
         """Take the step; returns the gradient norm, if it was measured, and whether the step was taken.
 
-        `loss` is None where it is not known yet; then the finite check is the caller's, a step later.
+        `loss` is None where it is not known yet; then the finite check is the caller's, a step later. Where `follow` is
+        False, so are the schedules.
 
         Raises:
             NonFiniteError: loss or gradient is not finite, and the run stops for that.
         """
         self._unscale()
-        gradients = [p.grad for p in (m.parameter for m in self.named) if p.grad is not None]
+        gradients = [numbers(p.grad) for p in (m.parameter for m in self.named) if p.grad is not None]
         norm = self._norm(gradients)
         if loss is not None and self._check and not self._finite(loss, norm):
             if not self._skip:
                 raise self.refusal(step=step, loss=loss, counts=counts)
-            self._after(taken=False)
+            self._after(follow)
             return norm, False
         if self._max_grad_norm is not None and norm is not None:
-            nn.utils.clip_grads_with_norm_([m.parameter for m in self.named], self._max_grad_norm, norm)
+            self._clip(gradients, norm, most=self._max_grad_norm)
         self.lr = self.optimizers[0].param_groups[0]["lr"]
         self._take()
-        self._after(taken=True)
+        self._after(follow)
         return norm, True
 
-    def rest(self) -> None:
-        """A step that had no sample here: the schedule goes on."""
+    def follow(self) -> None:
+        """Move the schedules on by a step, taken or not."""
         for schedule in self.schedules:
             schedule.step()
 
@@ -147,7 +148,7 @@ class Update:
         bad = [
             member.name
             for member in self.named
-            if member.parameter.grad is not None and not bool(torch.isfinite(member.parameter.grad).all())
+            if member.parameter.grad is not None and not bool(torch.isfinite(numbers(member.parameter.grad)).all())
         ]
         shown = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
         where = f"gradients are not finite in {shown}" if bad else "every gradient is finite"
@@ -156,6 +157,14 @@ class Update:
             cause="a learning rate too high, inputs that are not finite, or a division by zero in model or loss",
             hint="--train.on_nonfinite skip, or --train.max_grad_norm 1.0",
         )
+
+    def _clip(self, gradients: Sequence[Tensor], norm: Tensor, *, most: float) -> None:
+        parameters = self.parameters
+        if any(p.grad is not None and p.grad.is_sparse for p in parameters):
+            for gradient in gradients:
+                gradient.mul_(torch.clamp(most / (norm + 1e-6), max=1.0))
+        else:
+            nn.utils.clip_grads_with_norm_(parameters, most, norm)
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """Of finite gradients it may be too large for their own type; on a GPU nobody looks, since that would wait."""
@@ -189,12 +198,11 @@ class Update:
         if self.ema is not None:
             self.ema.update()
 
-    def _after(self, *, taken: bool) -> None:
-        """The schedule follows steps, taken or not."""
+    def _after(self, follow: bool) -> None:
         if self.scaler is not None:
             self.scaler.update()
-        for schedule in self.schedules:
-            schedule.step()
+        if follow:
+            self.follow()
 
 
 class LateCheck:
@@ -213,6 +221,11 @@ class LateCheck:
         last, self._last = self._last, result
         if last is not None and not last.finite:
             raise self._update.refusal(step=last.step, loss=last.loss, counts=last.agreed.counts)
+
+
+def numbers(gradient: Tensor) -> Tensor:
+    """Of a sparse one those that it has; it must be coalesced, as the server's are."""
+    return gradient.values() if gradient.is_sparse else gradient
 
 
 def _wide_norm(gradients: Sequence[Tensor], *, otherwise: Tensor) -> Tensor:

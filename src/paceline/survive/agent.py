@@ -130,6 +130,11 @@ class Agent:
                 self._send(signal.SIGTERM, only=number)  # to this one: for the others it would be the second
             return
         self._attempt.pids.pop(rank, None)
+        if kind == "again":
+            return
+        if kind == "lost":
+            say(f"rank {rank}, a worker, was killed again and is not started any more; the others go on", sys.stderr)
+            number = 0
         self._attempt.statuses[rank] = number
         if number not in _CLEAN and not self._attempt.killed_by_us:
             self._attempt.failures.append(self._failure(rank, number))

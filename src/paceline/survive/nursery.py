@@ -15,6 +15,7 @@ from typing import Any
 from paceline.launch.meet import listen
 from paceline.plugins import resolve
 from paceline.survive.agent import INHERITED
+from paceline.survive.served import LIFE, Served
 from paceline.survive.signals import die_with, stop_flag
 from paceline.survive.slate import SLATE
 
@@ -43,6 +44,18 @@ def main(argv: list[str]) -> int:
             live(request, failures=folder, slate=slate)
         pids[pid] = rank
     listener.close()
+
+    def again(rank: int, life: int) -> int:
+        pid = os.fork()
+        if pid == 0:
+            die_with(nursery)
+            os.environ[LIFE] = str(life)
+            _become(rank, request, folder, port=port, fd=None)
+            live(request, failures=folder, slate=slate)
+        return pid
+
+    if request.get("servers"):
+        Served(pids, servers=request["servers"], again=again, say=_say).wait()
     while pids:
         pid, status = os.wait()
         rank_or_none = pids.pop(pid, None)
@@ -51,7 +64,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _become(rank: int, request: dict[str, Any], folder: Path, *, port: int, fd: int) -> None:
+def _become(rank: int, request: dict[str, Any], folder: Path, *, port: int, fd: int | None) -> None:
     """What makes it this rank.
 
     It says itself that it is born: Python forgets signals that reach a child before it is back from the fork.
@@ -61,7 +74,7 @@ def _become(rank: int, request: dict[str, Any], folder: Path, *, port: int, fd: 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8")  # the terminal may have another; a log is read as this
-    if rank != 0:
+    if rank != 0 and fd is not None:
         os.close(fd)
     os.environ.update(
         RANK=str(rank),

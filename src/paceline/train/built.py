@@ -45,6 +45,7 @@ from paceline.train.example import Example
 from paceline.train.fit import refuse_unfit
 from paceline.train.options import Options
 from paceline.train.refuse import refuse_asked, refuse_foreign, unheard_placing
+from paceline.train.served import among_servers
 from paceline.train.steps import make_step
 from paceline.train.updates import learn_rules, make_update
 from paceline.world import World
@@ -142,12 +143,13 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
         JobError, UsageError, Problems: something can't be had as asked.
     """
     refuse_asked(job, settings, plan)
+    plan = among_servers(plan, servers=world.world_size)
     worlds = Worlds.of(world, mesh=plan.mesh) if plan.processes > 1 else Worlds.of_replicas(world)
     own = _own(plan, settings, Worlds.of_site(world, mesh=plan.mesh) if plan.rule.has_sites else worlds)
     site = own[0].every if len(own) == 1 else world
     begun = [_begun(job, settings, each) for each in own]
     models = [one.on(each.every.device) for one, each in zip(begun, own, strict=True)]
-    refuse_unfit(job, models[0])
+    refuse_unfit(job, models[0], takes_sparse=plan.rule.has_servers)
     refuse_foreign(models[0], plan)
     named = [trainable(model) for model in models]
     notes = [*unheard_placing(settings.place, plan), *begun[0].notes]
@@ -222,6 +224,7 @@ def _placed(
 ) -> Placed:
     exact = settings.train.exact
     whole = list(rules.whole(exact=exact)) if rules is not None and plan.mesh.zero in (1, 2) else []
+    whole = [member.name for member in trainable(model)] if plan.rule.has_servers else whole
     example = Example(job=job, settings=settings, plan=plan, model=model, contract=contract, device=worlds.every.device)
     if set(plan.mesh.split) - set(DATA):
         example.learn() if begun.late is None else begun.late.valued(example.learn)
@@ -286,13 +289,6 @@ def _own(plan: Plan, settings: Settings, worlds: Worlds) -> list[Worlds]:
     timeout = settings.train.timeout_seconds
     found = thread_worlds(replicas=plan.replicas, world=worlds.every, timeout_seconds=timeout)
     return [Worlds.of_replicas(each) for each in found]
-
-
-def eval_batch_size(built: Built) -> int:
-    """Samples in one forward of an evaluation; a loss over the batch is evaluated on as many as it is trained on."""
-    plan = built.plan
-    derived = plan.global_batch_size if built.job.loss_over == "batch" else plan.micro_batch_size
-    return built.settings.eval.batch_size or derived
 
 
 def _equal_start(model: nn.Module, world: World) -> list[str]:

@@ -66,6 +66,13 @@ class ExactSum:
         return float(Fraction(whole, 1 << _SCALE_BITS))
 
 
+def eval_batch_size(built: Built) -> int:
+    """Samples in one forward of an evaluation; a loss over the batch is evaluated on as many as it is trained on."""
+    plan = built.plan
+    derived = plan.global_batch_size if built.job.loss_over == "batch" else plan.micro_batch_size
+    return built.settings.eval.batch_size or derived
+
+
 class Evaluator:
     """Runs a model over a split."""
 

@@ -16,7 +16,7 @@ from paceline.train.convert import DTYPES, first_names
 from paceline.train.state import make_optimizers
 
 
-def refuse_unfit(job: Job, model: nn.Module) -> None:
+def refuse_unfit(job: Job, model: nn.Module, *, takes_sparse: bool = False) -> None:
     """Refuse a model that can't be trained, sent or saved; the optimizer is made only to tell all in that case.
 
     Raises:
@@ -29,7 +29,7 @@ def refuse_unfit(job: Job, model: nn.Module) -> None:
             cause="nn.LazyLinear and its like; the optimizer and the other ranks need the parameters before",
             hint="nn.Linear(in_features, ...), or one forward on a sample inside model=",
         )
-    problems = [*_complex(model), *_sparse(model), *_unsaved(model)]
+    problems = [*_complex(model), *([] if takes_sparse else _sparse(model)), *_unsaved(model)]
     if problems:
         with suppress(Exception):
             optimizers = make_optimizers(job, model)

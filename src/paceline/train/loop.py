@@ -16,8 +16,8 @@ from paceline.pulse import Pulse
 from paceline.step.result import StepResult
 from paceline.survive.failure import at_step
 from paceline.survive.signals import StopFlag
-from paceline.train.built import Built, eval_batch_size
-from paceline.train.evaluate import Evaluator
+from paceline.train.built import Built
+from paceline.train.evaluate import Evaluator, eval_batch_size
 from paceline.train.handout import Handout
 from paceline.train.heard import Heard
 from paceline.train.inputs import name_inputs
@@ -102,7 +102,7 @@ class Loop:
         result = self._run(given)
         self.cursor = given.batch.after
         self._handout.stepped()
-        for note in given.notes:
+        for note in [*given.notes, *self.built.step.new_notes()]:
             self.stream.emit(Note(text=note))
         self._heard.of(result, cursor=self.cursor)
         self._after()
@@ -113,6 +113,8 @@ class Loop:
         with self._naming_inputs():
             self.built.step.settle()
         self._heard.rest()
+        for note in self.built.step.new_notes():
+            self.stream.emit(Note(text=note))
 
     def _run(self, given: StepInput) -> StepResult:
         self._given.append(given)
@@ -180,7 +182,7 @@ class Loop:
         """Where updates are asynchronous: every rank's."""
         mine = self.built.step.lateness()
         if mine is not None:
-            told = tuple(self.built.world.gather_json(mine))
+            told = tuple(one for found in self.built.world.gather_json(mine) for one in found)
             self.stream.emit(Staleness(step=self.cursor.step, update=self.built.plan.update, told=told))
 
     @property

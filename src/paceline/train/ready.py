@@ -17,13 +17,14 @@ from paceline.spec.read import Asked, merge
 from paceline.spec.settings import Settings
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
+from paceline.step.line import host_store
 from paceline.store.disk import read_json
 from paceline.store.hold import Hold, hold
 from paceline.store.runs import choose_run, new_run
 from paceline.talk import say
 from paceline.train.built import job_layer
 from paceline.train.wishes import refuse_unheard
-from paceline.world import Place, World
+from paceline.world import Entrance, Place, World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +100,31 @@ def _first_plan(path: Path) -> dict[str, Any] | None:
 
 
 def join_world(ready: Ready) -> World:
-    """Meet the other ranks."""
+    """Meet the other ranks. A server has none, and is where workers come to."""
+    place, seconds = Place.read(os.environ), ready.settings.train.timeout_seconds
+    if ready.plan.rule.has_servers:
+        return _servers_world(place, servers=ready.plan.rule.servers, timeout_seconds=seconds)
     return World.join(
-        place=Place.read(os.environ),
+        place=place,
         device_type=ready.plan.device,
         backend=ready.plan.backend,
-        timeout_seconds=ready.settings.train.timeout_seconds,
+        timeout_seconds=seconds,
     )
+
+
+def _servers_world(place: Place, *, servers: int, timeout_seconds: float) -> World:
+    if servers == 1:
+        store = host_store(place, timeout_seconds=timeout_seconds)
+        return World(timeout_seconds=timeout_seconds, entrance=Entrance(place=place), store=store)
+    among = replace(place, world_size=servers)
+    world = World.join(place=among, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
+    return replace(world, entrance=Entrance(place=place))
+
+
+def is_worker(ready: Ready) -> bool:
+    """Whether this process only computes gradients for servers."""
+    rule = ready.plan.rule
+    return rule.has_servers and Place.read(os.environ).rank >= rule.servers
 
 
 def with_folder(task: Task, *, make: bool = True) -> Task:

@@ -14,6 +14,7 @@ from paceline.plan.unfit import refuse_settings
 from paceline.spec.read import default_of
 from paceline.spec.settings import Place, Settings
 from paceline.spec.update import Kind
+from paceline.train.served import refuse_job as refuse_served_job
 from paceline.train.wishes import best_rule
 
 
@@ -55,6 +56,7 @@ def refuse_asked(job: Job, settings: Settings, plan: Plan) -> None:
                 hint="--update sync",
             )
         )
+    problems += refuse_served_job(job, plan)
     if train.exact:
         problems += _check_exact(plan, train.precision)
     problems += _check_split(job, plan)

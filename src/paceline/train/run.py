@@ -16,7 +16,7 @@ from paceline.errors import ExitCode, UsageError
 from paceline.events import EvalDone
 from paceline.feed.types import StepInput
 from paceline.job import Job
-from paceline.launch.environments import detect
+from paceline.launch.environments import detect, world_size
 from paceline.launch.meet import adopt
 from paceline.plan.machine import usable_cores, visible_gpus
 from paceline.plan.settle import Cluster, settle_threads
@@ -34,7 +34,8 @@ from paceline.store.runs import RunFolder
 from paceline.survive.signals import stop_flag
 from paceline.talk import say
 from paceline.train.built import job_layer
-from paceline.train.ready import Ready, held_folder, join_world, prepare, with_folder
+from paceline.train.leased import Home, work
+from paceline.train.ready import Ready, held_folder, is_worker, join_world, prepare, with_folder
 from paceline.train.script import begin_again, change_to_go_on, script_again, script_to_start
 from paceline.train.session import Session
 from paceline.watch.console import Tail
@@ -66,7 +67,9 @@ class Run:
         self._session: Session | None = None
         kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
         asked = parse_layout(layout) if layout is not None else None
-        count = ranks or (asked and asked.ranks) or _world_size() or (visible_gpus() if kind == "cuda" else 1) or 1
+        count = (
+            ranks or (asked and asked.ranks) or world_size(os.environ) or (visible_gpus() if kind == "cuda" else 1) or 1
+        )
         script = Path(sys.argv[0]).stem or "run"
         given = {name: value for name, value in (settings or {}).items() if name != "run_dir" or not run_dir}
         asked_here = Asked().over(given, origin="Run(settings=)")
@@ -118,6 +121,8 @@ class Run:
         self._join_or_start()
         Run._was_open = True
         ready = self._ready or prepare(self._task, job=self.job)
+        if is_worker(ready):
+            raise Home(work(ready))
         world = join_world(ready)
         self._hold = held_folder(ready.task, world=world)
         try:
@@ -234,9 +239,8 @@ class Run:
             given, self._words = request["payload"], ["python", *request["script"]]
             self._task = Task.from_json({**self._task.as_json(), **{n: given[n] for n in ("run", "attempt", "resume")}})
             return
-        joined = detect(os.environ)
         late = self._exact and not choose_kernels()
-        if joined is not None:
+        if (joined := detect(os.environ)) is not None:
             if late:
                 begin_again(was_open=Run._was_open)
             adopt(joined, os.environ)
@@ -275,6 +279,8 @@ class Run:
         tails: list[Tail] = []
 
         def follow(folder: Path) -> Tail:
+            for tail in tails[-1:]:
+                tail.close()
             tails.append(Tail(folder))
             return tails[-1]
 
@@ -285,14 +291,10 @@ class Run:
             payload=task.as_json(),
             threads=self._threads,
             exact=self._exact,
+            servers=parse_update(task.update).servers,
         )
         outcome = start(request, on_start=follow)
         tails[-1].close()
         if outcome.exit_code:
             say(last_words(outcome, go_on=self._go_on(Path(task.run))), sys.stderr)
         return outcome.exit_code
-
-
-def _world_size() -> int | None:
-    joined = detect(os.environ)
-    return joined.world_size if joined else None

@@ -19,6 +19,7 @@ from paceline.measure.environment import environment
 from paceline.order.cursor import Cursor
 from paceline.place.batchnorm import running
 from paceline.place.buffers import POLICIES
+from paceline.place.units import trainable
 from paceline.pulse import Pulse
 from paceline.spec.read import as_toml
 from paceline.spec.settings import Settings
@@ -111,6 +112,7 @@ class Session:
                 replica=self.built.worlds.data.rank,
                 replicas=self.built.worlds.data.world_size,
                 drop_last=settings.data.drop_last,
+                reads=not plan.rule.has_servers,
             ),
             cursor=cursor,
             workers=settings.data.workers,
@@ -188,7 +190,8 @@ class Session:
 
     def _banner(self, cursor: Cursor, loaded: Loaded | None) -> tuple[str, ...]:
         settings, loop = self.ready.settings, self.loop
-        parameters = sum(member.parameter.numel() for member in self.built.named)
+        every = trainable(self.built.model) if self.ready.plan.rule.has_servers else self.built.named
+        parameters = sum(member.parameter.numel() for member in every)
         lines = [f"run: {self.run.path}", f"model: {many(parameters, 'trainable parameter')}", *self.ready.plan.notes]
         samples = self._feed.num_samples
         lines += [] if samples is None else [f"data: {many(samples, 'sample')} an epoch"]

@@ -16,12 +16,14 @@ from paceline.step.local import LocalStep
 from paceline.step.parts import Parts
 from paceline.step.passes import Passes
 from paceline.step.piped import PipelinePasses
+from paceline.step.server import ServerStep
 from paceline.step.sites import Sites
 from paceline.step.spmd import SpmdStep
 from paceline.step.stash import StashStep
 from paceline.step.threads import ThreadsStep
 from paceline.step.turns import SharedTurns
 from paceline.traffic import Traffic
+from paceline.train.served import refuse_served
 from paceline.world import World
 
 
@@ -40,6 +42,15 @@ def make_step(
         _refuse_stashed(parts[0], placed, placed.piped, plan)
         stash = stash_of(plan.rule, plan.mesh)
         return StashStep(parts[0], piped=placed.piped, stash=stash, rounds=-(-plan.num_micro // plan.replicas))
+    if plan.rule.has_servers:
+        refuse_served(parts[0], plan)
+        return ServerStep(
+            parts[0],
+            rule=plan.rule,
+            shares=plan.replicas,
+            micro_batch_size=plan.micro_batch_size,
+            spread=placed.spread,
+        )
     if shared is not None:
         return HogwildStep(parts[0], shared=shared)
     passes = None if placed.piped is None else PipelinePasses(parts[0], piped=placed.piped)

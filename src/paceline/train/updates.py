@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from paceline.errors import raise_all
 from paceline.job import Job
 from paceline.place.compose import Placed
+from paceline.place.divide import nothing
 from paceline.place.holding import Holding
 from paceline.place.norm import joint_norm
 from paceline.place.rules import Rules, learn
@@ -17,7 +18,7 @@ from paceline.place.shard.offload import offload_state
 from paceline.place.units import Named
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
-from paceline.step.update import Ema, Norm, Update
+from paceline.step.update import Ema, Norm, Update, numbers
 from paceline.torch_private import JointScaler
 from paceline.train.fit import unfit_optimizers, unfit_schedules
 from paceline.train.options import Options, given_options
@@ -70,7 +71,7 @@ def make_update(
         skip_nonfinite=settings.train.on_nonfinite == "skip",
         ema=Ema(live=_averaged(placed), decay=job.ema, settle=placed.settle) if job.ema is not None else None,
         norm=None if plan.rule.is_stashed else _norm(placed, settings, world=world),
-        spread=placed.spread,
+        spread=nothing if plan.rule.has_servers else placed.spread,
     )
     return update, given
 
@@ -112,6 +113,6 @@ def _norm(placed: Placed, settings: Settings, *, world: World) -> Norm | None:
     worlds = [] if placed.kept.is_whole else [world]
 
     def norm() -> Tensor:
-        return joint_norm([p.grad for p in mine if p.grad is not None], worlds=worlds, exact=exact)
+        return joint_norm([numbers(p.grad) for p in mine if p.grad is not None], worlds=worlds, exact=exact)
 
     return norm

@@ -9,17 +9,22 @@ from paceline.spec.task import Task
 from paceline.store.checkpoints import load, newest_good
 from paceline.store.disk import write_json
 from paceline.store.runs import RunFolder
+from paceline.train.leased import Home
 from paceline.train.run import Run
 from paceline.train.saving import restore_weights
 
 
 def train(payload: Mapping[str, Any]) -> int:
     """Train to the end, to an early stop, or to a signal."""
-    with Run.worker(Task.from_json(payload)) as run:
-        if payload.get("options", {}).get("evaluate_first") and run.job.eval_data is not None:
-            run.evaluate()
-        for batch in run.batches():
-            run.step(batch)
+    task = Task.from_json(payload)
+    try:
+        with Run.worker(task) as run:
+            if payload.get("options", {}).get("evaluate_first") and run.job.eval_data is not None:
+                run.evaluate()
+            for batch in run.batches():
+                run.step(batch)
+    except Home as home:
+        return home.exit_code
     return run.exit_code
 
 

@@ -15,6 +15,7 @@ from paceline.plan.compress import refuse_wire
 from paceline.plan.legal import refuse_products
 from paceline.plan.machine import usable_cores
 from paceline.plan.mesh import mesh_of
+from paceline.plan.server import refuse_joined, workers_of
 from paceline.plan.settle import Cluster, settle_threads
 from paceline.plan.unfit import refuse_homeless, refuse_settings
 from paceline.plugins import resolve
@@ -25,13 +26,14 @@ from paceline.spec.read import TYPED, Asked, merge, read_asked
 from paceline.spec.settings import Settings
 from paceline.spec.task import Task
 from paceline.spec.update import Update, parse_update
-from paceline.spec.words import did_you_mean, many
+from paceline.spec.words import many
 from paceline.start import Outcome, Request, choose_kernels, failure_keys, last_words, start, too_late
 from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, choose_run, new_run
 from paceline.talk import say
 from paceline.verbs.again import command_again
 from paceline.verbs.machine import choose_device, choose_ranks, refuse_nested
+from paceline.verbs.misfits import unknown_parameters
 from paceline.watch.console import Tail
 from paceline.watch.sinks import check_names
 
@@ -91,10 +93,11 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
     faults = _collect(problems, lambda: parse_faults(common.faults)) or ()
     if threads:
         refuse_nested(joined, faults, problems)
+    problems += refuse_joined(update, kind=joined and joined.kind)
     if ref is not None:
-        problems += _unknown_parameters(job_defaults(ref), asked)
+        problems += unknown_parameters(job_defaults(ref), asked)
     if layout is not None and layout.ranks and common.ranks is None and (joined is None or threads):
-        ranks = layout.ranks
+        ranks = layout.ranks + update.servers
     if layout is not None:
         problems += _misfits(verb, layout, update, ranks, settings, asked)
         problems += refuse_wire(compress, update, layout, ranks=ranks, settings=settings)
@@ -120,11 +123,11 @@ def _misfits(
 ) -> list[PacelineError]:
     """What layout, ranks and settings can't have together; `compare` has settings for some of its layouts only."""
     problems: list[PacelineError] = []
-    mesh = mesh_of(layout, ranks=ranks, problems=problems)
+    mesh = mesh_of(layout, ranks=workers_of(update, ranks=ranks, problems=problems), problems=problems)
     problems += [*refuse_products(layout, mesh), *refuse_update(update, layout, mesh)]
     if settings is not None:
-        problems += [*refuse_settings(layout, mesh, settings), *refuse_update_settings(update, settings)]
         typed = [name for name, origin in asked.origins.items() if origin == TYPED and verb != "compare"]
+        problems += [*refuse_settings(layout, mesh, settings), *refuse_update_settings(update, settings)]
         problems += refuse_homeless(layout, mesh, settings, asked=typed)
     return problems
 
@@ -158,6 +161,8 @@ def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False)
     def follow(folder: Path) -> Callable[[], None]:
         if not common.quiet:
             say(f"starting {many(count, 'process')}; logs in {task.run}/logs")
+        if tails:
+            tails[-1].close()
         tails.append(Tail(folder))
         return tails[-1] if not common.quiet else _nothing
 
@@ -171,6 +176,7 @@ def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False)
         ),
         exact=exact,
         saves=task.verb == "train",
+        servers=parse_update(task.update).servers,
     )
     outcome = start(request, on_start=follow)
     if tails and not common.quiet:
@@ -228,22 +234,6 @@ def _collect(problems: list[PacelineError], read: Callable[[], Any]) -> Any:
     except PacelineError as error:
         problems += getattr(error, "problems", [error])
         return None
-
-
-def _unknown_parameters(known: dict[str, str] | None, asked: Asked) -> list[PacelineError]:
-    if known is None:
-        return []
-    names = [name[4:] for name in asked.values if name.startswith("job.")]
-    return [
-        UsageError(
-            f"make_job has no parameter {name!r}.",
-            where=asked.origins.get(f"job.{name}", ""),
-            cause=did_you_mean(name, known),
-            hint=f"it takes: {', '.join(known) or 'none'}",
-        )
-        for name in names
-        if name not in known
-    ]
 
 
 def _nothing() -> None:

@@ -1,0 +1,49 @@
+"""A worker's samples, where it is told which: any share of any batch, read when it is asked for."""
+
+from typing import Any
+
+from paceline.feed.feed import refuse_stream
+from paceline.feed.fetch import Fetcher, Wanted, checked
+from paceline.feed.seeds import draws_random
+from paceline.feed.source import Collate, Order, read_source
+from paceline.feed.types import LocalMicro, StepInput
+from paceline.order.batches import Batch, next_batch
+from paceline.order.cursor import Cursor
+from paceline.order.deal import deal
+
+
+class LeasedFeed:
+    """Reads what `IndexedFeed` would give a replica, in any order."""
+
+    def __init__(
+        self, *, data: Any, collate: Collate | None, order: Any, seed: int, sample_seeds: str, global_batch_size: int,
+        drop_last: bool,
+    ) -> None:  # fmt: skip
+        source = read_source(data, collate=collate, order=order, workers=0, name="train_data")
+        if not source.is_indexed:
+            raise refuse_stream()
+        self._size = global_batch_size
+        self._drop_last = drop_last
+        self._order = Order(order=source.order, num_samples=len(source.data), seed=seed)
+        seeded = sample_seeds == "always" or (
+            sample_seeds == "auto" and draws_random(source.data.__getitem__, num_samples=len(source.data))
+        )
+        self._fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=seeded)
+
+    def share(self, cursor: Cursor, *, micro_batch_size: int, number: int = 0, of: int = 1) -> StepInput:
+        """Part `number` of `of` of the batch that begins at `cursor`."""
+        batch = next_batch(
+            cursor,
+            num_samples=self._order.size(cursor.epoch),
+            global_batch_size=self._size,
+            micro_batch_size=micro_batch_size,
+            drop_last=self._drop_last,
+        )
+        mine = deal(len(batch.micro), replica=number, replicas=of)
+        return StepInput(batch=batch, micro=tuple(self._read(batch, index) for index in mine))
+
+    def _read(self, batch: Batch, index: int) -> LocalMicro:
+        micro, epoch = batch.micro[index], batch.after.epoch
+        indices = self._order.at(epoch=epoch, start=micro.start, stop=micro.stop)
+        data = checked(self._fetcher[Wanted(epoch=epoch, indices=indices)])
+        return LocalMicro(index=index, num_samples=len(indices), data=data, indices=indices)

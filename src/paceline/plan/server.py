@@ -1,0 +1,106 @@
+"""A parameter server: how ranks are shared out, and what it goes with."""
+
+from collections.abc import Iterator
+
+from paceline.errors import LayoutError, PacelineError, UsageError
+from paceline.plan.mesh import Mesh
+from paceline.spec.layout import Kind as LayoutKind
+from paceline.spec.layout import Layout
+from paceline.spec.settings import Settings
+from paceline.spec.update import UNBOUNDED, Update
+from paceline.spec.words import many
+
+
+def workers_of(update: Update, *, ranks: int, problems: list[PacelineError]) -> int:
+    """The ranks that compute gradients; what does not go is added to `problems`."""
+    if not update.has_servers:
+        return ranks
+    workers = ranks - update.servers
+    if workers < 1:
+        problems.append(
+            LayoutError(
+                f"--update {update} with {many(ranks, 'rank')}: no worker is left.",
+                cause=f"the first {many(update.servers, 'rank')} hold the parameters, the others compute gradients",
+                hint=f"--ranks {update.servers + 2}",
+            )
+        )
+    return max(1, workers)
+
+
+def refuse_joined(update: Update, *, kind: str | None) -> list[PacelineError]:
+    """A world that others made has no place for a worker that comes back."""
+    if not update.has_servers or kind is None:
+        return []
+    return [
+        UsageError(
+            f"--update ps under {kind} is not in this version yet.",
+            cause="a lost worker is started again, alone, which that launcher leaves to nobody",
+            hint="paceline train JOB --ranks 4 --update ps, without it",
+        )
+    ]
+
+
+def refuse_server(update: Update, layout: Layout, mesh: Mesh) -> list[PacelineError]:
+    """Each worker has the whole model."""
+    if not update.has_servers:
+        return []
+    found: list[PacelineError] = []
+    others = [axis for axis in mesh.split if axis != "dp_replicate"]
+    ranks = mesh.ranks + update.servers
+    if others or layout.kind is LayoutKind.THREADS:
+        found.append(
+            LayoutError(
+                f"--update ps goes with ddp, not with {layout}.",
+                cause="each worker computes the gradient of its share with a whole model",
+                hint=f"--layout ddp --ranks {ranks} --update {update}",
+            )
+        )
+    return found
+
+
+def refuse_server_settings(update: Update, settings: Settings, *, device: str) -> Iterator[PacelineError]:
+    """What a server and its workers can't have."""
+    if not update.has_servers:
+        return
+    train = settings.train
+    for is_on, name, cause, hint in (
+        (device != "cpu", f"--device {device}", "gradients travel over gloo, tried on CPUs only", "--device cpu"),
+        (train.exact, "--train.exact", "who comes first is not written anywhere", "leave it out, or --update sync"),
+        (train.precision == "fp16", "fp16", "the loss scale is not sent to workers", "--train.precision bf16"),
+        (train.buffers == "sync_bn", "sync_bn", "its statistics meet in the forward", "leave --train.buffers out"),
+        (train.compile, "--train.compile", "it has not been tried", "leave it out"),
+        (
+            train.tokens is not None,
+            "--train.tokens",
+            "tokens are heard some steps late",
+            "--train.steps or --train.samples",
+        ),
+        (settings.log.statistics, "--log.statistics", "gradients are those of single shares", "leave it out"),
+        (
+            settings.data.workers > 0,
+            "--data.workers",
+            "nobody knows a worker's next share before it asks",
+            "--data.workers 0: each worker reads its own samples",
+        ),
+    ):
+        if is_on:
+            yield UsageError(f"{name} with --update ps can't be had.", cause=cause, hint=hint)
+
+
+def server_notes(update: Update, mesh: Mesh) -> Iterator[str]:
+    """What is decided."""
+    if not update.has_servers:
+        return
+    who = f"update: ps, {many(update.servers, 'server')}, {many(mesh.replicas, 'worker')}"
+    bound = update.staleness
+    if bound == 0:
+        yield f"{who}; the shares of a batch are one update, as of ddp"
+        return
+    known = str(update).rpartition("=")[2]
+    late = "any number of updates late" if known == UNBOUNDED else f"at most {many(int(bound), 'update')} late"
+    yield f"{who}; each share of a batch is an update of its own, {late}"
+    if bound + 1 < mesh.replicas:
+        yield (
+            f"note: of {mesh.replicas} workers {int(bound) + 1} at a time compute: one more gradient under way would "
+            f"be more than {many(int(bound), 'update')} late"
+        )

@@ -1,0 +1,175 @@
+"""A parameter server's run done again by one process: each share on the version it was computed on, in the same order.
+
+The oracle of `--update ps` with a bound above 0, as naive as can be: it keeps the whole model after every update. It
+takes the record of the run alone: which share, which versions, in which order.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from paceline.prove.double import in_double
+from paceline.prove.finding import Finding
+from paceline.prove.free import Drift, evaluated_by, first_batches, judge, judge_evaluation, listed, of_layout, trained
+from paceline.prove.lockstep import Say
+from paceline.prove.noise import can_nudge, nudge
+from paceline.prove.placed import built_in
+from paceline.prove.reference import At, Reference
+from paceline.spec.words import many
+from paceline.step.line import reach_store
+from paceline.step.pushed import Taken
+from paceline.step.server import ServerStep
+from paceline.train.built import Built
+from paceline.train.leased import compute
+from paceline.train.ready import Ready
+from paceline.world import Entrance, Place, World
+
+_ERRAND = "paceline-verify/errand/{}"
+_OVER, _DOUBLE, _OWN = "over", "float64", "own"
+_POLL_SECONDS = 0.05
+_START = At(step=0, epoch=0, position=0)
+
+
+class Errands:
+    """What workers are told to build, one rung after another; the first server says it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._number = 0
+
+    def next(self, dtype: torch.dtype | None) -> World:
+        """The servers' world for the next rung, where workers come in anew."""
+        self._say(_DOUBLE if dtype is torch.float64 else _OWN)
+        entrance = self._world.entrance
+        assert entrance is not None
+        return replace(self._world, entrance=replace(entrance, session=str(self._number)))
+
+    def end(self) -> None:
+        """No more."""
+        self._say(_OVER)
+
+    def _say(self, what: str) -> None:
+        self._number += 1
+        if self._world.entrance is not None and self._world.is_main:
+            store = reach_store(self._world.entrance.place, timeout_seconds=self._world.timeout_seconds)
+            store.set(_ERRAND.format(self._number), what)
+
+
+def run_errands(ready: Ready, place: Place) -> int:
+    """A worker's side of a verify: the same model as the servers' in each rung."""
+    store = reach_store(place, timeout_seconds=ready.settings.train.timeout_seconds)
+    number = 1
+    while (what := _told(store, number)) != _OVER:
+        dtype = torch.float64 if what == _DOUBLE else None
+        with in_double(active=dtype is not None):
+            built = built_in(ready, World.alone(), dtype)
+            compute(ready, built, Entrance(place=place, session=str(number)))
+            built.close()
+        number += 1
+    return 0
+
+
+def _told(store: Store, number: int) -> str:
+    """What the first server has said; nothing more comes from one that has ended."""
+    key = _ERRAND.format(number)
+    try:
+        while not store.check([key]):
+            time.sleep(_POLL_SECONDS)
+        return store.get(key).decode()
+    except RuntimeError:
+        return _OVER
+
+
+class ServedReference(Reference):
+    """The one-process run of a record."""
+
+    server_of: Mapping[str, int] = MappingProxyType({})
+    """Whose each parameter is; those that are not named are the first one's."""
+
+    def with_spec(self, **changes: Any) -> "ServedReference":
+        """The same from its start, with something else in its `Spec`."""
+        plain = super().with_spec(**changes)
+        other = ServedReference(job=plain.job, spec=plain.spec, cast=plain.cast)
+        other.server_of = self.server_of
+        return other
+
+    def replay(self, record: Sequence[Taken], *, backwards: bool) -> float:
+        """Do it again; the loss of the last share. `backwards` adds microbatches up the other way round."""
+        history, places, left = [self._now()], [_START], dict[int, int]()
+        loss = float("nan")
+        for taken in record:
+            share = taken.share
+            while len(places) <= share.step:
+                places.append(self.after(places[-1], sum(len(piece.samples) for piece in self.pieces(places[-1]))))
+            pieces = self.pieces(places[share.step])
+            mine = list(range(share.number, len(pieces), share.of))
+            if taken.counts:
+                loss = self._one(taken, [pieces[i] for i in mine], mine, history, places[share.step], backwards)
+            left[share.step] = left.get(share.step, share.of) - 1
+            for schedule in self.schedules if not left[share.step] else ():
+                schedule.step()
+        return loss
+
+    def _one(
+        self, taken: Taken, pieces: Sequence[Any], mine: Sequence[int], history: list[dict[str, Tensor]], at: At,
+        backwards: bool,
+    ) -> float:  # fmt: skip
+        names, server_of = history[-1], self.server_of
+        self._put({name: history[taken.versions[server_of.get(name, 0)]][name] for name in names})
+        gradient = self.gradient(at, pieces=pieces, backwards=backwards, stream=lambda place: mine[place])
+        self._put(history[-1])
+        kept, self.schedules = self.schedules, []
+        self.update(gradient.total)
+        self.schedules = kept
+        history.append(self._now())
+        return gradient.loss
+
+    def _now(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def _put(self, version: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(version[name])
+
+
+def owners(built: Built) -> dict[str, int]:
+    """The server that has each parameter."""
+    parts = {name: built.kept.parts(name) for name in built.kept.names}
+    return {name: next((n for n, part in enumerate(each) if part.numel), 0) for name, each in parts.items()}
+
+
+def run_served(built: Built, *, reference: Reference | None, steps: int, say: Say) -> Finding:
+    """Run freely, then do it again; the drift of a disturbed repetition is the floor."""
+    finding, step = Finding(), built.step
+    assert isinstance(step, ServerStep)
+    step.record = []
+    say(many(steps, "step"))
+    results = [step.run(given) for given in first_batches(built, steps, {})]
+    step.settle()
+    evaluated, weights, kept = evaluated_by(built), of_layout(built), listed(built)
+    if isinstance(reference, ServedReference):
+        reference.server_of = owners(built)
+        start = {name: tensor.clone() for name, tensor in trained(reference).items()}
+        loss = reference.replay(step.record, backwards=False)
+        other = reference.again()
+        assert isinstance(other, ServedReference)
+        if can_nudge(other, at=_START, seed=1):
+            nudge(other.model, seed=1)
+        other.replay(step.record, backwards=True)
+        judge(finding, weights, reference, other, start, steps, Drift())
+        late = max((number for counts in step.lateness() for number, _ in counts["late"]), default=0)
+        finding.detail = (
+            f"{many(len(step.record), 'update')}, at most {late} late, done again in their order; loss of the last "
+            f"batch {results[-1].loss:.6g}, of the last share {loss:.6g}."
+        )
+        if evaluated is not None:
+            judge_evaluation(finding, built, reference, evaluated, steps, kept)
+    found: Finding = Finding(**built.world.share_json(vars(finding)))
+    return found

@@ -1,0 +1,35 @@
+"""What a server gives its workers of a model, and what tells two models apart."""
+
+import hashlib
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from paceline.place.units import Named, trainable
+from paceline.step.desk import Held
+
+
+def held_by(model: nn.Module, members: Sequence[Named]) -> Held:
+    """Of the server whose optimizer has these members."""
+    return Held(
+        names=[member.name for member in members],
+        weights=[member.parameter for member in members],
+        rest=fixed_tensors(model),
+        model=model_digest(model),
+    )
+
+
+def fixed_tensors(model: nn.Module) -> list[Tensor]:
+    """Those that no update changes: frozen parameters and buffers."""
+    moving = {id(member.parameter) for member in trainable(model)}
+    frozen = [parameter for parameter in model.parameters() if id(parameter) not in moving]
+    return [*frozen, *(buffer for buffer in model.buffers() if buffer.is_contiguous())]
+
+
+def model_digest(model: nn.Module) -> str:
+    """What tells models apart whose weights can't be each other's."""
+    kinds = [
+        (name, str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    return hashlib.blake2b(repr(kinds).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,134 @@
+"""What came of one batch whose shares workers have pushed, and what one push is."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.order.leases import Share
+from paceline.step.joint import STOP, Agreed, Joint
+from paceline.step.result import StepResult
+from paceline.world import World
+
+Told = Mapping[int, Mapping[str, tuple[float, float]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push:
+    """The gradients of a share's sums, one for each parameter, and `(sum, count)` of each term of each microbatch.
+
+    `divided` says that the worker knew the counts before, and has divided by them; `versions` are those of the weights
+    that each server gave it.
+    """
+
+    gradients: Sequence[Tensor | None] = field(repr=False)
+    terms: Told
+    divided: bool
+    stop: bool = False
+    versions: Sequence[int] = ()
+
+    @property
+    def count(self) -> float:
+        """Of the only term."""
+        return math.fsum(count for terms in self.terms.values() for _, count in terms.values())
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """Of each term."""
+        found: dict[str, float] = {}
+        for terms in self.terms.values():
+            for name, (_, count) in terms.items():
+                found[name] = found.get(name, 0.0) + count
+        return found
+
+    @property
+    def loss(self) -> float:
+        """Of this share alone, each term by its own count."""
+        sums: dict[str, float] = {}
+        for terms in self.terms.values():
+            for name, (total, _) in terms.items():
+                sums[name] = sums.get(name, 0.0) + total
+        counts = self.counts
+        return sum(total / counts[name] if counts[name] else math.nan for name, total in sums.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """An update of one share: whose gradient on which versions, one of each server's weights, in the order taken.
+
+    `counts` is False where it was left out.
+    """
+
+    share: Share
+    versions: Sequence[int]
+    counts: bool
+
+
+class PushedJoint(Joint):
+    """What a batch came to, once its shares are there: whoever asks before waits for them."""
+
+    def __init__(self, *, num_micro: int, wait: Callable[[], None]) -> None:
+        super().__init__(world=World.alone(), names=(), num_micro=num_micro)
+        self._wait_for_all = wait
+
+    def tell(self, pushes: Sequence[Push], *, stop: bool) -> None:
+        """All of its shares."""
+        self._names = tuple(next(iter(pushes[0].terms.values())))
+        for push in pushes:
+            for index, terms in push.terms.items():
+                self.put(index, {n: (torch.tensor(t, dtype=torch.float64), c) for n, (t, c) in terms.items()})
+        self.flag(STOP, float(stop or any(push.stop for push in pushes)))
+        self.start()
+
+    def agreed(self) -> Agreed:
+        """Read them."""
+        self._wait_for_all()
+        return super().agreed()
+
+
+@dataclass(kw_only=True)
+class PushedBatch:
+    """A batch of which shares are free, under way, or taken."""
+
+    number: int
+    shares: Sequence[Share]
+    stop: bool
+    joint: PushedJoint
+    result: StepResult
+    pushes: dict[int, Push] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every share has been taken."""
+        return len(self.pushes) == len(self.shares)
+
+    def in_order(self) -> list[Push]:
+        """By the number of the share, whoever came first."""
+        return [push for _, push in sorted(self.pushes.items())]
+
+
+def as_words(push: Push) -> dict[str, Any]:
+    """What the other servers need of it beside their own gradients."""
+    return {"terms": push.terms, "divided": push.divided, "stop": push.stop, "versions": push.versions}
+
+
+def from_words(words: Mapping[str, Any], *, gradients: Sequence[Tensor | None]) -> Push:
+    """With this server's own."""
+    terms = {int(index): {n: (t, c) for n, (t, c) in terms.items()} for index, terms in words["terms"].items()}
+    how = {name: words[name] for name in ("divided", "stop", "versions")}
+    return Push(gradients=gradients, terms=terms, **how)
+
+
+def joined(pushes: Sequence[Push]) -> list[Tensor | None]:
+    """The gradients of a whole batch: shares are added in their order, so that who came first changes no bit."""
+    found: list[Tensor | None] = []
+    for parts in zip(*(push.gradients for push in pushes), strict=True):
+        there = [part for part in parts if part is not None]
+        total = there[0] if there else None
+        for part in there[1:]:
+            total = total + part
+        found.append(total.coalesce() if total is not None and total.is_sparse else total)
+    return found

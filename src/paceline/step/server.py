@@ -1,0 +1,281 @@
+"""The step of a parameter server (Li et al., OSDI 2014): workers compute, it has the weights and takes the updates.
+
+With bound 0 the shares of a batch are added up and taken as one update, as the replicas of `ddp` do. With a bound above
+0 each share is an update of its own, taken when it comes, unless another one that is under way would then be more
+updates late than the bound allows: then that one is waited for (Ho et al., NIPS 2013, counted in updates).
+
+Several servers each have some of the parameters, whole, and their optimizer state. The first one leases, and decides
+which gradients are taken in which order; the others have their parts of them by then, and follow.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import RunError
+from paceline.order.leases import Lease, Leases, Share
+from paceline.spec.update import Update as Rule
+from paceline.step.clerks import Clerks
+from paceline.step.desk import Desk
+from paceline.step.given import Given
+from paceline.step.held import held_by
+from paceline.step.later import Later
+from paceline.step.line import COMING_SECONDS, Door
+from paceline.step.parts import Parts
+from paceline.step.pushed import Push, PushedBatch, PushedJoint, Taken, as_words, from_words, joined
+from paceline.step.result import StepResult
+from paceline.step.spmd import SpmdStep
+from paceline.survive.failure import at_step
+from paceline.torch_private import divide_all
+
+_LOOK_SECONDS = 0.5
+_TAKE, _WAIT, _DONE = "take", "wait", "done"
+
+
+class ServerStep(SpmdStep):
+    """The server's. `lag` is how many of the newest batches are not whole: what came of them is heard later.
+
+    `spread` gives every server the others' parameters; it is called where weights are about to be looked at.
+    """
+
+    def __init__(
+        self, parts: Parts, *, rule: Rule, shares: int, micro_batch_size: int, spread: Callable[[], None]
+    ) -> None:
+        super().__init__(parts)
+        self.lag = 0
+        self._shares = shares
+        self._micro_batch_size = micro_batch_size
+        self._spread = spread
+        self._is_spread = True
+        self._leases = Leases(bound=rule.staleness)
+        self._mine: list[nn.Parameter] = []
+        self._batches: dict[int, PushedBatch] = {}
+        self._open: deque[PushedBatch] = deque()
+        self._desk: Desk | None = None
+        self._clerks: Clerks | None = None
+        self._waited = 0.0
+        self._told_at = time.monotonic()
+        self.record: list[Taken] | None = None  # a list is filled, where somebody wants to do it again
+
+    def run(self, given: Given, *, stop: bool = False) -> StepResult:
+        """Give the batch's shares away; what came of it is known once all of them were pushed."""
+        began, waited = time.perf_counter(), self._waited
+        desk = self._desk or self._opened()
+        batch = self._begun(given, stop=stop)
+        with desk.lock:
+            desk.where[self.step] = _where(given, micro_batch_size=self._micro_batch_size)
+            self._leases.offer(batch.shares if self.parts.world.is_main else ())
+            desk.lock.notify_all()
+        self.step += 1
+        if self._leases.joins:
+            self._serve(desk, until=lambda: not self._open)
+        else:
+            self._serve(desk, until=lambda: self._leases.num_free <= self._shares)
+        self.lag = len(self._open)
+        batch.result.communication_seconds = self._waited - waited
+        batch.result.compute_seconds = time.perf_counter() - began - batch.result.communication_seconds
+        return batch.result
+
+    def settle(self) -> None:
+        """Wait until every share that was given away is taken: no worker holds anything then."""
+        if self._desk is not None:
+            self._serve(self._desk, until=lambda: not self._open)
+        if not self._is_spread:
+            self._spread()
+            self._is_spread = True
+
+    def lateness(self) -> list[dict[str, Any]]:
+        """Of each worker."""
+        found: dict[str, dict[int, int]] = {}
+        for worker, counts in self._leases.late.items():
+            mine = found.setdefault(self._desk.names[worker] if self._desk is not None else str(worker), {})
+            for late, count in counts.items():
+                mine[late] = mine.get(late, 0) + count
+        return [
+            {"who": who, "late": [list(pair) for pair in sorted(mine.items())]} for who, mine in sorted(found.items())
+        ]
+
+    def new_notes(self) -> list[str]:
+        """Of workers that went and came."""
+        if self._desk is None:
+            return []
+        with self._desk.lock:
+            notes, self._desk.notes = self._desk.notes, []
+        return notes
+
+    def close(self) -> None:
+        """Send the workers home."""
+        if self._clerks is not None:
+            self._clerks.close()
+        super().close()
+
+    def _opened(self) -> Desk:
+        """From the first batch on: until then the weights may still be loaded."""
+        world, members = self.parts.world, [m for m in self.parts.update.named if m.parameter.numel()]
+        assert world.entrance is not None
+        self._mine = [member.parameter for member in members]
+        for member in self.parts.update.named:
+            if not member.parameter.numel():  # another server's: nobody is to miss its gradient here
+                member.parameter.grad = torch.zeros_like(member.parameter)
+        held = held_by(self.parts.model, members)
+        self._desk = Desk(leases=self._leases, held=held, timeout_seconds=world.timeout_seconds)
+        door = Door(world.entrance, server=world.rank, timeout_seconds=world.timeout_seconds)
+        self._clerks = Clerks(self._desk, door=door, leads=world.is_main)
+        self._clerks.open()
+        return self._desk
+
+    def _begun(self, given: Given, *, stop: bool) -> PushedBatch:
+        of = min(self._shares, given.num_micro)
+        joint = PushedJoint(num_micro=given.num_micro, wait=lambda: self._until_whole(batch))
+        result = StepResult(
+            step=self.step + 1,
+            samples=given.num_samples,
+            joint=joint,
+            norm=None,
+            compute_seconds=0.0,
+            communication_seconds=0.0,
+        )
+        shares = [Share(step=self.step, number=number, of=of) for number in range(of)]
+        batch = PushedBatch(number=self.step, shares=shares, stop=stop, joint=joint, result=result)
+        self._batches[self.step] = batch
+        self._open.append(batch)
+        return batch
+
+    def _until_whole(self, batch: PushedBatch) -> None:
+        if self._desk is not None and not batch.is_whole:
+            self._serve(self._desk, until=lambda: batch.is_whole)
+
+    def _serve(self, desk: Desk, *, until: Callable[[], bool]) -> None:
+        """Take what comes until that is so, on the first server; the others do the same.
+
+        Raises:
+            RunError: no worker has been there for `train.timeout_seconds`.
+        """
+        with desk.lock:
+            if not self.parts.world.is_main:
+                return self._follow(desk)
+            while True:
+                if desk.failure is not None:
+                    raise desk.failure
+                leases = self._leases.ready()
+                if leases:
+                    self._take(desk, leases, [desk.pushes.pop(lease.number) for lease in leases])
+                elif until():
+                    return self._tell(_DONE)
+                else:
+                    self._wait(desk)
+
+    def _wait(self, desk: Desk) -> None:
+        began = time.perf_counter()
+        desk.lock.wait(_LOOK_SECONDS)
+        self._waited += time.perf_counter() - began
+        if time.monotonic() - self._told_at > desk.patience:
+            self._tell(_WAIT)
+        limit = max(desk.timeout_seconds, COMING_SECONDS)
+        if not desk.num_workers and time.monotonic() - desk.alone_since > limit:
+            raise RunError(
+                f"no worker has been here for {limit:g} s.",
+                cause="they were killed, or can't reach this process",
+                hint=f"more memory for them, or --train.timeout_seconds {2 * limit:.0f}",
+            )
+
+    def _tell(self, kind: str, leases: Sequence[Lease] = (), pushes: Sequence[Push] = ()) -> None:
+        """To the other servers."""
+        self._told_at = time.monotonic()
+        if self.parts.world.world_size > 1:
+            pairs = zip(leases, pushes, strict=True)
+            told = [[lease.number, lease.share.step, lease.share.number, as_words(push)] for lease, push in pairs]
+            self.parts.world.share_json([kind, told, self._leases.oldest])
+
+    def _follow(self, desk: Desk) -> None:
+        """With the lock held, which is let go of while the first server thinks."""
+        while True:
+            desk.lock.release()
+            try:
+                kind, told, oldest = self.parts.world.share_json(None)
+            finally:
+                desk.lock.acquire()
+            if desk.failure is not None:
+                raise desk.failure
+            if kind == _DONE:
+                return
+            if kind == _TAKE:
+                desk.waits(lambda told=told: all(number in desk.pushes for number, *_ in told))  # type: ignore[misc]
+                pushes = {
+                    number: from_words(words, gradients=desk.pushes.pop(lease).gradients)
+                    for lease, _, number, words in told
+                }
+                self._update(desk, self._batches[told[0][1]], pushes)
+                for number in [number for number in desk.pushes if number < oldest]:  # of workers that died then
+                    del desk.pushes[number]
+
+    def _take(self, desk: Desk, leases: Sequence[Lease], pushes: Sequence[Push]) -> None:
+        """One update, on all servers."""
+        self._tell(_TAKE, leases, pushes)
+        numbers = [lease.share.number for lease in leases]
+        batch = self._batches[leases[0].share.step]
+        taken = self._update(desk, batch, dict(zip(numbers, pushes, strict=True)))
+        if self.record is not None:
+            pairs = zip(leases, pushes, strict=True)
+            self.record += [Taken(share=lease.share, versions=push.versions, counts=taken) for lease, push in pairs]
+        self._leases.take(leases, counts=taken)
+
+    def _update(self, desk: Desk, batch: PushedBatch, pushes: dict[int, Push]) -> bool:
+        batch.pushes |= {number: replace(push, gradients=()) for number, push in pushes.items()}
+        count = math.fsum(push.count for push in pushes.values())
+        with at_step(batch.number + 1):
+            taken = (self._leases.joins or bool(count)) and self._commit(batch, list(pushes.values()), count=count)
+            desk.version += int(taken)
+            self._is_spread = self.parts.world.world_size == 1
+            if batch.is_whole:
+                self._end(desk, batch)
+        desk.lock.notify_all()
+        return taken
+
+    def _commit(self, batch: PushedBatch, pushes: Sequence[Push], *, count: float) -> bool:
+        update, joins = self.parts.update, self._leases.joins
+        gradients = joined(pushes) if len(pushes) > 1 else pushes[0].gradients
+        if not pushes[0].divided:
+            divide_all([g for g in gradients if g is not None and not g.is_sparse], count)
+            gradients = [(g / count).coalesce() if g is not None and g.is_sparse else g for g in gradients]
+        for parameter, gradient in zip(self._mine, gradients, strict=True):
+            parameter.grad = gradient
+        if joins:
+            batch.joint.tell(pushes, stop=batch.stop)
+        loss = batch.result.loss if joins else pushes[0].loss
+        counts = batch.result.agreed.counts if joins else pushes[0].counts
+        norm, taken = update.commit(step=batch.number + 1, loss=loss, counts=counts, follow=joins)
+        batch.result.norm = None if norm is None else Later(norm)
+        batch.result.lr = update.lr
+        batch.result.skipped = not taken
+        return taken
+
+    def _end(self, desk: Desk, batch: PushedBatch) -> None:
+        """All of its shares are taken: schedules count batches, whoever was first."""
+        del self._batches[batch.number]
+        del desk.where[batch.number]
+        if not self._leases.joins:
+            batch.joint.tell(batch.in_order(), stop=batch.stop)
+            self._refuse_empty(batch)
+            self.parts.update.follow()
+        while self._open and self._open[0].is_whole:
+            self._open.popleft()
+        self.lag = len(self._open)
+
+    def _refuse_empty(self, batch: PushedBatch) -> None:
+        """A share without a target makes no update; a whole batch without one is an error, as elsewhere."""
+        agreed, update = batch.joint.agreed(), self.parts.update
+        if 0 in agreed.counts.values() and not update.skips:
+            raise update.refusal(step=batch.number + 1, loss=agreed.loss, counts=agreed.counts)
+
+
+def _where(given: Given, *, micro_batch_size: int) -> dict[str, Any]:
+    """What a worker needs to find the same samples."""
+    batch = given.batch  # type: ignore[attr-defined]
+    return {"cursor": batch.cursor.as_json(), "micro_batch_size": micro_batch_size}

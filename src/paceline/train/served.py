@@ -1,0 +1,102 @@
+"""What a model or a job has that a parameter server can't do."""
+
+from dataclasses import replace
+
+from torch import nn
+
+from paceline.errors import JobError, LayoutError, PacelineError, raise_all
+from paceline.job import Job
+from paceline.place.batchnorm import running
+from paceline.place.units import trainable
+from paceline.plan.mesh import Mesh
+from paceline.plan.settle import Plan
+from paceline.spec.words import many
+from paceline.step.parts import Parts
+
+_TAKE_SPARSE = ("SGD", "SparseAdam", "Adagrad")
+
+
+def among_servers(plan: Plan, *, servers: int) -> Plan:
+    """The plan as servers see it: they share the parameters out, each whole. A worker has no plan but its own."""
+    if not plan.rule.has_servers:
+        return plan
+    return replace(plan, mesh=Mesh(dp_shard=servers, zero=1) if servers > 1 else Mesh())
+
+
+def refuse_served(parts: Parts, plan: Plan) -> None:
+    """Refuse what the model has.
+
+    Raises:
+        LayoutError, JobError, Problems
+    """
+    found: list[PacelineError] = []
+    names = [name for name, _ in running(parts.model)]
+    if names:
+        found.append(
+            LayoutError(
+                f"--update ps: {names[0]} keeps running statistics.",
+                cause="each worker would have its own, and the server, which is saved and evaluated, none",
+                hint="LayerNorm or GroupNorm in its place, or --update sync",
+            )
+        )
+    tensors = len(trainable(parts.model))
+    if plan.rule.servers > tensors:
+        found.append(
+            LayoutError(
+                f"--update {plan.update}: {plan.rule.servers} servers, and the model has {many(tensors, 'parameter')}.",
+                cause="each parameter is one server's, whole",
+                hint=f"--update ps,servers={max(1, tensors)}",
+            )
+        )
+    raise_all([*found, *_sparse(parts)])
+
+
+def refuse_job(job: Job, plan: Plan) -> list[PacelineError]:
+    """What the job asks for."""
+    if not plan.rule.has_servers:
+        return []
+    found: list[PacelineError] = []
+    if job.loss_over == "batch":
+        found.append(
+            JobError(
+                'loss_over="batch" with --update ps: no worker ever has the whole batch.',
+                cause="workers don't wait for each other's outputs",
+                hint="--update sync",
+            )
+        )
+    if job.ema is not None and plan.rule.staleness:
+        found.append(
+            JobError(
+                f"ema= with --update {plan.update}: it would move once for each share, at the pace of nobody's choice.",
+                cause="its decay is meant for one update a batch",
+                hint="ema=None, or --update ps,staleness=0",
+            )
+        )
+    elif job.ema is not None and plan.rule.servers > 1:
+        found.append(
+            JobError(
+                "ema= with several servers: none has all weights after an update.",
+                cause="they meet at saves and evaluations only",
+                hint="ema=None, or --update ps,servers=1,staleness=0",
+            )
+        )
+    return found
+
+
+def _sparse(parts: Parts) -> list[PacelineError]:
+    """Rows of a table are pushed alone; the optimizer must take them, and a clip needs all of a gradient."""
+    found: list[PacelineError] = []
+    tables = [(name, m) for name, m in parts.model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    for name, table in [(name, m) for name, m in tables if m.sparse and m.weight.requires_grad]:
+        for optimizer in parts.update.optimizers:
+            group = next((g for g in optimizer.param_groups if any(p is table.weight for p in g["params"])), None)
+            if group is not None and (type(optimizer).__name__ not in _TAKE_SPARSE or group.get("weight_decay")):
+                kind = type(optimizer).__name__ + (" with weight_decay" if group.get("weight_decay") else "")
+                found.append(
+                    JobError(
+                        f"{name or 'the table'} gives sparse gradients, and {kind} takes whole ones.",
+                        cause="sparse=True pushes the rows that a share has read, and no others",
+                        hint="torch.optim.SparseAdam or SGD for this table, or sparse=False",
+                    )
+                )
+    return found

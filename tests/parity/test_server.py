@@ -1,0 +1,476 @@
+"""A parameter server: equal to ddp where nothing is late, never later than the bound, and no sample lost or doubled."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.step.flat import kinds_of, pack_gradients, unpack_gradients
+from tests.conftest import Ended, Shop
+
+COUNTS = """
+import os, random, signal, time
+import torch
+import paceline as pl
+
+class Seen(torch.nn.Module):
+    # each sample's number goes down by 1 whenever its gradient is taken; `clock` counts updates, `saw` what was pulled
+    def __init__(self, samples, extra):
+        super().__init__()
+        self.times = torch.nn.Parameter(torch.zeros(samples))
+        self.clock = torch.nn.Parameter(torch.zeros(()))
+        self.saw = torch.nn.Parameter(torch.zeros(()))
+        self.extra = torch.nn.Parameter(torch.zeros(extra))
+
+    def forward(self, index):
+        if os.environ.get("DIES") == os.environ.get("RANK") or (os.environ.get("DIES") == "all" and os.environ["RANK"] != "0"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ.get("RAISES") == os.environ.get("RANK"):
+            raise ValueError("a worker's own mistake")
+        slow = 5 if os.environ.get("SLOW") == os.environ.get("RANK") else 1
+        time.sleep(random.Random().random() * float(os.environ.get("DELAY", 0)) * slow)
+        moved = self.times[index].sum() + self.clock + self.saw * self.clock.detach() + 0.0 * self.extra.sum()
+        return len(index) * moved
+
+class Written(torch.optim.SGD):
+    # on the server: how many updates old the weights were that this gradient saw, told by the weights themselves
+    def step(self, closure=None):
+        _, clock, saw, _ = self.param_groups[0]["params"]
+        if saw.numel():  # of several servers the one that has it
+            with open(os.environ["WRITTEN"], "a") as file:
+                file.write(f"{saw.grad.item() - clock.item():.0f}\\n")
+        return super().step()
+
+def make_job(samples: int = 60, batch: int = 12, extra: int = 10_000):
+    return pl.Job(
+        model=lambda: Seen(samples, extra),
+        loss=lambda output, index: (output, len(index)),
+        forward=lambda model, index: model(index),
+        train_data=torch.arange(samples),
+        optimizer=lambda named: Written([p for _, p in named], lr=1.0),
+        global_batch_size=batch,
+    )
+"""
+
+
+def weights(shop: Shop, run: str) -> dict[str, torch.Tensor]:
+    return load_file(next((shop.path / run / "consolidated").glob("*.safetensors")))
+
+
+def events(shop: Shop, run: str, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (shop.path / run / "events.jsonl").read_text().splitlines()]
+    return [event for event in found if event["event"] == kind]
+
+
+def notes(shop: Shop, run: str) -> str:
+    return "\n".join(event["text"] for event in events(shop, run, "Note"))
+
+
+def count(shop: Shop, *words: str, ranks: int, epochs: int, environ: dict[str, str] | None = None) -> Ended:
+    """Train the counting job; what its optimizer measured is in `written`."""
+    if not (shop.path / "count.py").exists():
+        shop.write("count.py", COUNTS)
+    return shop.run(
+        "train", "count.py", "--ranks", str(ranks), "--run-dir", "run", "--train.epochs", str(epochs), *words,
+        "--watch.to", "console,jsonl", "--log.every", "100", timeout=550,
+        environ={"WRITTEN": str(shop.path / "written"), **(environ or {})},
+    )  # fmt: skip
+
+
+def measured(shop: Shop) -> Counter[int]:
+    return Counter(map(int, (shop.path / "written").read_text().split()))
+
+
+def all_seen(shop: Shop, *, epochs: int, updates: int, each: float = 1.0) -> None:
+    """Every sample once an epoch, every update once: the weights themselves have counted, by `each` a sample."""
+    found = weights(shop, "run")
+    assert found["times"].unique().tolist() == [-epochs * each]
+    assert found["clock"].item() == -updates
+
+
+@pytest.mark.parametrize(
+    ("servers", "words"),
+    [
+        (1, ()),
+        (1, ("--job.two_terms", "true")),
+        (1, ("--train.micro_batch_size", "2")),
+        (3, ("--job.two_terms", "true")),
+    ],
+)
+def test_bound_0_is_ddp(shop: Shop, servers: int, words: tuple[str, ...]) -> None:
+    words = ("--job.dropout", "0.2", *words)
+    one = shop.train("one", *words, ranks=2, steps=9)
+    update = f"ps,servers={servers},staleness=0"
+    other = shop.train("other", *words, "--update", update, ranks=servers + 2, steps=9)
+    assert one.code == other.code == 0, one.text + other.text
+    first, second = weights(shop, "one"), weights(shop, "other")
+    for name, value in first.items():
+        assert torch.allclose(value, second[name], rtol=1e-5, atol=1e-6), name
+    losses = [[line["loss"] for line in events(shop, run, "StepDone")] for run in ("one", "other")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) > 0
+    told = [one["late"] for one in events(shop, "other", "Staleness")[-1]["told"]]
+    assert all(late == 0 for one in told for late, _ in one)
+
+
+def _bounded(shop: Shop, bound: str, *, epochs: int, servers: int = 1) -> Counter[int]:
+    slow = {"DELAY": "0.002", "SLOW": str(servers + 1)}
+    update = f"ps,servers={servers},staleness={bound}"
+    words = ("--update", update, "--checkpoint.every", "100000", "--job.batch", "60")
+    ended = count(shop, *words, ranks=servers + 3, epochs=epochs, environ=slow)
+    assert ended.code == 0, ended.text
+    all_seen(shop, epochs=epochs, updates=3 * epochs)
+    found = measured(shop)
+    told: Counter[int] = Counter()
+    for one in events(shop, "run", "Staleness")[-1]["told"]:
+        told.update(dict(one["late"]))
+    if servers == 1:
+        assert found == told, "what the run tells is not what its weights say"
+    else:  # the part of another server than the first may have been pulled a moment later, and be newer than told
+        assert sum(found.elements()) <= sum(told.elements()) and max(told) <= float(bound)
+    assert sum(found.values()) == 3 * epochs
+    return found
+
+
+@pytest.mark.parametrize("bound", ["1", "4", "none"])
+def test_no_gradient_is_later_than_the_bound(shop: Shop, bound: str) -> None:
+    found = _bounded(shop, bound, epochs=60, servers=2 if bound == "4" else 1)
+    assert max(found) <= (float("inf") if bound == "none" else int(bound))
+    assert max(found) > (4 if bound == "none" else 0), (
+        "nothing was late: nothing was tried, or the slow one held up all"
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("bound", ["1", "4", "none"])
+def test_no_gradient_is_later_than_the_bound_in_10000_updates(shop: Shop, bound: str) -> None:
+    found = _bounded(shop, bound, epochs=3400)
+    print(f"\nstaleness={bound}: {sum(found.values())} updates, by lateness {dict(sorted(found.items()))}")
+    assert max(found) <= 4 if bound == "4" else max(found) == 1 if bound == "1" else max(found) > 4
+
+
+@pytest.mark.parametrize("bound", ["0", "2"])
+def test_a_killed_worker_loses_only_its_unpushed_gradient(shop: Shop, bound: str) -> None:
+    faults = "kill rank=1 step=7; kill rank=2 step=20"
+    ended = count(shop, "--update", f"ps,staleness={bound}", "--faults", faults, ranks=3, epochs=40)
+    assert ended.code == 0, ended.text
+    joint = bound == "0"
+    all_seen(shop, epochs=40, updates=200 if joint else 400, each=0.5 if joint else 1.0)
+    told = notes(shop, "run")
+    assert "lost worker 1, whose process is gone: its unpushed gradient is lost, and step 7's part" in told
+    assert "lost worker 2, whose process is gone: its unpushed gradient is lost, and step 20's part" in told
+
+
+def test_a_killed_worker_is_back_soon(shop: Shop) -> None:
+    words = ("--update", "ps,staleness=2", "--faults", "kill rank=1 step=3")
+    ended = count(shop, *words, ranks=3, epochs=100, environ={"DELAY": "0.02"})
+    assert ended.code == 0 and "rank 1 is back, a worker as before" in notes(shop, "run"), ended.text
+    all_seen(shop, epochs=100, updates=1000)
+
+
+def test_one_that_is_killed_again_and_again_is_gone_on_without(shop: Shop) -> None:
+    ended = count(shop, "--update", "ps,staleness=2", ranks=3, epochs=30, environ={"DIES": "1", "DELAY": "0.02"})
+    assert ended.code == 0 and "rank 1, a worker, was killed again" in ended.err, ended.text
+    all_seen(shop, epochs=30, updates=300)
+
+
+def test_where_all_workers_die_the_run_ends_and_says_so(shop: Shop) -> None:
+    began = time.monotonic()
+    ended = count(shop, "--update", "ps,staleness=2", ranks=3, epochs=30, environ={"DIES": "all"})
+    assert ended.code == 1 and "SIGKILL" in ended.text and "rank 0" not in ended.err.split("First error:")[-1][:8]
+    assert time.monotonic() - began < 60
+
+
+def test_an_error_in_a_worker_ends_the_run_and_is_named(shop: Shop) -> None:
+    ended = count(shop, "--update", "ps,staleness=2", ranks=3, epochs=30, environ={"RAISES": "2"})
+    assert ended.code == 1 and "rank 2" in ended.text and "a worker's own mistake" in ended.text, ended.text
+
+
+@pytest.mark.parametrize(("bound", "servers"), [("0", 1), ("none", 1), ("none", 2)])
+def test_a_killed_server_is_restored_and_what_was_lost_is_said(shop: Shop, bound: str, servers: int) -> None:
+    faults = f"kill rank={servers - 1} step=37; kill rank={servers + 1} step=10"
+    update = f"ps,servers={servers},staleness={bound}"
+    words = ("--update", update, "--checkpoint.every", "20", "--faults", faults)
+    ended = count(shop, *words, ranks=servers + 2, epochs=12)
+    assert ended.code == 0, ended.text
+    said = f"rank {servers - 1}, a server, was killed (SIGKILL) after step 36. Going on from step-00000020: 16 steps"
+    assert said in ended.err, ended.err
+    assert f"lost worker {servers + 1}, whose process is gone" in notes(shop, "run")
+    joint = bound == "0"
+    all_seen(shop, epochs=12, updates=60 if joint else 120, each=0.5 if joint else 1.0)
+
+
+def test_a_stopped_run_goes_on_with_another_number_of_workers(shop: Shop) -> None:
+    words = ("--update", "ps,staleness=4", "--faults", "stop rank=0 step=30")
+    stopped = count(shop, *words, ranks=3, epochs=20)
+    assert stopped.code == 75, stopped.text
+    again = count(shop, "--update", "ps,staleness=4", ranks=4, epochs=20)
+    assert again.code == 0 and "resumed: step-" in again.text, again.text
+    assert weights(shop, "run")["times"].unique().tolist() == [-20]
+
+
+def test_a_stopped_worker_is_given_up_and_comes_back(shop: Shop) -> None:
+    shop.write("count.py", COUNTS)
+    words = ("--update", "ps,staleness=2", "--train.timeout_seconds", "3", "--log.every", "5")
+    process = shop.start(
+        "train", "count.py", "--ranks", "3", "--run-dir", "run", "--train.epochs", "150", *words,
+        "--watch.to", "console,jsonl", environ={"WRITTEN": str(shop.path / "written"), "DELAY": "0.03"},
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 60
+        while not (shop.path / "run/logs/attempt-1/pulse-1").exists() or not (shop.path / "written").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        pid = pid_of(shop, rank=1)
+        os.kill(pid, signal.SIGSTOP)
+        while "of which nothing was heard for 3 s" not in (shop.path / "run/events.jsonl").read_text():
+            assert time.monotonic() < until, "nobody gave it up"
+            time.sleep(0.1)
+        os.kill(pid, signal.SIGCONT)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, out + err
+    all_seen(shop, epochs=150, updates=1500)
+
+
+def test_one_that_hangs_is_given_up_and_the_run_ends(shop: Shop) -> None:
+    words = ("--update", "ps,staleness=2", "--train.timeout_seconds", "4", "--faults", "hang rank=1 step=5")
+    ended = count(shop, *words, ranks=3, epochs=40, environ={"DELAY": "0.01"})
+    assert ended.code == 0 and "lost worker 1, of which nothing was heard for 4 s" in notes(shop, "run"), ended.text
+    all_seen(shop, epochs=40, updates=400)
+
+
+def test_ctrl_c_saves_and_all_leave(shop: Shop) -> None:
+    process = shop.start(
+        "train", "job.py", "--ranks", "3", "--run-dir", "run", "--train.steps", "100000", "--update", "ps,staleness=4",
+        "--watch.to", "console,jsonl",
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 60
+        while not list((shop.path / "run").glob("events.jsonl")) or not events(shop, "run", "StepDone"):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 75 and "Stopped and saved" in out + err, out + err
+    assert events(shop, "run", "CheckpointSaved")
+
+
+@pytest.mark.parametrize("bound", ["0", "3"])
+def test_what_is_not_finite_is_found_on_the_server(shop: Shop, bound: str) -> None:
+    text = """
+from dataclasses import replace
+import torch
+import job as other
+
+def make_job():
+    job = other.make_job()
+    x, y = (tensor.clone() for tensor in job.train_data.tensors)
+    x[17] = float("nan")
+    return replace(job, train_data=torch.utils.data.TensorDataset(x, y), eval_data=None)
+"""
+    shop.write("nan.py", text)
+    words = ("train", "nan.py", "--ranks", "3", "--update", f"ps,staleness={bound}", "--train.steps", "9")
+    ended = shop.run(*words, "--run-dir", "run")
+    assert ended.code == 1 and "loss is nan" in ended.text and "--train.on_nonfinite skip" in ended.text, ended.text
+    ended = shop.run(*words, "--run-dir", "skips", "--train.on_nonfinite", "skip")
+    assert ended.code == 0, ended.text
+    assert all(value.isfinite().all() for value in weights(shop, "skips").values())
+
+
+def pid_of(shop: Shop, *, rank: int) -> int:
+    """The process that writes to that rank's log."""
+    log = (shop.path / f"run/logs/attempt-1/rank-{rank}.log").resolve()
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (path / "fd" / "1").readlink() == log:
+                return int(path.name)
+    raise AssertionError(f"rank {rank} has no process")
+
+
+TABLE = """
+import torch
+import paceline as pl
+
+class Words(torch.nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        self.table = torch.nn.Embedding(5000, 8, sparse=sparse)
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, ids):
+        return self.head(self.table(ids).mean(1))
+
+def make_job(sparse: bool = True, kind: str = "SGD") -> pl.Job:
+    generator = torch.Generator().manual_seed(0)
+    ids, labels = torch.randint(0, 50, (48, 5), generator=generator), torch.randint(0, 3, (48,), generator=generator)
+    return pl.Job(
+        model=lambda: Words(sparse),
+        loss=lambda output, batch: (torch.nn.functional.cross_entropy(output, batch[-1], reduction="sum"), len(output)),
+        train_data=torch.utils.data.TensorDataset(ids, labels),
+        optimizer=lambda named: getattr(torch.optim, kind)([p for _, p in named], lr=0.5),
+        global_batch_size=12,
+        max_grad_norm=0.3,
+    )
+"""
+
+
+def test_rows_of_a_table_are_pushed_alone_and_train_it_as_whole_ones_do(shop: Shop) -> None:
+    shop.write("table.py", TABLE)
+    steps = ("--train.steps", "9", "--watch.to", "console,jsonl")
+    one = shop.run("train", "table.py", "--ranks", "2", "--job.sparse", "false", "--run-dir", "one", *steps)
+    words = ("--ranks", "3", "--update", "ps,staleness=0", "--run-dir", "other")
+    other = shop.run("train", "table.py", *words, *steps)
+    words = ("--ranks", "4", "--update", "ps,servers=2,staleness=3", "--run-dir", "late")
+    late = shop.run("train", "table.py", *words, *steps)
+    assert one.code == other.code == late.code == 0, one.text + other.text + late.text
+    first, second = weights(shop, "one"), weights(shop, "other")
+    for name, value in first.items():
+        assert torch.allclose(value, second[name], rtol=1e-5, atol=1e-6), name
+    assert not torch.allclose(first["table.weight"], weights(shop, "late")["table.weight"], atol=1e-4)
+
+
+def test_a_sparse_gradient_travels_as_its_rows() -> None:
+    table = torch.nn.Embedding(5000, 8, sparse=True)
+    table(torch.tensor([[3, 7], [7, 4999]])).sum().backward()
+    assert table.weight.grad is not None
+    gradients = [None, table.weight.grad.coalesce(), torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor(5.0)]
+    row = pack_gradients(gradients)
+    assert row.numel() < 400 < table.weight.nbytes
+    like = [torch.zeros(4), table.weight, torch.zeros(2, 3, dtype=torch.bfloat16), torch.tensor(0.0)]
+    back = unpack_gradients(row, kinds=kinds_of(gradients), like=like)
+    assert back[0] is None and back[1] is not None and back[1].is_sparse
+    assert torch.equal(back[1].to_dense(), table.weight.grad.to_dense())
+    assert back[2] is not None and torch.equal(back[2], gradients[2]) and back[3] == 5.0
+
+
+BAD = {
+    "no worker is left": ("--ranks", "1", "--update", "ps"),
+    "with 2 ranks: no worker is left": ("--ranks", "2", "--update", "ps,servers=2"),
+    "staleness is a whole number from 0, or none": ("--ranks", "3", "--update", "ps,staleness=-1"),
+    "servers is a whole number from 1": ("--ranks", "3", "--update", "ps,servers=0"),
+    "ps has no option 'bound'": ("--ranks", "3", "--update", "ps,bound=3"),
+    "9 servers, and the model has 6 parameters": ("--ranks", "11", "--update", "ps,servers=9"),
+    "--update ps goes with ddp, not with pp": ("--ranks", "3", "--layout", "pp", "--update", "ps"),
+    "--update ps goes with ddp, not with fsdp": ("--ranks", "3", "--layout", "fsdp", "--update", "ps"),
+    "--train.exact with --update ps": ("--ranks", "3", "--update", "ps", "--train.exact"),
+    "fp16 with --update ps": ("--ranks", "3", "--update", "ps", "--train.precision", "fp16"),
+    "sync_bn with --update ps": ("--ranks", "3", "--update", "ps", "--train.buffers", "sync_bn"),
+    "--data.workers with --update ps": ("--ranks", "3", "--update", "ps", "--data.workers", "1"),
+    "--log.statistics with --update ps": ("--ranks", "3", "--update", "ps", "--log.statistics"),
+    "first.norm keeps running statistics": ("--ranks", "3", "--update", "ps", "--job.norm", "true"),
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_what_it_can_not_be_had_with_is_said(shop: Shop, said: str) -> None:
+    words = ("train", "job.py", *BAD[said], "--run-dir", "run", "--train.steps", "2")
+    began = time.monotonic()
+    ended = shop.run(*words)
+    assert ended.code == 2 and said.replace("first.", "") in ended.text, ended.text
+    assert "Traceback" not in ended.text and time.monotonic() - began < 60
+
+
+def test_a_sparse_push_that_the_optimizer_can_not_take_is_refused(shop: Shop) -> None:
+    shop.write("table.py", TABLE)
+    words = ("--ranks", "3", "--update", "ps", "--run-dir", "run", "--train.steps", "2")
+    ended = shop.run("train", "table.py", "--job.kind", "AdamW", *words)
+    assert ended.code == 2 and "table gives sparse gradients, and AdamW" in ended.text, ended.text
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [("loss_over='batch'", "no worker ever has the whole batch"), ("ema=0.9", "at the pace of nobody's choice")],
+)
+def test_what_a_job_can_not_ask_for_is_said(shop: Shop, changed: str, said: str) -> None:
+    text = f"from dataclasses import replace\nimport job as other\n\n\ndef make_job():\n    return replace(other.make_job(), {changed})\n"
+    shop.write("changed.py", text)
+    ended = shop.run("train", "changed.py", "--ranks", "3", "--update", "ps", "--run-dir", "run", "--train.steps", "2")
+    assert ended.code == 2 and said in ended.text, ended.text
+
+
+def test_a_stream_is_refused(shop: Shop) -> None:
+    text = "from dataclasses import replace\nimport job as other\n\n\ndef make_job():\n    job = other.make_job()\n" \
+           "    return replace(job, train_data=lambda: iter(job.train_data))\n"  # fmt: skip
+    shop.write("stream.py", text)
+    ended = shop.run("train", "stream.py", "--ranks", "3", "--update", "ps", "--run-dir", "run", "--train.steps", "2")
+    assert ended.code and "train_data is a stream, and --update ps" in ended.text, ended.text
+
+
+def test_verify_does_the_run_again_in_its_own_order(shop: Shop) -> None:
+    words = ("--job.dropout", "0.3", "--steps", "10", "--json")
+    for ranks, update in ((4, "ps,staleness=2"), (5, "ps,servers=2,staleness=none"), (3, "ps,staleness=0")):
+        ended = shop.run("verify", "job.py", "--ranks", str(ranks), "--update", update, *words)
+        assert ended.code == 0, ended.text
+        found = ended.json()
+        assert found["verdict"] in ("bitwise", "rounding") and found["reference"].startswith("serial ps")
+        assert [rung["name"] for rung in found["rungs"]] == [
+            "one process",
+            "done again in float64",
+            "done again in fp32",
+        ]
+
+
+PLANTED = {
+    "weights of the version before": """
+from paceline.step.desk import Desk
+plain = Desk.lease
+def lease(self, worker, *, row):
+    before = getattr(self, "before", None)
+    found = plain(self, worker, row=row)
+    now = row.clone()
+    if before is not None and found is not None:
+        row.copy_(before)
+    self.before = now
+    return found
+Desk.lease = lease
+""",
+    "a share divided by another count": """
+from paceline.step import server
+server.divide_all = lambda tensors, count: [tensor.div_(count + 1) for tensor in tensors]
+""",
+    "samples of another share": """
+from paceline.feed import leased
+plain = leased.LeasedFeed.share
+leased.LeasedFeed.share = lambda self, cursor, number=0, of=1, **how: plain(self, cursor, number=(number + 1) % of, of=of, **how)
+""",
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_verify_sees_a_planted_mistake(shop: Shop, planted: str) -> None:
+    shop.write("planted.py", f"from job import make_job\n{PLANTED[planted]}")
+    ended = shop.run("verify", "planted.py", "--ranks", "4", "--update", "ps,staleness=2", "--steps", "10")
+    assert ended.code == 4 and "DIFFERENT" in ended.text, ended.text
+
+
+def test_a_script_has_its_loop_on_the_server(shop: Shop) -> None:
+    text = """
+import paceline as pl
+from job import make_job
+
+if __name__ == "__main__":
+    settings = {"train.steps": 8, "watch.to": ["jsonl"]}
+    with pl.Run(make_job(), ranks=3, update="ps,staleness=0", run_dir="run", settings=settings) as run:
+        losses = [run.step(batch).loss for batch in run.batches()]
+        print("rank", run.rank, "losses", len(losses))
+"""
+    shop.write("script.py", text)
+    ended = shop.call([sys.executable, "-W", "ignore", "script.py"])
+    assert ended.code == 0 and "rank 0 losses 8" in ended.text, ended.text
+    assert shop.train("other", ranks=2, steps=8).code == 0
+    for name, value in weights(shop, "other").items():
+        assert torch.allclose(value, weights(shop, "run")[name], rtol=1e-5, atol=1e-6), name
