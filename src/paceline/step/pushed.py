@@ -76,7 +76,7 @@ class PushedJoint(Joint):
 
     def tell(self, pushes: Sequence[Push], *, stop: bool) -> None:
         """All of its shares."""
-        self._names = tuple(next(iter(pushes[0].terms.values())))
+        self.names = tuple(next(iter(pushes[0].terms.values())))
         for push in pushes:
             for index, terms in push.terms.items():
                 self.put(index, {n: (torch.tensor(t, dtype=torch.float64), c) for n, (t, c) in terms.items()})
