@@ -54,3 +54,9 @@ def test_schedules_give_what_torch_gives() -> None:
 @pytest.mark.parametrize("command", ["exact.py --rounds 2", "overhead.py --rounds 2 --width 16 --batch 8"])
 def test_the_data_parallel_ones_run(command: str) -> None:
     assert "ratio" in (said := run(command)) or "exact / default" in said
+
+
+def test_ways_to_compress_are_set_beside_ddp() -> None:
+    said = run(f"compress.py {TINY} --torch")
+    shares = {row.split()[0]: float(found[1]) for row in said.splitlines() if (found := re.search(r"\( *(\S+)\)", row))}
+    assert 0.49 < shares["bf16"] < 0.51 and shares["topk"] < 0.05 and said.count("not counted") == 3, said
