@@ -54,3 +54,14 @@ def test_schedules_give_what_torch_gives() -> None:
 @pytest.mark.parametrize("command", ["exact.py --rounds 2", "overhead.py --rounds 2 --width 16 --batch 8"])
 def test_the_data_parallel_ones_run(command: str) -> None:
     assert "ratio" in (said := run(command)) or "exact / default" in said
+
+
+def test_a_slow_worker_holds_up_who_waits_for_it() -> None:
+    said = run("server.py --rounds 1 --workers 3 --wait 0.03 --steps 40")
+    rows = {
+        cells[1].strip(" `"): float(cells[3])
+        for line in said.splitlines()
+        if len(cells := line.split("|")) > 6 and "`" in line
+    }
+    assert set(rows) == {"sync", *(f"ps,staleness={bound}" for bound in ("0", "4", "16", "none"))}
+    assert rows["ps,staleness=none"] > 1.3 * rows["sync"], said
