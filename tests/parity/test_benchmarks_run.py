@@ -60,3 +60,14 @@ def test_ways_to_compress_are_set_beside_ddp() -> None:
     said = run(f"compress.py {TINY} --torch")
     shares = {row.split()[0]: float(found[1]) for row in said.splitlines() if (found := re.search(r"\( *(\S+)\)", row))}
     assert 0.49 < shares["bf16"] < 0.51 and shares["topk"] < 0.05 and said.count("not counted") == 3, said
+
+
+def test_a_slow_worker_holds_up_who_waits_for_it() -> None:
+    said = run("server.py --rounds 1 --workers 3 --wait 0.03 --steps 40")
+    rows = {
+        cells[1].strip(" `"): float(cells[3])
+        for line in said.splitlines()
+        if len(cells := line.split("|")) > 6 and "`" in line
+    }
+    assert set(rows) == {"sync", *(f"ps,staleness={bound}" for bound in ("0", "4", "16", "none"))}
+    assert rows["ps,staleness=none"] > 1.3 * rows["sync"], said

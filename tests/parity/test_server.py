@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -167,6 +168,72 @@ def test_a_killed_worker_loses_only_its_unpushed_gradient(shop: Shop, bound: str
     told = notes(shop, "run")
     assert "lost worker 1, whose process is gone: its unpushed gradient is lost, and step 7's part" in told
     assert "lost worker 2, whose process is gone: its unpushed gradient is lost, and step 20's part" in told
+
+
+IN_A_PUSH = """
+import os, signal
+from paceline.step.line import Kind, Line
+from count import make_job
+
+pushes, plain = [], Line.send
+
+def send(self, message):
+    counts = message.kind is Kind.PUSH and os.environ["RANK"] == "3" and os.environ.get("PACELINE_LIFE", "1") == "1"
+    pushes.extend([1] if counts else [])
+    if counts and len(pushes) == int(os.environ["NTH"]):
+        left, through = int(os.environ["PARTS"]), self._done  # of a message: its head, its words, the gradient
+
+        def done(move, tensor):
+            nonlocal left
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            through(move, tensor)
+
+        self._done = done
+    plain(self, message)
+
+Line.send = send
+"""
+
+
+@pytest.mark.parametrize(("nth", "parts"), [("9", "2"), ("10", "0"), ("10", "2")])
+def test_one_that_is_killed_in_a_push_has_pushed_nothing(shop: Shop, nth: str, parts: str) -> None:
+    """To the second server, between the two, and to the first, which counts it."""
+    shop.write("count.py", COUNTS)
+    shop.write("killed.py", IN_A_PUSH)
+    ended = shop.run(
+        "train", "killed.py", "--ranks", "4", "--run-dir", "run", "--train.epochs", "30", "--update",
+        "ps,servers=2,staleness=3", "--watch.to", "console,jsonl",
+        environ={"WRITTEN": str(shop.path / "written"), "NTH": nth, "PARTS": parts},
+    )  # fmt: skip
+    assert ended.code == 0 and "lost worker 3, whose process is gone" in notes(shop, "run"), ended.text
+    all_seen(shop, epochs=30, updates=300)
+
+
+@pytest.mark.soak
+def test_workers_that_are_killed_at_any_moment_lose_and_double_nothing(shop: Shop) -> None:
+    shop.write("count.py", COUNTS)
+    process = shop.start(
+        "train", "count.py", "--ranks", "6", "--run-dir", "run", "--train.epochs", "600", "--log.every", "5",
+        "--update", "ps,servers=2,staleness=8", "--watch.to", "console,jsonl", "--checkpoint.every", "100",
+        environ={"WRITTEN": str(shop.path / "written"), "DELAY": "0.01"},
+    )  # fmt: skip
+    kills = 0
+    try:
+        draw = random.Random(5)
+        while process.poll() is None and kills < 6:
+            time.sleep(draw.uniform(1.0, 3.0))
+            with suppress(AssertionError, ProcessLookupError):
+                os.kill(pid_of(shop, rank=2 + kills % 4), signal.SIGKILL)
+                kills += 1
+        out, err = process.communicate(timeout=500)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0 and kills == 6, out + err
+    print(f"\n{kills} kills: {notes(shop, 'run')}")
+    all_seen(shop, epochs=600, updates=20 * 600)
 
 
 def test_a_killed_worker_is_back_soon(shop: Shop) -> None:

@@ -319,3 +319,17 @@ def test_contradicting_worlds_are_refused() -> None:
         detect({"TORCHELASTIC_RUN_ID": "x", "RANK": "4", "WORLD_SIZE": "4"})
     with pytest.raises(UsageError, match="can't be read"):
         detect({"TORCHELASTIC_RUN_ID": "x", "RANK": "a", "WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "servers", "staleness"),
+    [
+        ("ps", "ps,staleness=4", 1, 4),
+        ("ps,servers=3,staleness=0", "ps,servers=3,staleness=0", 3, 0),
+        ("ps,staleness=none", "ps,staleness=none", 1, float("inf")),
+    ],
+)
+def test_a_parameter_server_is_read_and_said_again(text: str, said: str, servers: int, staleness: float) -> None:
+    update = parse_update(text)
+    assert (update.servers, update.staleness, str(update)) == (servers, staleness, said)
+    assert parse_update(said) == update and update.layout == "ddp"
