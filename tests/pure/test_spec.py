@@ -17,7 +17,7 @@ from paceline.plan.settle import Cluster, Facts, settle
 from paceline.spec.jobref import job_defaults, parse_jobref
 from paceline.spec.layout import Kind, parse_layout
 from paceline.spec.read import Asked, as_toml, merge, read_asked
-from paceline.spec.update import Update
+from paceline.spec.update import Update, parse_update
 
 
 def test_settings_come_from_file_then_command_line(tmp_path: Path) -> None:
