@@ -358,6 +358,32 @@ def make_job():
     assert all(value.isfinite().all() for value in weights(shop, "skips").values())
 
 
+def test_an_order_that_differs_between_workers_is_found(shop: Shop) -> None:
+    text = """
+from dataclasses import replace
+import os
+import job as other
+
+def make_job():
+    order = lambda num_samples, epoch, seed: list(range(num_samples))[:: -1 if os.environ["RANK"] == "2" else 1]
+    return replace(other.make_job(), order=order)
+"""
+    shop.write("ordered.py", text)
+    words = ("--ranks", "3", "--update", "ps,staleness=0", "--train.steps", "9", "--run-dir", "run")
+    ended = shop.run("train", "ordered.py", *words)
+    assert ended.code == 1 and "order= gave workers different orders of the samples" in ended.text, ended.text
+
+
+def test_a_run_is_evaluated_and_shown_like_any_other(shop: Shop) -> None:
+    trained = shop.train("run", "--update", "ps,servers=2,staleness=2", ranks=4, steps=12)
+    assert trained.code == 0, trained.text
+    last = events(shop, "run", "EvalDone")[-1]["metrics"]
+    found = shop.run("evaluate", "run", "--json")
+    assert found.code == 0 and found.json()["metrics"] == pytest.approx(last, rel=1e-5), found.text
+    assert shop.run("report", "run").code == 0
+    assert "How late updates were" in (shop.path / "run/report.html").read_text()
+
+
 def pid_of(shop: Shop, *, rank: int) -> int:
     """The process that writes to that rank's log."""
     log = (shop.path / f"run/logs/attempt-1/rank-{rank}.log").resolve()

@@ -28,6 +28,7 @@ class LeasedFeed:
         seeded = sample_seeds == "always" or (
             sample_seeds == "auto" and draws_random(source.data.__getitem__, num_samples=len(source.data))
         )
+        self._what = source.gives_order
         self._fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=seeded)
 
     def share(self, cursor: Cursor, *, micro_batch_size: int, number: int = 0, of: int = 1) -> StepInput:
@@ -41,6 +42,10 @@ class LeasedFeed:
         )
         mine = deal(len(batch.micro), replica=number, replicas=of)
         return StepInput(batch=batch, micro=tuple(self._read(batch, index) for index in mine))
+
+    def order_of(self, epoch: int) -> list[str] | None:
+        """A name for the order of the user's own, and what gives it: every worker must have the same."""
+        return [self._order.name(epoch), self._what] if self._order.is_own else None
 
     def _read(self, batch: Batch, index: int) -> LocalMicro:
         micro, epoch = batch.micro[index], batch.after.epoch

@@ -95,6 +95,8 @@ class Clerks:
 
     def _read(self, message: Message) -> Push:
         words, row = message.words, message.row
+        if words["order"] is not None:
+            self._desk.same_order(int(words["epoch"]), *words["order"])
         kinds: Sequence[int] = words["gradients"]
         like: Sequence[Tensor] = self._desk.held.weights
         gradients = [None] * len(kinds) if row is None else unpack_gradients(row, kinds=kinds, like=like)

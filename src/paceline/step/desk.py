@@ -50,6 +50,7 @@ class Desk:
         self.alone_since = time.monotonic()
         self._flat = flat_of(held.weights)
         self._here: set[int] = set()
+        self._orders: dict[int, str] = {}
 
     @property
     def patience(self) -> float:
@@ -135,6 +136,20 @@ class Desk:
             self.leases.push(lease)
             self.pushes[lease.number] = push
             self.lock.notify_all()
+
+    def same_order(self, epoch: int, name: str, what: str) -> None:
+        """Workers read the samples: an order of the user's own must be the same on all.
+
+        Raises:
+            DesyncError
+        """
+        with self.lock:
+            if self._orders.setdefault(epoch, name) != name:
+                raise DesyncError(
+                    f"{what} gave workers different orders of the samples, in epoch {epoch}.",
+                    cause="it draws from a generator of its own, or depends on the process",
+                    hint="order=lambda num_samples, epoch, seed: a pure function of these",
+                )
 
     def weights_at(self, version: int, *, row: Tensor) -> int:
         """In `row` the weights after at least so many updates, if they come about in time; after how many."""

@@ -154,7 +154,8 @@ class Hand:
         terms = self._gradients(given, step=cursor.step, counts=counts)
         if self._pulse is not None:
             self._pulse.beat(step=cursor.step + 1)
-        return {"terms": terms, "divided": counts is not None, "stop": stop_flag.requested}
+        told = {"epoch": given.batch.after.epoch, "order": self._feed.order_of(given.batch.after.epoch)}
+        return {**told, "terms": terms, "divided": counts is not None, "stop": stop_flag.requested}
 
     def _break(self, step: int) -> None:
         """The faults that were asked for until this step: it may be another worker that gets a share of theirs."""
