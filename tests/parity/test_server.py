@@ -358,6 +358,24 @@ def make_job():
     assert all(value.isfinite().all() for value in weights(shop, "skips").values())
 
 
+def test_a_stopped_server_is_named(shop: Shop) -> None:
+    process = shop.start(
+        "train", "job.py", "--ranks", "3", "--run-dir", "run", "--train.steps", "100000", "--update", "ps,staleness=4",
+        "--watch.to", "console,jsonl", "--train.timeout_seconds", "4", "--data.drop_last", "true",
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 60
+        while not list((shop.path / "run").glob("events.jsonl")) or not events(shop, "run", "StepDone"):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        os.kill(pid_of(shop, rank=0), signal.SIGSTOP)
+        out, err = process.communicate(timeout=90)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 1 and "no answer from rank 0" in err and "is stopped" in err, out + err
+
+
 def test_an_order_that_differs_between_workers_is_found(shop: Shop) -> None:
     text = """
 from dataclasses import replace

@@ -5,7 +5,8 @@ whole is given to another, or to this one started anew.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from paceline.order.cursor import Cursor
 from paceline.pulse import Pulse
 from paceline.step.flat import flat_of, kinds_of, pack_gradients
 from paceline.step.held import fixed_tensors, model_digest
-from paceline.step.line import Kind, Line, LineLost, Message, come_in
+from paceline.step.line import COMING_SECONDS, Kind, Line, LineLost, Message, come_in
 from paceline.step.passes import backward, divided, forward
 from paceline.step.spmd import writes_to
 from paceline.step.telling import Telling, own_counts
@@ -35,6 +36,7 @@ from paceline.train.ready import Ready
 from paceline.world import Entrance, Place, World
 
 _TRIES = 3
+_ANSWER_SECONDS = 15.0  # of a server that runs already
 
 
 class Home(SystemExit):
@@ -58,15 +60,43 @@ def work(ready: Ready) -> int:
 def compute(ready: Ready, built: Built, entrance: Entrance) -> int:
     """The same with a model that is built."""
     hand, seconds = Hand(ready, built), ready.settings.train.timeout_seconds
+
+    def lines() -> list[Line]:
+        return [come_in(entrance, server=n, timeout_seconds=seconds) for n in range(ready.plan.rule.servers)]
+
     for tried in range(1, _TRIES + 1):
+        limit = max(seconds, COMING_SECONDS if tried == 1 else _ANSWER_SECONDS)
         try:
-            lines = [come_in(entrance, server=n, timeout_seconds=seconds) for n in range(ready.plan.rule.servers)]
-            hand.serve(lines, rank=entrance.place.rank)
+            hand.serve(_within(limit, lines), rank=entrance.place.rank)
             return 0
         except LineLost as error:
             if tried == _TRIES:
                 raise MachineError(f"connection closed by the server: {error}") from error
     return 1
+
+
+def _within(seconds: float, ask: Callable[[], list[Line]]) -> list[Line]:
+    """What it gives; a store whose process is stopped takes a question, and never answers.
+
+    Raises:
+        MachineError: nothing came.
+    """
+    found: list[list[Line] | BaseException] = []
+
+    def asked() -> None:
+        try:
+            found.append(ask())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=asked, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        raise MachineError(f"timed out waiting for the server, after {seconds:.0f} seconds.")
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
 
 
 class Hand:
