@@ -36,7 +36,7 @@ from paceline.train.ready import Ready
 from paceline.world import Entrance, Place, World
 
 _TRIES = 3
-_ANSWER_SECONDS = 15.0  # of a server that runs already
+_ANSWER_SECONDS = 30.0  # of a server that runs already
 
 
 class Home(SystemExit):
@@ -64,15 +64,17 @@ def compute(ready: Ready, built: Built, entrance: Entrance) -> int:
     def lines() -> list[Line]:
         return [come_in(entrance, server=n, timeout_seconds=seconds) for n in range(ready.plan.rule.servers)]
 
-    for tried in range(1, _TRIES + 1):
-        limit = max(seconds, COMING_SECONDS if tried == 1 else _ANSWER_SECONDS)
+    limit, in_vain = max(seconds, COMING_SECONDS), 0
+    while True:
+        done = hand.num_pushed
         try:
             hand.serve(_within(limit, lines), rank=entrance.place.rank)
             return 0
         except LineLost as error:
-            if tried == _TRIES:
+            in_vain = in_vain + 1 if hand.num_pushed == done else 0
+            limit = _ANSWER_SECONDS
+            if in_vain == _TRIES:
                 raise MachineError(f"connection closed by the server: {error}") from error
-    return 1
 
 
 def _within(seconds: float, ask: Callable[[], list[Line]]) -> list[Line]:
@@ -107,6 +109,7 @@ class Hand:
         self._parts = built.step.parts
         self._named = list(built.update.named)
         self._servers: list[_Server] = []
+        self.num_pushed = 0
         self._telling = Telling(self._parts, tells=True)
         self._seen = False
         self._broken = 0
@@ -163,6 +166,7 @@ class Hand:
             server.line.send(Message(kind=Kind.PUSH, words=own, row=pack_gradients(gradients)))
             if server is not first:
                 server.line.receive()
+        self.num_pushed += 1
 
     def _met(self, line: Line, message: Message) -> "_Server":
         """What nothing updates is the server's too."""
