@@ -72,7 +72,7 @@ EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     "an axis without a count": (("train", "job.py", "--layout", "dp=two"), "'two'"),
     "an axis of zero": (("train", "job.py", "--layout", "dp=0"), "'0'"),
     "unknown update": (("train", "job.py", "--update", "async"), "async"),
-    "an update of a later version": (("train", "job.py", "--update", "ps,servers=2"), "'ps'"),
+    "servers and no worker": (("train", "job.py", "--update", "ps,servers=2"), "no worker is left"),
     "no ranks": (("train", "job.py", "--ranks", "0"), "at least one"),
     "ranks in words": (("train", "job.py", "--ranks", "two"), "can't be read"),
     "unknown device": (("train", "job.py", "--device", "gpu"), "'gpu'"),

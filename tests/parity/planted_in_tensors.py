@@ -250,7 +250,7 @@ Ring.pairs = lambda self, owner: _pairs(self, owner) if owner == self.exchange.r
         code="""
 from paceline.place import divide
 _reducer = divide.reducer_of
-divide.reducer_of = lambda named, world, grid: _reducer(named, type(world).alone(), grid)
+divide.reducer_of = lambda named, world, grid, compress=None: _reducer(named, type(world).alone(), grid)
 """,
     ),
     Misplaced(

@@ -79,7 +79,7 @@ def test_an_outer_step_in_fragments_taken_later_is_its_serial_reference(bench: S
     [
         "dp_replicate=2,dp_shard=2",
         pytest.param("dp_replicate=2,tp=2", marks=pytest.mark.soak),
-        "pp=2,dp_replicate=2",
+        pytest.param("pp=2,dp_replicate=2", marks=pytest.mark.soak),
         pytest.param("dp_replicate=2,dp_shard=2,zero=1", marks=pytest.mark.soak),
         pytest.param("dp_replicate=2,dp_shard=2,zero=2", marks=pytest.mark.soak),
         pytest.param("dp_replicate=2,cp=2", marks=pytest.mark.soak),
@@ -121,7 +121,9 @@ def train(run: str, steps: int, *words: str, ranks: int = 2) -> list[str]:
     ("ranks", "words"),
     [
         (2, ("--update", "diloco,every=4,fragments=2,delay=3")),
-        (4, ("--update", "diloco,every=5,delay=2", "--layout", "dp_replicate=2,dp_shard=2")),
+        pytest.param(
+            4, ("--update", "diloco,every=5,delay=2", "--layout", "dp_replicate=2,dp_shard=2"), marks=pytest.mark.soak
+        ),
         pytest.param(4, ("--update", "local,every=3", "--layout", "pp=2,dp_replicate=2"), marks=pytest.mark.soak),
     ],
 )
