@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.pulse import read_pulse
 from paceline.step.flat import kinds_of, pack_gradients, unpack_gradients
 from tests.conftest import Ended, Shop
 
@@ -295,12 +296,13 @@ def test_a_stopped_worker_is_given_up_and_comes_back(shop: Shop) -> None:
         "--watch.to", "console,jsonl", environ={"WRITTEN": str(shop.path / "written"), "DELAY": "0.03"},
     )  # fmt: skip
     try:
-        until = time.monotonic() + 60
-        while not (shop.path / "run/logs/attempt-1/pulse-1").exists() or not (shop.path / "written").exists():
-            assert time.monotonic() < until
+        until = time.monotonic() + 90
+        while (beat := read_pulse(shop.path / "run/logs/attempt-1/pulse-1")) is None or not beat.step:
+            assert time.monotonic() < until, "it has had no share"
             time.sleep(0.05)
         pid = pid_of(shop, rank=1)
         os.kill(pid, signal.SIGSTOP)
+        until = time.monotonic() + 60
         while "of which nothing was heard for 3 s" not in (shop.path / "run/events.jsonl").read_text():
             assert time.monotonic() < until, "nobody gave it up"
             time.sleep(0.1)
