@@ -1,14 +1,15 @@
-"""Two sites joined by a slow line: bytes, time and loss of DiLoCo and local SGD beside ddp; the line counts the bytes.
+"""Two sites joined by a slow line: bytes, time and loss of DiLoCo, local SGD and `--compress` beside ddp.
 
     python benchmarks/sites.py                                  # as root: two network namespaces and a token bucket
     python benchmarks/sites.py --updates 3000 --line 20mbit --updates-on-line 52
     python benchmarks/sites.py --rules diloco,every=500 local,every=50
+    python benchmarks/sites.py --rules --compress bf16 int8 topk --updates 500
 
 Each site is one process (gloo, CPU, one thread) in a namespace of its own; bytes are those that one end of the line has
-sent and heard. Training is the text example, each batch of 32 shared out. `sync` runs its whole length without the
-line, for its loss, and some steps over the line: their bytes and seconds times all steps are its bytes and seconds.
-What a run costs beside its steps (start, start weights, evaluation, save) is found from a run of sync of two steps, and
-taken off each. Losses are those of the held-out text at the end.
+sent and heard. Training is the text example, each batch of 32 shared out. `sync` and `--compress` run their whole
+length without the line, for the loss and the seconds on loopback, and some steps over the line: their bytes and seconds
+times all steps are those of the row. What a run costs beside its steps (start, start weights, evaluation, save) is found from
+a run of two steps, and taken off. Losses are those of the held-out text at the end.
 """
 
 import argparse
@@ -102,25 +103,55 @@ def train(rule: str, *, steps: int, folder: Path, over_line: bool, words: Sequen
 
 
 @dataclass(frozen=True, kw_only=True)
-class Base:
-    """Of sync: what a step costs on the line, and what a run costs beside its steps."""
+class Row:
+    """Of a whole run, without what it costs beside its steps; `loopback` is seconds where there is no line."""
 
-    step: Ran
-    beside: Ran
-    whole: Ran
+    name: str
+    num_bytes: int
+    seconds: float
+    loss: float
+    loopback: float | None = None
 
 
-def base(asked: argparse.Namespace, folder: Path) -> Base:
-    """Two runs on the line, and one without it."""
-    words = own_words(asked)
-    few = train("sync", steps=2, folder=folder / "few", over_line=True, words=words)
-    many = train("sync", steps=asked.updates_on_line, folder=folder / "line", over_line=True, words=words)
-    whole = train("sync", steps=asked.updates, folder=folder / "whole", over_line=False, words=words)
-    steps = many.steps - few.steps
-    seconds, sent = (many.seconds - few.seconds) / steps, (many.num_bytes - few.num_bytes) // steps
-    step = Ran(seconds=seconds, num_bytes=sent, steps=1, metrics={})
-    beside = Ran(seconds=few.seconds - 2 * seconds, num_bytes=few.num_bytes - 2 * sent, steps=0, metrics={})
-    return Base(step=step, beside=beside, whole=whole)
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What all runs have in common."""
+
+    asked: argparse.Namespace
+    folder: Path
+
+    def stretch(self, name: str, words: Sequence[str] = ()) -> tuple[Row, Ran]:
+        """Of what sends the same in each step: two runs on the line, two without; and what a run costs beside steps."""
+        asked, own = self.asked, [*own_words(self.asked), *words]
+
+        def ran(steps: int, *, over_line: bool) -> Ran:
+            folder = self.folder / f"{name.replace(',', '-')}-{steps}-{over_line}"
+            return train("sync", steps=steps, folder=folder, over_line=over_line, words=own)
+
+        few, many = ran(2, over_line=True), ran(asked.updates_on_line, over_line=True)
+        short, whole = ran(2, over_line=False), ran(asked.updates, over_line=False)
+        steps = many.steps - few.steps
+        seconds, sent = (many.seconds - few.seconds) / steps, (many.num_bytes - few.num_bytes) / steps
+        row = Row(
+            name=name,
+            num_bytes=round(sent * asked.updates),
+            seconds=seconds * asked.updates,
+            loss=whole.metrics["loss"],
+            loopback=(whole.seconds - short.seconds) * asked.updates / (asked.updates - 2),
+        )
+        beside = Ran(seconds=few.seconds - 2 * seconds, num_bytes=few.num_bytes - round(2 * sent), steps=0, metrics={})
+        return row, beside
+
+    def apart(self, rule: str, beside: Ran) -> Row:
+        """Of a rule that sends now and then: the whole run on the line."""
+        folder, words = self.folder / rule.replace(",", "-"), own_words(self.asked)
+        found = train(rule, steps=self.asked.updates, folder=folder, over_line=True, words=words)
+        return Row(
+            name=rule,
+            num_bytes=found.num_bytes - beside.num_bytes,
+            seconds=found.seconds - beside.seconds,
+            loss=found.metrics["loss"],
+        )
 
 
 def own_words(asked: argparse.Namespace) -> list[str]:
@@ -128,12 +159,13 @@ def own_words(asked: argparse.Namespace) -> list[str]:
     return ["--job.steps", str(asked.updates), *(word for text in asked.words for word in text.split("=", 1))]
 
 
-def row(rule: str, found: Ran, first: Ran) -> None:
+def tell(row: Row, first: Row) -> None:
     """Beside sync."""
-    loss, right = found.metrics["loss"], first.metrics["loss"]
+    loopback = "" if row.loopback is None else f"{row.loopback:9.1f}"
     print(
-        f"{rule:28s} {found.num_bytes:14,d} {first.num_bytes / max(found.num_bytes, 1):8.1f} "
-        f"{found.seconds:9.1f} {first.seconds / found.seconds:8.2f} {loss:9.4f} {loss / right - 1:+8.2%}",
+        f"{row.name:28s} {row.num_bytes:14,d} {first.num_bytes / max(row.num_bytes, 1):8.1f} "
+        f"{row.seconds:9.1f} {first.seconds / row.seconds:8.2f} {loopback:>9s} "
+        f"{row.loss:9.4f} {row.loss / first.loss - 1:+8.2%}",
         flush=True,
     )
 
@@ -141,7 +173,8 @@ def row(rule: str, found: Ran, first: Ran) -> None:
 def main() -> int:
     """Print a row for each rule."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rules", nargs="+", default=["local,every=50", "diloco,every=600"])
+    parser.add_argument("--rules", nargs="*", default=["local,every=50", "diloco,every=600"])
+    parser.add_argument("--compress", nargs="*", default=[], help="of sync, as bf16 int8 topk,ratio=0.05")
     parser.add_argument("--updates", type=int, default=3000)
     parser.add_argument("--updates-on-line", type=int, default=52, help="of sync, for its bytes and time")
     parser.add_argument("--line", default="20mbit")
@@ -151,19 +184,17 @@ def main() -> int:
         raise SystemExit("network namespaces need root")
     folder = Path(tempfile.mkdtemp(prefix="paceline-sites-"))
     print(f"{asked.updates} updates, two sites, {asked.line}", flush=True)
-    print(f"{'rule':28s} {'bytes':>14s} {'fewer':>8s} {'seconds':>9s} {'faster':>8s} {'loss':>9s} {'higher':>8s}")
+    heads = ("bytes", "fewer", "seconds", "faster", "loopback", "loss", "higher")
+    print(f"{'rule':28s} " + " ".join(f"{head:>{w}s}" for head, w in zip(heads, (14, 8, 9, 8, 9, 9, 8), strict=True)))
+    bench = Bench(asked=asked, folder=folder)
     try:
         with line(asked.line):
-            sync = base(asked, folder / "sync")
-            sent, spent = sync.step.num_bytes * asked.updates, sync.step.seconds * asked.updates
-            first = Ran(seconds=spent, num_bytes=sent, steps=asked.updates, metrics=sync.whole.metrics)
-            row("sync", first, first)
-            for place, rule in enumerate(asked.rules):
-                found = train(
-                    rule, steps=asked.updates, folder=folder / str(place), over_line=True, words=own_words(asked)
-                )
-                sent, spent = found.num_bytes - sync.beside.num_bytes, found.seconds - sync.beside.seconds
-                row(rule, Ran(seconds=spent, num_bytes=sent, steps=found.steps, metrics=found.metrics), first)
+            first, beside = bench.stretch("sync")
+            tell(first, first)
+            for rule in asked.rules:
+                tell(bench.apart(rule, beside), first)
+            for how in asked.compress:
+                tell(bench.stretch(how, ("--compress", how))[0], first)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return 0
