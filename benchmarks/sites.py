@@ -8,8 +8,8 @@
 Each site is one process (gloo, CPU, one thread) in a namespace of its own; bytes are those that one end of the line has
 sent and heard. Training is the text example, each batch of 32 shared out. `sync` and `--compress` run their whole
 length without the line, for the loss and the seconds on loopback, and some steps over the line: their bytes and seconds
-times all steps are those of the row. What a run costs beside its steps (start, start weights, evaluation, save) is found from
-a run of two steps, and taken off. Losses are those of the held-out text at the end.
+times all steps are those of the row. What a run costs beside its steps (start, start weights, evaluation, save) is
+found from a run of two steps, and taken off. Losses are those of the held-out text at the end.
 """
 
 import argparse
