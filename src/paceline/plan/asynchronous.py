@@ -1,13 +1,12 @@
 """Update rules that do not wait: what each goes with, and what is told of it before it runs."""
 
 from paceline.errors import PacelineError
-from paceline.plan.hogwild import hogwild_notes, refuse_hogwild, refuse_hogwild_settings
-from paceline.plan.local import local_notes, refuse_local, refuse_local_settings
+from paceline.plan.hogwild import hogwild_notes, refuse_hogwild
+from paceline.plan.local import local_notes, refuse_local
 from paceline.plan.mesh import Mesh
-from paceline.plan.server import refuse_server, refuse_server_settings, server_notes
-from paceline.plan.stashed import refuse_stash, refuse_stash_settings, stash_notes
+from paceline.plan.server import refuse_server, server_notes
+from paceline.plan.stashed import refuse_stash, stash_notes
 from paceline.spec.layout import Layout
-from paceline.spec.settings import Settings
 from paceline.spec.update import Update
 
 
@@ -18,16 +17,6 @@ def refuse_update(update: Update, layout: Layout, mesh: Mesh) -> list[PacelineEr
         *refuse_hogwild(update, layout, mesh),
         *refuse_local(update, layout, mesh),
         *refuse_server(update, layout, mesh),
-    ]
-
-
-def refuse_update_settings(update: Update, settings: Settings, *, device: str = "cpu") -> list[PacelineError]:
-    """What these settings ask for and the update rule can't do."""
-    return [
-        *refuse_stash_settings(update, settings),
-        *refuse_hogwild_settings(update, settings, device=device),
-        *refuse_local_settings(update, settings),
-        *refuse_server_settings(update, settings, device=device),
     ]
 
 

@@ -7,7 +7,6 @@ from paceline.errors import LayoutError, PacelineError, UsageError
 from paceline.plan.mesh import Mesh
 from paceline.spec.layout import Kind as LayoutKind
 from paceline.spec.layout import Layout
-from paceline.spec.settings import Settings
 from paceline.spec.update import Update
 from paceline.spec.words import many
 
@@ -66,26 +65,6 @@ def refuse_local(update: Update, layout: Layout, mesh: Mesh) -> Iterator[Pacelin
                 cause="each fragment is sent once in a round, and taken before it is sent again",
                 hint=f"--update {update.kind},every={update.every},{hint}",
             )
-
-
-def refuse_local_settings(update: Update, settings: Settings) -> Iterator[PacelineError]:
-    """What sites that hear of each other late can't have."""
-    if not update.has_sites:
-        return
-    train = settings.train
-    for is_on, name, cause, hint in (
-        (train.exact, "--train.exact", "one process takes other steps than sites do", "leave it out"),
-        (train.buffers == "sync_bn", "sync_bn", "its statistics meet in the forward", "leave --train.buffers out"),
-        (
-            train.tokens is not None,
-            "--train.tokens",
-            "tokens are heard some steps late",
-            "--train.steps or --train.samples",
-        ),
-        (settings.log.statistics, "--log.statistics", "each site has gradients of its own", "leave it out"),
-    ):
-        if is_on:
-            yield UsageError(f"{name} with --update {update.kind} can't be had.", cause=cause, hint=hint)
 
 
 def refuse_no_share(update: Update, mesh: Mesh, *, num_micro: int) -> Iterator[PacelineError]:

@@ -6,7 +6,6 @@ from paceline.errors import LayoutError, PacelineError, UsageError
 from paceline.plan.mesh import Mesh
 from paceline.spec.layout import Kind as LayoutKind
 from paceline.spec.layout import Layout
-from paceline.spec.settings import Settings
 from paceline.spec.update import UNBOUNDED, Update
 from paceline.spec.words import many
 
@@ -56,35 +55,6 @@ def refuse_server(update: Update, layout: Layout, mesh: Mesh) -> list[PacelineEr
             )
         )
     return found
-
-
-def refuse_server_settings(update: Update, settings: Settings, *, device: str) -> Iterator[PacelineError]:
-    """What a server and its workers can't have."""
-    if not update.has_servers:
-        return
-    train = settings.train
-    for is_on, name, cause, hint in (
-        (device != "cpu", f"--device {device}", "gradients travel over gloo, tried on CPUs only", "--device cpu"),
-        (train.exact, "--train.exact", "who comes first is not written anywhere", "leave it out, or --update sync"),
-        (train.precision == "fp16", "fp16", "the loss scale is not sent to workers", "--train.precision bf16"),
-        (train.buffers == "sync_bn", "sync_bn", "its statistics meet in the forward", "leave --train.buffers out"),
-        (train.compile, "--train.compile", "it has not been tried", "leave it out"),
-        (
-            train.tokens is not None,
-            "--train.tokens",
-            "tokens are heard some steps late",
-            "--train.steps or --train.samples",
-        ),
-        (settings.log.statistics, "--log.statistics", "gradients are those of single shares", "leave it out"),
-        (
-            settings.data.workers > 0,
-            "--data.workers",
-            "nobody knows a worker's next share before it asks",
-            "--data.workers 0: each worker reads its own samples",
-        ),
-    ):
-        if is_on:
-            yield UsageError(f"{name} with --update ps can't be had.", cause=cause, hint=hint)
 
 
 def server_notes(update: Update, mesh: Mesh) -> Iterator[str]:

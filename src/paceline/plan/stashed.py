@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 
-from paceline.errors import LayoutError, PacelineError, UsageError
+from paceline.errors import LayoutError, PacelineError
 from paceline.plan.mesh import Mesh
 from paceline.schedule.stash import Rule, Stash, continuous, seen
 from paceline.spec.layout import Layout
-from paceline.spec.settings import Settings
 from paceline.spec.update import Kind, Update
 from paceline.spec.words import many
 
@@ -48,51 +47,6 @@ def refuse_stash(update: Update, layout: Layout, mesh: Mesh) -> list[PacelineErr
             )
         )
     return found
-
-
-def refuse_stash_settings(update: Update, settings: Settings) -> list[PacelineError]:
-    """What settings ask for that no stage can know when it takes its step."""
-    if not update.is_stashed:
-        return []
-    train = settings.train
-    return [
-        UsageError(f"{name} with --update {update} can't be had.", cause=cause, hint=hint)
-        for is_on, name, cause, hint in (
-            (
-                train.exact,
-                "--train.exact",
-                "one process of the same bits is one that waits for each batch",
-                "leave it out, or --update sync",
-            ),
-            (
-                train.tokens is not None,
-                "--train.tokens",
-                "tokens are heard some steps late, so the end would lie elsewhere after each save",
-                "--train.steps, --train.samples or --train.epochs",
-            ),
-            (
-                settings.log.statistics,
-                "--log.statistics",
-                "the stages are at different updates whenever a step is logged",
-                "leave it out, or --update sync",
-            ),
-            (train.precision == "fp16", "fp16", "the loss scale is the last stage's alone", "--train.precision bf16"),
-            (
-                train.on_nonfinite == "skip",
-                "--train.on_nonfinite skip",
-                "other stages have taken the step already",
-                "--train.on_nonfinite stop",
-            ),
-            (
-                train.buffers == "sync_bn",
-                "sync_bn",
-                "statistics of several times would meet",
-                "leave --train.buffers out",
-            ),
-            (train.compile, "--train.compile", "a compiled block holds on to one version", "leave it out"),
-        )
-        if is_on
-    ]
 
 
 def stash_notes(update: Update, mesh: Mesh, *, num_micro: int) -> Iterator[str]:

@@ -7,10 +7,10 @@ from paceline.errors import JobError, LayoutError, PacelineError, UsageError, ra
 from paceline.job import Job
 from paceline.place.exact import MOST_MICROBATCHES
 from paceline.place.threads import refuse_under_threads
-from paceline.plan.asynchronous import refuse_update_settings
 from paceline.plan.compress import refuse_compress_settings
 from paceline.plan.settle import Plan
 from paceline.plan.unfit import refuse_settings
+from paceline.plan.unhad import refuse_update_settings
 from paceline.spec.read import default_of
 from paceline.spec.settings import Place, Settings
 from paceline.spec.update import Kind

@@ -10,7 +10,7 @@ from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
 from paceline.faults import parse_faults
 from paceline.launch.environments import Joined, detect
 from paceline.launch.meet import adopt
-from paceline.plan.asynchronous import refuse_update, refuse_update_settings
+from paceline.plan.asynchronous import refuse_update
 from paceline.plan.compress import refuse_wire
 from paceline.plan.legal import refuse_products
 from paceline.plan.machine import usable_cores
@@ -18,6 +18,7 @@ from paceline.plan.mesh import mesh_of
 from paceline.plan.server import refuse_joined, workers_of
 from paceline.plan.settle import Cluster, settle_threads
 from paceline.plan.unfit import refuse_homeless, refuse_settings
+from paceline.plan.unhad import refuse_update_settings
 from paceline.plugins import resolve
 from paceline.spec.compress import Compress, parse_compress
 from paceline.spec.jobref import job_defaults, parse_jobref
