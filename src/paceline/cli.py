@@ -19,13 +19,14 @@ _HELP = """\
 usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.module:name
 
   new NAME            write a job to start from: text, digits, hf
-  train JOB           train; --ranks N processes, --layout single|ddp, --resume
+  train JOB           train; --ranks N processes, --layout ddp|fsdp|pp|tp|..., --resume
   verify JOB          check that a layout is the same training as one process
+  train and verify    --update pipedream|2bw|hogwild|local|diloco|ps, --compress bf16|fp16|int8|powersgd|topk
   evaluate [RUN]      exact metrics of a checkpoint
   compare RUN RUN     two runs side by side; where their recordings part
   compare JOB --layouts A B   layouts of a job side by side: time, bytes held and sent, losses
   report [RUN]        write the page
-  ckpt ls|verify|consolidate [RUN]
+  ckpt ls|verify|diff|consolidate|prune [RUN]
   config JOB          every setting, its value and where it came from
 
 Every setting has one dotted name: --train.steps 100, --train.exact, --job.lr 1e-3, --seed 1.
