@@ -23,6 +23,12 @@ def test_a_pipeline_counts_microbatches_and_others_count_gradients() -> None:
         assert "since this attempt began" in page
 
 
+def test_very_late_is_not_drawn_as_not_late() -> None:
+    page = told_of("hogwild", {"who": "worker 0", "late": [[0, 5], [6, 2], [12, 1]], "lost": 0, "made": 80})
+    assert page.count('class="fill0"') == 1 and page.count('class="fill5"') == 2
+    assert '<i class="box0"></i>0 late' in page and '<i class="box5"></i>more' in page
+
+
 def test_sites_have_met_and_nothing_was_late() -> None:
     page = told_of("diloco,every=10", {"who": "rank 0", "late": [], "sent_bytes": 3 << 20, "waited_seconds": 0.2})
     assert "Meetings of the sites" in page and "3.0 MiB" in page and "200 ms" in page

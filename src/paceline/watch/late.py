@@ -6,6 +6,7 @@ from typing import Any
 
 from paceline.spec.words import duration, many, size
 from paceline.watch.history import History
+from paceline.watch.svg import INKS
 
 _WIDE, _HIGH = 220, 12
 _MOST_COLUMNS = 8
@@ -22,8 +23,8 @@ def show_late(history: History) -> str:
         return ""
     most = max(late for each in told for late, _ in each["late"])
     shown = min(most, _MOST_COLUMNS)
-    heads = "".join(f"<th>{late} late</th>" for late in range(shown + 1))
-    heads += "<th>more</th>" if most > shown else ""
+    heads = "".join(f'<th><i class="box{_ink(late)}"></i>{late} late</th>' for late in range(shown + 1))
+    heads += f'<th><i class="box{_ink(most)}"></i>more</th>' if most > shown else ""
     held = all("versions" in each for each in told)
     one = "microbatch" if held else "gradient"
     heads += "<th>held at once</th><th>sent</th>" if held else ""
@@ -70,11 +71,16 @@ def _row(told: Mapping[str, Any], shown: int, *, more: bool, one: str) -> str:
     return f"<tr><td>{escape(str(told['who']))}</td><td>{_bar(counts, total, one)}</td>{cells}</tr>"
 
 
+def _ink(late: int) -> int:
+    """No ink comes again: what is later than there are inks shares the last."""
+    return min(late, INKS - 1)
+
+
 def _bar(counts: Mapping[int, int], total: int, one: str) -> str:
     x, drawn = 0.0, ""
     for late, count in sorted(counts.items()):
         wide = _WIDE * count / total
         said = f"{many(count, one)} {many(late, 'update')} late"
-        drawn += f'<rect x="{x:.1f}" y="0" width="{wide:.1f}" height="{_HIGH}" class="fill{late % 6}"><title>{said}</title></rect>'
+        drawn += f'<rect x="{x:.1f}" y="0" width="{wide:.1f}" height="{_HIGH}" class="fill{_ink(late)}"><title>{said}</title></rect>'
         x += wide
-    return f'<svg viewBox="0 0 {_WIDE} {_HIGH}" width="{_WIDE}" height="{_HIGH}" role="img">{drawn}</svg>'
+    return f'<svg viewBox="0 0 {_WIDE} {_HIGH}" style="width:{_WIDE}px" role="img">{drawn}</svg>'
