@@ -139,15 +139,16 @@ def _run(words: list[str]) -> int:
 def _options(verb: str, cls: type, words: list[str]) -> Any:
     import tyro
 
+    from paceline.verbs.misfits import misplaced
+
     known = _known_flags(cls)
-    for word in words:
-        flag = word.partition("=")[0]
+    for word, then in zip(words, [*words[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
         if flag.startswith("--") and flag[2:].replace("-", "_") not in {*known, "help"}:
-            raise UsageError(
-                f"{verb} has no option {flag}.",
-                cause=did_you_mean(flag, [f"--{name.replace('_', '-')}" for name in known]),
-                hint=f"paceline {verb} --help",
-            )
+            cause = did_you_mean(flag, [f"--{name.replace('_', '-')}" for name in known])
+            found = misplaced(verb, flag, value if equals or then.startswith("--") else then)
+            cause, hint = found or (cause, f"paceline {verb} --help")
+            raise UsageError(f"{verb} has no option {flag}.", cause=cause, hint=hint)
     said = io.StringIO()
     try:
         with redirect_stdout(said), redirect_stderr(said):

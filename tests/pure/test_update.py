@@ -2,8 +2,10 @@
 
 import pytest
 
-from paceline.errors import LayoutError
+from paceline.cli import main
+from paceline.errors import LayoutError, PacelineError
 from paceline.spec.update import Kind, parse_update
+from paceline.verbs.running import Common, make_task
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,65 @@ def test_a_mistyped_rule_says_what_to_type(text: str, what: str, cause: str, hin
 
 def test_every_rule_is_read_by_its_word_alone() -> None:
     assert [parse_update(kind).kind for kind in Kind] == [*Kind]
+
+
+def refused(*words: str) -> PacelineError:
+    """What the command says of these words, before any process starts."""
+    common = {name.strip("-").replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    ranks = int(common.pop("ranks", "1"))
+    with pytest.raises(PacelineError) as caught:
+        make_task("train", "paceline.examples.text", Common(ranks=ranks, **common), [])
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--update", "pipedream"), "--layout pp --ranks 2 --update pipedream"),
+        (("--update", "2bw", "--layout", "pp"), "--layout pp --ranks 2 --update 2bw"),
+        (("--update", "2bw", "--layout", "ddp", "--ranks", "3"), "--layout pp --ranks 3 --update 2bw"),
+        (("--update", "local"), "--ranks 2 --update local,every=8"),
+        (
+            ("--update", "diloco,every=4", "--layout", "fsdp", "--ranks", "2"),
+            "--layout dp_replicate=2,dp_shard=2 --ranks 4 --update diloco,every=4",
+        ),
+        (
+            ("--update", "ps", "--layout", "dp=4", "--ranks", "4"),
+            "--layout ddp --ranks 5 --update ps,staleness=4, or --layout dp_replicate=3",
+        ),
+    ],
+)
+def test_the_line_to_type_is_not_refused_again(words: tuple[str, ...], hint: str) -> None:
+    assert refused(*words).hint == hint
+    typed = hint.partition(", or ")[0].split()
+    common = {name.strip("-"): value for name, value in zip(typed[::2], typed[1::2], strict=True)}
+    make_task("train", "paceline.examples.text", Common(ranks=int(common.pop("ranks")), **common), [])
+
+
+def test_a_rank_that_serves_is_told() -> None:
+    error = refused("--update", "ps", "--layout", "dp=4", "--ranks", "4")
+    assert error.what == "dp_replicate=4 needs 4 workers, you have 3: of 4 ranks 1 is a server."
+    assert refused("--update", "ps").cause == "the first rank holds the parameters, the others compute gradients"
+
+
+def test_an_update_rule_is_no_layout() -> None:
+    error = refused("--layout", "hogwild", "--ranks", "2")
+    assert (error.cause, error.hint) == ("it is an update rule", "--update hogwild")
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["train", "job.py", "--staleness", "4"], "--update ps,staleness=4"),
+        (["train", "job.py", "--every=16"], "--update local,every=16"),
+        (["train", "job.py", "--hogwild"], "--update hogwild"),
+        (["train", "job.py", "--ratio", "0.1"], "--compress topk,ratio=0.1"),
+        (["verify", "job.py", "--topk"], "--compress topk"),
+        (["compare", "job.py", "--layouts", "ddp", "pp", "--updates", "sync"], "paceline compare RUN RUN"),
+    ],
+)
+def test_an_option_of_a_rule_stands_behind_its_word(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert hint in capsys.readouterr().err

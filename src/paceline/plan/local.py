@@ -47,7 +47,7 @@ def refuse_local(update: Update, layout: Layout, mesh: Mesh) -> Iterator[Pacelin
         yield LayoutError(
             f"--update {update.kind} needs sites, and layout {layout} has one.",
             cause="sites are the replicas of dp_replicate",
-            hint=f"--layout dp_replicate=2,... --update {update}",
+            hint=f"{_two_sites(mesh)} --update {update}",
         )
     if mesh.ep > 1 and mesh.dp_shard % mesh.ep:
         yield LayoutError(
@@ -65,6 +65,14 @@ def refuse_local(update: Update, layout: Layout, mesh: Mesh) -> Iterator[Pacelin
                 cause="each fragment is sent once in a round, and taken before it is sent again",
                 hint=f"--update {update.kind},every={update.every},{hint}",
             )
+
+
+def _two_sites(mesh: Mesh) -> str:
+    """What was asked for, twice."""
+    if mesh.ranks == 1:
+        return "--ranks 2"
+    zero = f",zero={mesh.zero}" if mesh.zero in (1, 2) else ""
+    return f"--layout dp_replicate=2,{mesh}{zero} --ranks {2 * mesh.ranks}"
 
 
 def refuse_no_share(update: Update, mesh: Mesh, *, num_micro: int) -> Iterator[PacelineError]:

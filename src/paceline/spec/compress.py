@@ -83,6 +83,11 @@ class Compress:
         return ",".join([str(self.method), *options])
 
 
+def method_with(name: str) -> Method | None:
+    """The method that is called so, or the one that has such an option."""
+    return next((one for one in Method if name in (one, *_OPTIONS.get(one, {}))), None)
+
+
 def parse_compress(text: str) -> Compress:
     """Read `bf16`, `fp16`, `int8,block=256`, `powersgd,rank=4`, `topk,ratio=0.01`, or `none`.
 

@@ -136,6 +136,11 @@ def _shown(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(value)
 
 
+def rule_with(name: str) -> Kind | None:
+    """The rule that is called so, or the first that has such an option."""
+    return next((one for one in Kind if name in (one, *_FLAGS.get(one, ()), *_OPTIONS.get(one, {}))), None)
+
+
 def parse_update(text: str) -> Update:
     """Read `sync`, `pipedream`, `pipedream,vertical`, `2bw`, `hogwild`, `local,every=8`, `diloco,every=500`, `ps`.
 
@@ -181,7 +186,7 @@ def _unknown(kind: Kind, name: str, option: str) -> LayoutError:
     hint = ",".join(filter(None, [str(kind), first]))
     its = ", ".join([*flags, *known]) or "none"
     cause = did_you_mean(name, [*flags, *known]) or f"its options: {its}"
-    other = next((one for one in Kind if name in (*_FLAGS.get(one, ()), *_OPTIONS.get(one, {}))), None)
-    if other is not None:
+    other = rule_with(name)
+    if other not in (None, name):
         cause, hint = f"{other} has it; those of {kind}: {its}", f"{other},{option}"
     return LayoutError(f"--update {kind} has no option {name!r}.", cause=cause, hint=f"--update {hint}")
