@@ -1,7 +1,9 @@
 """The words of `--update`: read back as they were meant, and refused with the line to type."""
 
 import pytest
+import torch
 
+import paceline as pl
 from paceline.cli import main
 from paceline.errors import LayoutError, PacelineError
 from paceline.spec.update import Kind, parse_update
@@ -87,6 +89,17 @@ def test_a_rank_that_serves_is_told() -> None:
     error = refused("--update", "ps", "--layout", "dp=4", "--ranks", "4")
     assert error.what == "dp_replicate=4 needs 4 workers, you have 3: of 4 ranks 1 is a server."
     assert refused("--update", "ps").cause == "the first rank holds the parameters, the others compute gradients"
+
+
+def test_the_replicas_that_are_asked_for_are_workers_and_servers_come_beside_them() -> None:
+    task = make_task("train", "paceline.examples.text", Common(layout="dp=4", update="ps,servers=2"), [])
+    job = pl.Job(
+        model=lambda: torch.nn.Linear(2, 1),
+        train_data=[],
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        global_batch_size=4,
+    )
+    assert task.ranks == pl.Run(job, layout="dp=4", update="ps,servers=2")._task.ranks == 6
 
 
 def test_an_update_rule_is_no_layout() -> None:
