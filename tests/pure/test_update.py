@@ -6,6 +6,7 @@ import torch
 import paceline as pl
 from paceline.cli import main
 from paceline.errors import LayoutError, PacelineError
+from paceline.plan.local import never_meet
 from paceline.spec.update import Kind, parse_update
 from paceline.verbs.running import Common, make_task
 
@@ -123,3 +124,12 @@ def test_an_option_of_a_rule_stands_behind_its_word(
 ) -> None:
     assert main(words) == 2
     assert hint in capsys.readouterr().err
+
+
+def test_a_run_that_is_over_before_its_sites_meet_is_told_so() -> None:
+    def told(text: str, total: int | None) -> str:
+        return "".join(never_meet(parse_update(text), total_steps=total))
+
+    assert told("diloco,lr=0.5", 200).endswith("they meet every 500; --update diloco,every=20,lr=0.5")
+    assert told("diloco,fragments=4,delay=1", 9).endswith("--update diloco,every=4,fragments=4,delay=1")
+    assert told("local", 8) == told("diloco", None) == told("diloco", 500) == told("sync", 3) == ""

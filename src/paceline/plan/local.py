@@ -86,6 +86,16 @@ def refuse_no_share(update: Update, mesh: Mesh, *, num_micro: int) -> Iterator[P
         )
 
 
+def never_meet(update: Update, *, total_steps: int | None) -> Iterator[str]:
+    """A run that is over before its sites have met once."""
+    if update.has_sites and total_steps is not None and total_steps < update.every:
+        often = replace(update, every=max(update.fragments, update.delay + 1, total_steps // 10))
+        yield (
+            f"warning: the run ends after {many(total_steps, 'update')}, before its sites have met: they meet every "
+            f"{update.every:,}; --update {often}"
+        )
+
+
 def local_notes(update: Update, mesh: Mesh) -> Iterator[str]:
     """What is decided."""
     if not update.has_sites:

@@ -20,6 +20,7 @@ from paceline.order.cursor import Cursor
 from paceline.place.batchnorm import running
 from paceline.place.buffers import told
 from paceline.place.units import trainable
+from paceline.plan.local import never_meet
 from paceline.pulse import Pulse
 from paceline.spec.read import as_toml
 from paceline.spec.settings import Settings
@@ -201,6 +202,7 @@ class Session:
         if self.ready.job.eval_data is not None:
             when = f"evaluate {often(loop.eval_every, total=loop.total_steps)}, {when}"
         lines.append(f"steps: {loop.total_steps or 'until the data ends'}, {when}")
+        lines += never_meet(self.ready.plan.rule, total_steps=loop.total_steps)
         lines.append(f"precision: {settings.train.precision}{', exact' if settings.train.exact else ''}")
         if any(running(self.built.model)):
             rule = self.ready.plan.rule
