@@ -104,8 +104,8 @@ def test_the_replicas_that_are_asked_for_are_workers_and_servers_come_beside_the
 
 
 def test_an_update_rule_is_no_layout() -> None:
-    error = refused("--layout", "hogwild", "--ranks", "2")
-    assert (error.cause, error.hint) == ("it is an update rule", "--update hogwild")
+    error = refused("--layout", "diloco,every=4", "--ranks", "2")
+    assert (error.cause, error.hint) == ("it is an update rule", "--update diloco,every=4")
 
 
 @pytest.mark.parametrize(

@@ -140,11 +140,11 @@ def _word(text: str, name: str, problems: list[PacelineError]) -> Kind:
         text = f"the layout {name!r} is not in this version yet."
         problems.append(LayoutError(text, cause="plan, which would choose", hint="--layout ddp"))
     elif name not in _WORDS:
-        hint = f"--layout {' | '.join(_WORDS)} | threads=N | axes: dp_shard=2,tp=2"
-        cause = did_you_mean(name, [*_WORDS, *NOT_YET])
+        what, known = f"{text!r} is no layout.", [*_WORDS, *NOT_YET]
         if name in set(Rule):
-            cause, hint = "it is an update rule", f"--update {text.strip()}"
-        problems.append(LayoutError(f"{text!r} is no layout.", cause=cause, hint=hint))
+            raise LayoutError(what, cause="it is an update rule", hint=f"--update {text.strip()}")
+        hint = f"--layout {' | '.join(_WORDS)} | threads=N | axes: dp_shard=2,tp=2"
+        problems.append(LayoutError(what, cause=did_you_mean(name, known), hint=hint))
     return Kind(name) if name in _WORDS else Kind.AXES
 
 
