@@ -19,13 +19,14 @@ _HELP = """\
 usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.module:name
 
   new NAME            write a job to start from: text, digits, hf
-  train JOB           train; --ranks N processes, --layout single|ddp, --resume
+  train JOB           train; --ranks N processes, --layout ddp|fsdp|pp|tp|..., --resume
   verify JOB          check that a layout is the same training as one process
+  train and verify    --update pipedream|2bw|hogwild|local|diloco|ps, --compress bf16|fp16|int8|powersgd|topk
   evaluate [RUN]      exact metrics of a checkpoint
   compare RUN RUN     two runs side by side; where their recordings part
   compare JOB --layouts A B   layouts of a job side by side: time, bytes held and sent, losses
   report [RUN]        write the page
-  ckpt ls|verify|consolidate [RUN]
+  ckpt ls|verify|diff|consolidate|prune [RUN]
   config JOB          every setting, its value and where it came from
 
 Every setting has one dotted name: --train.steps 100, --train.exact, --job.lr 1e-3, --seed 1.
@@ -138,15 +139,16 @@ def _run(words: list[str]) -> int:
 def _options(verb: str, cls: type, words: list[str]) -> Any:
     import tyro
 
+    from paceline.verbs.misfits import misplaced
+
     known = _known_flags(cls)
-    for word in words:
-        flag = word.partition("=")[0]
+    for word, then in zip(words, [*words[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
         if flag.startswith("--") and flag[2:].replace("-", "_") not in {*known, "help"}:
-            raise UsageError(
-                f"{verb} has no option {flag}.",
-                cause=did_you_mean(flag, [f"--{name.replace('_', '-')}" for name in known]),
-                hint=f"paceline {verb} --help",
-            )
+            cause = did_you_mean(flag, [f"--{name.replace('_', '-')}" for name in known])
+            found = misplaced(verb, flag, value if equals or then.startswith("--") else then)
+            cause, hint = found or (cause, f"paceline {verb} --help")
+            raise UsageError(f"{verb} has no option {flag}.", cause=cause, hint=hint)
     said = io.StringIO()
     try:
         with redirect_stdout(said), redirect_stderr(said):

@@ -56,6 +56,7 @@ def test_two_terms_with_counts_and_running_statistics(shop: Shop) -> None:
     words = ("--update", "hogwild", "--job.two_terms", "true", "--job.norm", "true", "--train.micro_batch_size", "3")
     ended = shop.train("run", *words, "--train.check_every", "3", steps=10)
     assert ended.code == 0, ended.text
+    assert "buffers: one copy in shared memory" in ended.text and "as one process" not in ended.text
 
 
 def _add(model: SharedModel, times: int, barrier: "multiprocessing.synchronize.Barrier") -> None:

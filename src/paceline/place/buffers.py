@@ -20,6 +20,15 @@ POLICIES = {
 }
 
 
+def told(policy: str, *, is_race: bool, has_sites: bool) -> str:
+    """What becomes of running statistics, in a line."""
+    if is_race:
+        return "buffers: one copy in shared memory, to which every worker writes its running statistics"
+    if has_sites:
+        return f"buffers: {policy} within a site ({POLICIES[policy]}), averaged over the sites at each meeting"
+    return f"buffers: {policy}, {POLICIES[policy]}"
+
+
 class BufferPolicy:
     """`fold` leaves running statistics to the tape; what else changes is rank 0's, and its name is told."""
 

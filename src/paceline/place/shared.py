@@ -63,7 +63,7 @@ def _open(size: int, *, world: World) -> Tensor:
     if len(hosts) > 1:
         raise MachineError(
             f"--update hogwild needs all ranks on one machine, they are on {', '.join(hosts)}.",
-            hint="--update sync, or --nodes 1",
+            hint="--update sync, or all ranks on one machine",
         )
     path, problem = "", ""
     if world.is_main:

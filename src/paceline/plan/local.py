@@ -47,7 +47,7 @@ def refuse_local(update: Update, layout: Layout, mesh: Mesh) -> Iterator[Pacelin
         yield LayoutError(
             f"--update {update.kind} needs sites, and layout {layout} has one.",
             cause="sites are the replicas of dp_replicate",
-            hint=f"--layout dp_replicate=2,... --update {update}",
+            hint=f"{_two_sites(mesh)} --update {update}",
         )
     if mesh.ep > 1 and mesh.dp_shard % mesh.ep:
         yield LayoutError(
@@ -67,6 +67,14 @@ def refuse_local(update: Update, layout: Layout, mesh: Mesh) -> Iterator[Pacelin
             )
 
 
+def _two_sites(mesh: Mesh) -> str:
+    """What was asked for, twice."""
+    if mesh.ranks == 1:
+        return "--ranks 2"
+    zero = f",zero={mesh.zero}" if mesh.zero in (1, 2) else ""
+    return f"--layout dp_replicate=2,{mesh}{zero} --ranks {2 * mesh.ranks}"
+
+
 def refuse_no_share(update: Update, mesh: Mesh, *, num_micro: int) -> Iterator[PacelineError]:
     """Each site needs a microbatch of a full batch."""
     needed = (mesh.dp_replicate - 1) * mesh.dp_shard + 1
@@ -75,6 +83,16 @@ def refuse_no_share(update: Update, mesh: Mesh, *, num_micro: int) -> Iterator[P
             f"{many(num_micro, 'microbatch')} a batch for {many(mesh.dp_replicate, 'site')}: one would never train.",
             cause="microbatches are dealt to replicas one after another",
             hint=f"a smaller --train.micro_batch_size: at least {many(needed, 'microbatch')} a batch",
+        )
+
+
+def never_meet(update: Update, *, total_steps: int | None) -> Iterator[str]:
+    """A run that is over before its sites have met once."""
+    if update.has_sites and total_steps is not None and total_steps < update.every:
+        often = replace(update, every=max(update.fragments, update.delay + 1, total_steps // 10))
+        yield (
+            f"warning: the run ends after {many(total_steps, 'update')}, before its sites have met: they meet every "
+            f"{update.every:,}; --update {often}"
         )
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from paceline.errors import LayoutError, PacelineError
 from paceline.spec.counts import MOST_RANKS, REST
 from paceline.spec.layout import AXES, Kind, Layout
+from paceline.spec.update import Update
 from paceline.spec.words import many
 
 ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -86,8 +87,11 @@ class Mesh:
         return asdict(self)
 
 
-def mesh_of(layout: Layout, *, ranks: int, problems: list[PacelineError]) -> Mesh:
-    """The sizes of all axes for this many ranks; what does not fit is added to `problems`."""
+_SYNC = Update()
+
+
+def mesh_of(layout: Layout, *, ranks: int, problems: list[PacelineError], update: Update = _SYNC) -> Mesh:
+    """The sizes of all axes for this many ranks, servers aside; what does not fit is added to `problems`."""
     if layout.kind is Kind.THREADS:
         if layout.threads not in (None, ranks):
             text = f"{layout} needs {many(layout.threads or 0, 'rank')}, you have {ranks}."
@@ -112,7 +116,9 @@ def mesh_of(layout: Layout, *, ranks: int, problems: list[PacelineError]) -> Mes
         known *= sizes[open_axis]
     mesh = Mesh(**sizes, zero=layout.zero if sizes["dp_shard"] > 1 else 0)
     if known != ranks:
-        problems.append(_does_not_fit(layout, mesh, ranks, open_axis))
+        problems.append(
+            _unserved(mesh, ranks, update) if update.has_servers else _does_not_fit(layout, mesh, ranks, open_axis)
+        )
     data = mesh.replicas
     if data % mesh.ep:
         hint = f"--layout dp_replicate={mesh.ep},ep={mesh.ep}"
@@ -183,6 +189,16 @@ def _does_not_fit(layout: Layout, mesh: Mesh, ranks: int, open_axis: str | None)
         f"{product or layout} needs {many(mesh.ranks, 'rank')}, you have {ranks}.",
         cause=f"nearest that fit: {choice}",
         hint=f"--ranks {mesh.ranks}, or --layout {nearest[0]}",
+    )
+
+
+def _unserved(mesh: Mesh, ranks: int, update: Update) -> PacelineError:
+    """Of the ranks that were asked for some are servers."""
+    servers = f"{update.servers} {'is a server' if update.servers == 1 else 'are servers'}"
+    return LayoutError(
+        f"{mesh} needs {many(mesh.ranks, 'worker')}, you have {ranks}: of {ranks + update.servers} ranks {servers}.",
+        cause="--ranks counts all processes",
+        hint=f"--layout ddp --ranks {mesh.ranks + update.servers} --update {update}, or --layout dp_replicate={ranks}",
     )
 
 

@@ -19,11 +19,15 @@ def workers_of(update: Update, *, ranks: int, problems: list[PacelineError]) -> 
         problems.append(
             LayoutError(
                 f"--update {update} with {many(ranks, 'rank')}: no worker is left.",
-                cause=f"the first {many(update.servers, 'rank')} hold the parameters, the others compute gradients",
+                cause=f"the first {_first(update.servers)} the parameters, the others compute gradients",
                 hint=f"--ranks {update.servers + 2}",
             )
         )
     return max(1, workers)
+
+
+def _first(servers: int) -> str:
+    return "rank holds" if servers == 1 else f"{servers} ranks hold"
 
 
 def refuse_joined(update: Update, *, kind: str | None) -> list[PacelineError]:

@@ -86,7 +86,7 @@ def settle(*, layout: Layout, update: Update, cluster: Cluster, facts: Facts, co
     problems: list[PacelineError] = []
     processes = layout.processes(ranks=cluster.ranks)
     workers = workers_of(update, ranks=cluster.ranks, problems=problems)
-    mesh = mesh_of(layout, ranks=workers, problems=problems)
+    mesh = mesh_of(layout, ranks=workers, problems=problems, update=update)
     mesh = replace(mesh, sites=mesh.dp_replicate) if update.has_sites else mesh
     wire = compress or Compress()
     problems += [*refuse_products(layout, mesh), *refuse_update(update, layout, mesh)]

@@ -26,7 +26,7 @@ def refuse_stash(update: Update, layout: Layout, mesh: Mesh) -> list[PacelineErr
             LayoutError(
                 f"--update {update} needs a pipeline, and layout {layout} has none.",
                 cause="it lets the stages of a pipeline go on without waiting for each other",
-                hint=f"--layout pp --update {update}",
+                hint=f"--layout pp --ranks {max(2, mesh.ranks)} --update {update}",
             )
         )
     others = [axis for axis in mesh.split if axis not in ("pp", "dp_replicate")]

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from paceline.errors import LayoutError
-from paceline.spec.words import did_you_mean
+from paceline.spec.words import closest, did_you_mean
 
 
 class Method(StrEnum):
@@ -83,6 +83,11 @@ class Compress:
         return ",".join([str(self.method), *options])
 
 
+def method_with(name: str) -> Method | None:
+    """The method that is called so, or the one that has such an option."""
+    return next((one for one in Method if name in (one, *_OPTIONS.get(one, {}))), None)
+
+
 def parse_compress(text: str) -> Compress:
     """Read `bf16`, `fp16`, `int8,block=256`, `powersgd,rank=4`, `topk,ratio=0.01`, or `none`.
 
@@ -91,10 +96,11 @@ def parse_compress(text: str) -> Compress:
     """
     word, *options = (part.strip().lower() for part in text.split(","))
     if word not in set(Method):
+        near = closest(word, list(Method))
         raise LayoutError(
             f"{text!r} is no way to compress gradients.",
             cause=did_you_mean(word, list(Method)) or f"the ways: {', '.join(list(Method)[1:])}",
-            hint="--compress bf16",
+            hint=f"--compress {Compress(method=Method(near or Method.BF16))}",
         )
     method = Method(word)
     return Compress(method=method, **_read(method, options))
@@ -104,7 +110,7 @@ def _read(method: Method, options: Sequence[str]) -> dict[str, Any]:
     known = _OPTIONS.get(method, {})
     found: dict[str, Any] = {}
     for option in options:
-        name, _, value = option.partition("=")
+        name, _, value = (part.strip() for part in option.partition("="))
         if name in found:
             raise LayoutError(f"--compress {method} has {name} twice.", hint=f"--compress {method},{option}")
         if name not in known:

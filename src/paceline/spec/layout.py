@@ -8,6 +8,7 @@ from typing import TypeVar
 from paceline.errors import LayoutError, PacelineError, raise_all
 from paceline.spec.counts import REST, is_count, read_size, read_virtual
 from paceline.spec.remat import parse_remat
+from paceline.spec.update import Kind as Rule
 from paceline.spec.words import did_you_mean
 
 
@@ -139,9 +140,11 @@ def _word(text: str, name: str, problems: list[PacelineError]) -> Kind:
         text = f"the layout {name!r} is not in this version yet."
         problems.append(LayoutError(text, cause="plan, which would choose", hint="--layout ddp"))
     elif name not in _WORDS:
-        known = [*_WORDS, *NOT_YET]
+        what, known = f"{text!r} is no layout.", [*_WORDS, *NOT_YET]
+        if name in set(Rule):
+            raise LayoutError(what, cause="it is an update rule", hint=f"--update {text.strip()}")
         hint = f"--layout {' | '.join(_WORDS)} | threads=N | axes: dp_shard=2,tp=2"
-        problems.append(LayoutError(f"{text!r} is no layout.", cause=did_you_mean(name, known), hint=hint))
+        problems.append(LayoutError(what, cause=did_you_mean(name, known), hint=hint))
     return Kind(name) if name in _WORDS else Kind.AXES
 
 

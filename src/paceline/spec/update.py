@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from paceline.errors import LayoutError
-from paceline.spec.words import did_you_mean
+from paceline.spec.words import closest, did_you_mean
 
 UNBOUNDED = "none"
 
@@ -45,7 +45,7 @@ def _between(text: str, *, low: float, high: float) -> float:
     return value
 
 
-_POSITIVE = _Option("a number above 0", lambda text: _between(text, low=math.ulp(0.0), high=1e6))
+_POSITIVE = _Option("a number above 0, at most 1,000,000", lambda text: _between(text, low=math.ulp(0.0), high=1e6))
 _SHARE = _Option("a number from 0 to 1", lambda text: _between(text, low=0.0, high=1.0))
 _COUNT = _Option("a whole number from 1", lambda text: _whole(text, least=1))
 _FROM_ZERO = _Option("a whole number from 0", lambda text: _whole(text, least=0))
@@ -130,7 +130,15 @@ def _is_said(name: str, value: Any, first: dict[str, Any]) -> bool:
 
 
 def _shown(value: float) -> str:
-    return UNBOUNDED if math.isinf(value) else f"{value:g}"
+    """Read again it is the same number."""
+    if math.isinf(value):
+        return UNBOUNDED
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def rule_with(name: str) -> Kind | None:
+    """The rule that is called so, or the first that has such an option."""
+    return next((one for one in Kind if name in (one, *_FLAGS.get(one, ()), *_OPTIONS.get(one, {}))), None)
 
 
 def parse_update(text: str) -> Update:
@@ -141,7 +149,9 @@ def parse_update(text: str) -> Update:
     """
     word, *options = (part.strip().lower() for part in text.split(","))
     if word not in set(Kind):
-        raise LayoutError(f"{text!r} is no update rule.", cause=did_you_mean(word, [*Kind]), hint="--update sync")
+        near = closest(word, [*Kind])
+        cause = did_you_mean(word, [*Kind]) or f"the rules: {', '.join(Kind)}"
+        raise LayoutError(f"{text!r} is no update rule.", cause=cause, hint=f"--update {near or Kind.SYNC}")
     kind = Kind(word)
     return Update(kind=kind, **_FIRST.get(kind, {}) | _read(kind, options))
 
@@ -150,7 +160,7 @@ def _read(kind: Kind, options: Sequence[str]) -> dict[str, Any]:
     known, flags = _OPTIONS.get(kind, {}), _FLAGS.get(kind, ())
     found: dict[str, Any] = {}
     for option in options:
-        name, equals, value = option.partition("=")
+        name, equals, value = (part.strip() for part in option.partition("="))
         if name in found:
             raise LayoutError(f"--update {kind} has {name} twice.", hint=f"--update {kind},{option}")
         if name in flags and not equals:
@@ -164,15 +174,19 @@ def _read(kind: Kind, options: Sequence[str]) -> dict[str, Any]:
                     f"--update {kind},{option}: {name} is {known[name].said}.", hint=f"--update {kind},{name}={first}"
                 ) from None
         else:
-            raise _unknown(kind, name)
+            raise _unknown(kind, name, option)
     return found
 
 
-def _unknown(kind: Kind, name: str) -> LayoutError:
+def _unknown(kind: Kind, name: str, option: str) -> LayoutError:
     flags, known = _FLAGS.get(kind, ()), _OPTIONS.get(kind, {})
+    if name in flags:
+        return LayoutError(f"--update {kind},{option}: {name} takes no value.", hint=f"--update {kind},{name}")
     first = next((f"{one}={_FIRST[kind][one]}" for one in known), "") or next(iter(flags), "")
-    return LayoutError(
-        f"--update {kind} has no option {name!r}.",
-        cause=did_you_mean(name, [*flags, *known]) or f"its options: {', '.join([*flags, *known]) or 'none'}",
-        hint=f"--update {','.join(filter(None, [str(kind), first]))}",
-    )
+    hint = ",".join(filter(None, [str(kind), first]))
+    its = ", ".join([*flags, *known]) or "none"
+    cause = did_you_mean(name, [*flags, *known]) or f"its options: {its}"
+    other = rule_with(name)
+    if other not in (None, name):
+        cause, hint = f"{other} has it; those of {kind}: {its}", f"{other},{option}"
+    return LayoutError(f"--update {kind} has no option {name!r}.", cause=cause, hint=f"--update {hint}")

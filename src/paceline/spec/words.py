@@ -4,10 +4,15 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
+def closest(word: str, known: Iterable[str]) -> str:
+    """The one that was probably meant, or nothing."""
+    return next((str(each) for each in get_close_matches(word, list(known), n=1, cutoff=0.6)), "")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`did you mean 'ddp'?`, or nothing."""
-    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"did you mean {str(close[0])!r}?" if close else ""
+    close = closest(word, known)
+    return f"did you mean {close!r}?" if close else ""
 
 
 def many(number: int, word: str) -> str:

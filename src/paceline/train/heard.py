@@ -8,7 +8,7 @@ from paceline.order.cursor import Cursor
 from paceline.place.replicate import untouched
 from paceline.step.result import StepResult
 from paceline.train.built import Built
-from paceline.train.length import Clock, Progress, peak_gib
+from paceline.train.length import Clock, Pace, Progress, peak_gib
 from paceline.train.statistics import statistics
 from paceline.train.wishes import refuse_unknown_metrics
 
@@ -27,10 +27,13 @@ class Heard:
         self._under_way: deque[tuple[StepResult, Cursor]] = deque()
         self._cursor = Cursor()
         self._logged = -1
+        self._tokens_heard, self._samples_heard = 0.0, 0
+        self._pace = Pace()
 
     def of(self, result: StepResult, *, cursor: Cursor) -> None:
         """A step was taken, or begun, that ends at `cursor`: then those are heard that lie far enough behind it."""
         self._under_way.append((result, cursor))
+        self._take(result)
         self._hear(leave=self._built.step.lag)
 
     def rest(self) -> None:
@@ -54,20 +57,29 @@ class Heard:
             if result.step % self._built.settings.log.every == 0 or result.step == 1:
                 self._log(result)
 
-    def _count(self, result: StepResult) -> None:
+    def _take(self, result: StepResult) -> None:
+        """Steps count when they are taken: those that are heard late are heard several at a time."""
         clock = self.clock
         clock.steps += 1
         clock.samples += result.samples
         clock.compute += result.compute_seconds
         clock.communication += result.communication_seconds
+
+    def _count(self, result: StepResult) -> None:
         tokens = max(result.agreed.counts.values(), default=0.0)
-        clock.tokens += tokens
+        self._tokens_heard += tokens
+        self._samples_heard += result.samples
         self._progress.tokens += tokens
 
     def _log(self, result: StepResult) -> None:
         self._logged = result.step
         built, clock, cursor = self._built, self.clock, self._cursor
-        stepping = max(clock.stepping(), 1e-9)
+        if clock.steps:
+            self._pace, self.clock = clock.pace(), Clock()
+        pace = self._pace
+        rate = self._tokens_heard / max(self._samples_heard, 1)
+        has_tokens = self._tokens_heard != self._samples_heard
+        self._tokens_heard, self._samples_heard = 0.0, 0
         self._stream.emit(
             StepDone(
                 step=result.step,
@@ -77,20 +89,19 @@ class Heard:
                 terms=result.terms,
                 grad_norm=result.grad_norm,
                 lr=built.update.lr if result.lr is None else result.lr,
-                step_seconds=stepping / max(clock.steps, 1),
-                data_seconds=clock.data / max(clock.steps, 1),
-                compute_seconds=clock.compute / max(clock.steps, 1),
-                communication_seconds=clock.communication / max(clock.steps, 1),
-                checkpoint_seconds=clock.saving / max(clock.steps, 1),
-                evaluation_seconds=clock.evaluating / max(clock.steps, 1),
-                samples_per_second=clock.samples / stepping,
-                tokens_per_second=clock.tokens / stepping if clock.tokens != clock.samples else None,
+                step_seconds=pace.step_seconds,
+                data_seconds=pace.data_seconds,
+                compute_seconds=pace.compute_seconds,
+                communication_seconds=pace.communication_seconds,
+                checkpoint_seconds=clock.saving / clock.steps if clock.steps else 0.0,
+                evaluation_seconds=clock.evaluating / clock.steps if clock.steps else 0.0,
+                samples_per_second=pace.samples_per_second,
+                tokens_per_second=rate * pace.samples_per_second if has_tokens else None,
                 memory_peak_gib=peak_gib(built.world.device),
                 sent_bytes=built.step.sent_bytes,
                 statistics=statistics(built) if built.settings.log.statistics else {},
             )
         )
-        self.clock = Clock()
         self._warn(first=result.step == 1)
 
     def _warn(self, *, first: bool) -> None:

@@ -84,6 +84,17 @@ class Progress:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What a step took, of those between two logged lines."""
+
+    step_seconds: float = 0.0
+    data_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    samples_per_second: float = 0.0
+
+
 @dataclass
 class Clock:
     """Seconds since the last logged step, by what they went to."""
@@ -91,7 +102,6 @@ class Clock:
     began: float = field(default_factory=time.perf_counter)
     steps: int = 0
     samples: int = 0
-    tokens: float = 0.0
     data: float = 0.0
     compute: float = 0.0
     communication: float = 0.0
@@ -101,6 +111,17 @@ class Clock:
     def stepping(self) -> float:
         """Seconds of the steps themselves, with the reading of data: what else was done has its own clocks."""
         return time.perf_counter() - self.began - self.saving - self.evaluating
+
+    def pace(self) -> Pace:
+        """Of the steps so far."""
+        stepping, steps = max(self.stepping(), 1e-9), max(self.steps, 1)
+        return Pace(
+            step_seconds=stepping / steps,
+            data_seconds=self.data / steps,
+            compute_seconds=self.compute / steps,
+            communication_seconds=self.communication / steps,
+            samples_per_second=self.samples / stepping,
+        )
 
 
 def derived_interval(total: int | None) -> int:

@@ -67,9 +67,9 @@ class Run:
         self._session: Session | None = None
         kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
         asked = parse_layout(layout) if layout is not None else None
-        count = (
-            ranks or (asked and asked.ranks) or world_size(os.environ) or (visible_gpus() if kind == "cuda" else 1) or 1
-        )
+        rule, here = parse_update(update), visible_gpus() if kind == "cuda" else 1
+        own = asked and asked.ranks and asked.ranks + rule.servers  # as the command has it
+        count = ranks or own or world_size(os.environ) or here or 1
         script = Path(sys.argv[0]).stem or "run"
         given = {name: value for name, value in (settings or {}).items() if name != "run_dir" or not run_dir}
         asked_here = Asked().over(given, origin="Run(settings=)")
@@ -81,8 +81,8 @@ class Run:
         self._task = Task(
             verb="train",
             job=job.name or script,
-            layout=layout or ("single" if count == 1 else parse_update(update).layout),
-            update=str(parse_update(update)),
+            layout=layout or ("single" if count == 1 else rule.layout),
+            update=str(rule),
             compress=str(parse_compress(compress)),
             ranks=count,
             device=kind,

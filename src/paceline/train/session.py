@@ -18,11 +18,13 @@ from paceline.job import Job
 from paceline.measure.environment import environment
 from paceline.order.cursor import Cursor
 from paceline.place.batchnorm import running
-from paceline.place.buffers import POLICIES
+from paceline.place.buffers import told
 from paceline.place.units import trainable
+from paceline.plan.local import never_meet
 from paceline.pulse import Pulse
 from paceline.spec.read import as_toml
 from paceline.spec.settings import Settings
+from paceline.spec.update import Kind
 from paceline.spec.words import many
 from paceline.store.branch import set_aside
 from paceline.store.checkpoints import Loaded
@@ -200,9 +202,11 @@ class Session:
         if self.ready.job.eval_data is not None:
             when = f"evaluate {often(loop.eval_every, total=loop.total_steps)}, {when}"
         lines.append(f"steps: {loop.total_steps or 'until the data ends'}, {when}")
+        lines += never_meet(self.ready.plan.rule, total_steps=loop.total_steps)
         lines.append(f"precision: {settings.train.precision}{', exact' if settings.train.exact else ''}")
         if any(running(self.built.model)):
-            lines.append(f"buffers: {settings.train.buffers}, {POLICIES[settings.train.buffers]}")
+            rule = self.ready.plan.rule
+            lines.append(told(settings.train.buffers, is_race=rule.kind is Kind.HOGWILD, has_sites=rule.has_sites))
         micro, goes_on = self.ready.plan.micro_batch_size, self._resume is not None
         lines += notes(self.ready.job, settings, model=self.built.model, micro_batch_size=micro, goes_on=goes_on)
         scale = settings.train.lr_scaling

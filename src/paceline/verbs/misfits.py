@@ -1,7 +1,9 @@
 """What was asked for and has nowhere to go: checked before a process starts."""
 
 from paceline.errors import PacelineError, UsageError
+from paceline.spec.compress import method_with
 from paceline.spec.read import Asked
+from paceline.spec.update import rule_with
 from paceline.spec.words import did_you_mean
 
 
@@ -20,3 +22,21 @@ def unknown_parameters(known: dict[str, str] | None, asked: Asked) -> list[Pacel
         for name in names
         if name not in known
     ]
+
+
+def misplaced(verb: str, flag: str, value: str) -> tuple[str, str] | None:
+    """Likely cause and line to type, where an option of an update rule was typed as one of the verb's."""
+    name = flag.removeprefix("--")
+    if verb == "compare" and name in ("update", "updates", "compress"):
+        cause = "layouts are compared with --update sync; update rules and ways to compress as runs that were trained"
+        return cause, "paceline train JOB for each, then paceline compare RUN RUN"
+    said = f"{name}={value}" if value else name
+    rule, method = rule_with(name), method_with(name)
+    if rule is not None:
+        return "it stands behind --update", f"--update {rule}" if rule == name else f"--update {rule},{said}"
+    if method is not None:
+        return (
+            "it stands behind --compress",
+            f"--compress {method}" if method == name else f"--compress {method},{said}",
+        )
+    return None

@@ -124,7 +124,7 @@ def _misfits(
 ) -> list[PacelineError]:
     """What layout, ranks and settings can't have together; `compare` has settings for some of its layouts only."""
     problems: list[PacelineError] = []
-    mesh = mesh_of(layout, ranks=workers_of(update, ranks=ranks, problems=problems), problems=problems)
+    mesh = mesh_of(layout, ranks=workers_of(update, ranks=ranks, problems=problems), problems=problems, update=update)
     problems += [*refuse_products(layout, mesh), *refuse_update(update, layout, mesh)]
     if settings is not None:
         typed = [name for name, origin in asked.origins.items() if origin == TYPED and verb != "compare"]

@@ -42,10 +42,13 @@ class Starting:
     ranks: int | None = None
     """Processes on this machine; default: all GPUs, else 1."""
     layout: str | None = None
-    """single, ddp or dp=N; threads or threads=N: replicas in one process."""
+    """single, threads, ddp, zero1, zero2, fsdp, hsdp, pp, tp, cp, ep, or axes: pp=2,dp_shard=2; default: ddp."""
     update: str = "sync"
+    """sync; a pipeline: pipedream, or 2bw; ddp: hogwild, or ps; sites: local,every=8, or diloco,every=500."""
     compress: str = "none"
+    """How ddp sends gradients: none, bf16, fp16, int8,block=256, powersgd,rank=4, topk,ratio=0.01."""
     device: str = "auto"
+    """auto, cpu or cuda."""
     config: Path | None = None
     """A TOML file of settings."""
     run_dir: str | None = None
@@ -53,8 +56,9 @@ class Starting:
     faults: str = ""
     """Break the run on purpose: "kill rank=1 step=50"."""
     dry_run: bool = False
-    """Check everything, start nothing."""
+    """Check what can be checked, start nothing."""
     json: bool = False
+    """The answer for a script."""
 
     def common(self) -> Common:
         """As the verbs take them."""
@@ -74,21 +78,24 @@ class Starting:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Starting):
-    """Train a job."""
+    """Train a job. Settings may follow: --train.steps 100; `paceline config JOB` prints all of them."""
 
     resume: str | None = None
     """Go on with this run or checkpoint; `newest`, or `--resume` alone: with the job's newest run."""
     allow: str = ""
     """Differences to accept on resume, by name: model,data,seed,..."""
     evaluate_first: bool = False
+    """Evaluate before the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(Starting):
-    """Check a layout against one process."""
+    """Check a layout, an update rule or compressed gradients against one process."""
 
     steps: int = 3
+    """How many steps are compared."""
     against: str = "single"
+    """What it is held against: one process, written naively."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ def verify(
     if against != "single":
         raise UsageError(f"verify --against {against} is not in this version yet.", hint="--against single")
     update = parse_update(common.update)
-    _refuse_race(update)
+    _refuse_race(update, job)
     if update.has_sites:
         update = shortened(update)
         steps = max(steps, 2 * update.every + 1)
@@ -47,13 +47,13 @@ def verify(
     return replace(answer, exit_code=int(code), value=value, screen="\n".join(value["lines"]))
 
 
-def _refuse_race(update: Update) -> None:
+def _refuse_race(update: Update, job: str) -> None:
     """What has no one right answer has none to be held against."""
     if update.kind is Kind.HOGWILD:
         raise UsageError(
             "verify has no verdict on hogwild: what comes of a race differs from run to run, and each is right.",
             cause="workers read and write the same weights at whatever moment they come",
-            hint="paceline train JOB --update hogwild, and its metrics beside those of --update sync",
+            hint=f"paceline train {job} --ranks 2 --update hogwild, once without it, then paceline compare RUN RUN",
         )
 
 

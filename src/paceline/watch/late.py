@@ -6,6 +6,7 @@ from typing import Any
 
 from paceline.spec.words import duration, many, size
 from paceline.watch.history import History
+from paceline.watch.svg import INKS
 
 _WIDE, _HIGH = 220, 12
 _MOST_COLUMNS = 8
@@ -22,15 +23,16 @@ def show_late(history: History) -> str:
         return ""
     most = max(late for each in told for late, _ in each["late"])
     shown = min(most, _MOST_COLUMNS)
-    heads = "".join(f"<th>{late} late</th>" for late in range(shown + 1))
-    heads += "<th>more</th>" if most > shown else ""
+    heads = "".join(f'<th><i class="box{_ink(late)}"></i>{late} late</th>' for late in range(shown + 1))
+    heads += f'<th><i class="box{_ink(most)}"></i>more</th>' if most > shown else ""
     held = all("versions" in each for each in told)
+    one = "microbatch" if held else "gradient"
     heads += "<th>held at once</th><th>sent</th>" if held else ""
-    rows = "".join(_row(each, shown, more=most > shown) for each in told)
+    rows = "".join(_row(each, shown, more=most > shown, one=one) for each in told)
     return (
-        f"<section><h2>How late updates were</h2><p>update {escape(str(event.get('update')))}, as far as step "
-        f"{event.get('step')}: microbatches by how many updates lay between the weights they were computed on and their "
-        f"own.{_lost(told[0])}</p><table><tr><th></th><th></th>{heads}</tr>{rows}</table></section>"
+        f"<section><h2>How late updates were</h2><p>{_what(event)}: {many(2, one).removeprefix('2 ')} by how many "
+        f"updates lay between the weights they were computed on and their own update.{_lost(told[0])}</p>"
+        f"<table><tr><th></th><th></th>{heads}</tr>{rows}</table></section>"
     )
 
 
@@ -41,10 +43,13 @@ def _met(event: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> str:
         for each in told
     )
     return (
-        f"<section><h2>Meetings of the sites</h2><p>update {escape(str(event.get('update')))}, as far as step "
-        f"{event.get('step')}: what each rank has sent to the other sites, and how long it has waited for them.</p>"
-        f"<table><tr><th></th><th>sent</th><th>waited</th></tr>{rows}</table></section>"
+        f"<section><h2>Meetings of the sites</h2><p>{_what(event)}: what each rank has sent to the other sites, and how "
+        f"long it has waited for them.</p><table><tr><th></th><th>sent</th><th>waited</th></tr>{rows}</table></section>"
     )
+
+
+def _what(event: Mapping[str, Any]) -> str:
+    return f"update {escape(str(event.get('update')))}, since this attempt began, as far as step {event.get('step')}"
 
 
 def _lost(told: Mapping[str, Any]) -> str:
@@ -56,21 +61,26 @@ def _lost(told: Mapping[str, Any]) -> str:
     )
 
 
-def _row(told: Mapping[str, Any], shown: int, *, more: bool) -> str:
+def _row(told: Mapping[str, Any], shown: int, *, more: bool, one: str) -> str:
     counts = {int(late): int(count) for late, count in told["late"]}
     total = sum(counts.values()) or 1
     shares = [counts.get(late, 0) / total for late in range(shown + 1)]
     cells = "".join(f"<td>{share:.1%}</td>" for share in [*shares, *([1 - sum(shares)] if more else [])])
     if "versions" in told:
         cells += f"<td>{many(int(told['versions']), 'version')}</td><td>{size(int(told['sent_bytes']))}</td>"
-    return f"<tr><td>{escape(str(told['who']))}</td><td>{_bar(counts, total)}</td>{cells}</tr>"
+    return f"<tr><td>{escape(str(told['who']))}</td><td>{_bar(counts, total, one)}</td>{cells}</tr>"
 
 
-def _bar(counts: Mapping[int, int], total: int) -> str:
+def _ink(late: int) -> int:
+    """No ink comes again: what is later than there are inks shares the last."""
+    return min(late, INKS - 1)
+
+
+def _bar(counts: Mapping[int, int], total: int, one: str) -> str:
     x, drawn = 0.0, ""
     for late, count in sorted(counts.items()):
         wide = _WIDE * count / total
-        said = f"{many(count, 'microbatch')} {many(late, 'update')} late"
-        drawn += f'<rect x="{x:.1f}" y="0" width="{wide:.1f}" height="{_HIGH}" class="fill{late % 6}"><title>{said}</title></rect>'
+        said = f"{many(count, one)} {many(late, 'update')} late"
+        drawn += f'<rect x="{x:.1f}" y="0" width="{wide:.1f}" height="{_HIGH}" class="fill{_ink(late)}"><title>{said}</title></rect>'
         x += wide
-    return f'<svg viewBox="0 0 {_WIDE} {_HIGH}" width="{_WIDE}" height="{_HIGH}" role="img">{drawn}</svg>'
+    return f'<svg viewBox="0 0 {_WIDE} {_HIGH}" style="width:{_WIDE}px" role="img">{drawn}</svg>'

@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.store.disk import write_text
 from paceline.store.runs import RunFolder
-from paceline.watch.asked import show_settings
+from paceline.watch.asked import settings_of, show_settings
 from paceline.watch.curves import show_curves, show_statistics, show_time
 from paceline.watch.history import History, json_or_none, read_history
 from paceline.watch.late import show_late
@@ -71,6 +71,7 @@ def _head(history: History, answer: dict[str, Any] | None) -> str:
     facts = [
         ("status", status_of(history)),
         ("layout", f"{started.get('layout', '?')} × {started.get('ranks', '?')}"),
+        *_rules(run),
         ("steps", f"{done:,}{of_total}"),
         ("samples", f"{samples[-1][1]:,.0f}" if samples else "–"),
         ("loss", number(last.get("loss"))),
@@ -81,6 +82,13 @@ def _head(history: History, answer: dict[str, Any] | None) -> str:
     badge = f'<span class="badge {word}">verify: {word}</span>' if answer else ""
     job, name = escape(str(started.get("job", run.path.parent.name))), escape(run.path.name)
     return f"<header><h1>{job} <small>{name}</small> {badge}</h1><dl>{cells}</dl></header>"
+
+
+def _rules(run: RunFolder) -> list[tuple[str, str]]:
+    """What makes it another training than one process: the update rule and what is compressed."""
+    asked = settings_of(run)
+    found = [(name, asked[name][0]) for name in ("update", "compress") if name in asked]
+    return [(name, value) for name, value in found if value != "sync"]
 
 
 def _sample(history: History) -> str:

@@ -33,7 +33,7 @@ polyline{fill:none;stroke-width:1.6;stroke-linejoin:round;vector-effect:non-scal
 .title{font:600 12px system-ui,sans-serif;fill:var(--ink)}.tick{font:10px system-ui,sans-serif;fill:var(--soft)}
 .over-lines{paint-order:stroke;stroke:var(--card);stroke-width:3px}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:8px 0 0;color:var(--soft);font-size:13px}
-.legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:6px}
+.legend i,th i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:6px}
 table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
 td,th{text-align:left;padding:4px 18px 4px 0;border-bottom:1px solid var(--rule);vertical-align:top}
 th{color:var(--soft);font-weight:500;font-size:12px}td{overflow-wrap:anywhere}
