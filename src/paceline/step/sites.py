@@ -6,6 +6,7 @@ the last one (Douillard et al., "DiLoCo", 2023). With a rate of 1 and no momentu
 was sent, it is the streaming form (Douillard et al., "Streaming DiLoCo", 2025).
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -73,12 +74,12 @@ class Fragment:
         self.due, self._flat, self._wait = None, None, None
 
     def send(self, step: int) -> None:
-        """The way since the last meeting."""
+        """The way since the last meeting. It is due on every rank, also where a stage has nothing of this fragment."""
+        self.due = step + self._rule.delay
         if self.agreed:
             pairs = zip(self.agreed, self.live, strict=True)
             self._flat = _flat([agreed.detach() - _wide(live) for agreed, live in pairs])
             self._wait = self._link.peers.start_all_reduce(self._flat)
-            self.due = step + self._rule.delay
 
     def arrive(self) -> None:
         """Wait for what was sent; it is taken when it is due."""
@@ -89,16 +90,20 @@ class Fragment:
     def take(self) -> None:
         """The outer step, with the mean of all sites' ways."""
         self.arrive()
-        assert self._flat is not None and self._outer is not None
-        for agreed, way in zip(self.agreed, _cut(self._flat / self._link.peers.world_size, self.agreed), strict=True):
-            agreed.grad = way
-        self._outer.step()
-        self._outer.zero_grad()
+        if self._flat is not None and self._outer is not None:
+            ways = _cut(self._flat / self._link.peers.world_size, self.agreed)
+            for agreed, way in zip(self.agreed, ways, strict=True):
+                agreed.grad = way
+            self._outer.step()
+            self._outer.zero_grad()
+            self._mix()
+        self.due, self._flat = None, None
+
+    def _mix(self) -> None:
+        mix = self._rule.mix if self._rule.delay else 0.0
         with torch.no_grad():
             for live, agreed in zip(self.live, self.agreed, strict=True):
-                mix = self._rule.mix if self._rule.delay else 0.0
                 write(live, (_wide(live) * mix + agreed * (1.0 - mix)) if mix else agreed)
-        self.due, self._flat = None, None
 
     def saved(self) -> Iterator[tuple[str, str, Tensor]]:
         """What the sites agree on, as (what, FQN, this rank's part)."""
@@ -122,9 +127,11 @@ class Fragment:
                 agreed.copy_(agreed if found["agreed"] is None else found["agreed"])
             if found["momentum"] is not None and self._outer is not None:
                 self._outer.state[agreed]["momentum_buffer"] = found["momentum"].to(agreed.device)
-            coming += [] if found["coming"] is None else [found["coming"].to(agreed.device)]
+            way = found["coming"]
+            coming.append(torch.zeros_like(agreed) if way is None else way.to(agreed.device))
+        self.due = due
         if coming and due is not None:
-            self._flat, self.due = _flat(coming), due
+            self._flat = _flat(coming)
 
 
 class Sites:
@@ -147,7 +154,8 @@ class Sites:
         self._wrote = wrote
         self._link = _Link(peers)
         self._apart = False
-        sizes = {name: _numel(weights, name) for name in weights.names if name in weights.parameters}
+        shapes = {name: weights.mine[name].part.shape for name in weights.names if name in weights.parameters}
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         place = fragment_of(sizes, fragments=rule.fragments)
         self.fragments = [
             Fragment([m for m in named if place[m.name] == number], rule=rule, link=self._link)
@@ -184,7 +192,7 @@ class Sites:
             self._spread()
         if number == 0:
             self._meet_buffers()
-        self._apart = not (number is not None and due and len(self.fragments) == 1 and not self._rule.delay)
+        self._apart = not self._has_met(step)
 
     def arrive(self) -> None:
         """Have nothing under way."""
@@ -225,11 +233,16 @@ class Sites:
             if self._apart:
                 self._put(live, own)
 
-    def restore(self, own: Mapping[str, Tensor]) -> None:
-        """This site's own weights and buffers."""
-        self._apart = True
+    def restore(self, own: Mapping[str, Tensor], *, step: int) -> None:
+        """This site's own weights and buffers, after `step` updates."""
+        self._apart = not self._has_met(step)
         self._moving = sorted(self._moving_everywhere() | {name for name in own if name in self._first})
-        self._put(dict(self._live()), own)
+        live = dict(self._live())
+        self._put(live, {name: tensor for name, tensor in own.items() if name in live})
+
+    def _has_met(self, step: int) -> bool:
+        """Whether all have the same: then their mean is not computed, since of three equal numbers it may be another."""
+        return sent_after(step, update=self._rule) == 0 and self._rule.fragments == 1 and not self._rule.delay
 
     def _put(self, live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
@@ -271,10 +284,6 @@ class Sites:
             tensor = held.tensor if held.is_buffer else None
             if tensor is not None:
                 yield name, tensor
-
-
-def _numel(weights: Holding, name: str) -> int:
-    return torch.Size(weights.mine[name].part.shape).numel()
 
 
 def _wide(tensor: Tensor) -> Tensor:
