@@ -79,7 +79,7 @@ class LowRankUnit:
         values += [axes @ basis.T for axes, basis in zip(self._axes, self.basis.next.values(), strict=True)]
         for member, value in zip([*self._rest, *self._thin], values, strict=True):
             member.parameter.grad = value.view(member.parameter.shape).to(member.parameter.dtype)
-        return torch.stack([value.sum() for value in values]).sum()
+        return torch.stack([value.sum(dtype=torch.float64) for value in values]).sum()
 
     def _num_rest(self) -> int:
         return sum(member.parameter.numel() for member in self._rest)
