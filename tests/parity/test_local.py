@@ -220,6 +220,39 @@ def sites_of_three(update: str, model: torch.nn.Module, told: list[int], *, stag
     )
 
 
+SCRIPT = """
+import json
+import torch, torch.nn as nn, torch.nn.functional as F
+import paceline as pl
+
+if __name__ == "__main__":
+    ids = torch.randint(0, 16, (24, 5), generator=torch.Generator().manual_seed(0))
+    job = pl.Job(
+        model=lambda: nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16)),
+        loss=lambda output, batch: (F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"), 1),
+        train_data=torch.utils.data.TensorDataset(ids, ids),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        global_batch_size=4,
+        settings={"train.steps": 3, "train.micro_batch_size": 2},
+    )
+    with pl.Run(job, ranks=2, update="local,every=500", run_dir="run") as run:
+        for batch in run.batches():
+            run.step(batch)
+        own = [p.detach().clone() for p in run.model.parameters()]
+        told = run.generate(torch.tensor([[3, 1, 4]]), num_tokens=40).tolist()
+        assert all(torch.equal(a, b) for a, b in zip(own, run.model.parameters(), strict=True))
+        (run.folder / f"told-{run.rank}.json").write_text(json.dumps([told, float(own[0].sum())]))
+"""
+
+
+def test_what_sites_generate_is_their_mean_s(bench: Shop) -> None:
+    bench.write("script.py", SCRIPT)
+    ended = bench.call([*bench.command()[:3], "script.py"], timeout=400)
+    assert ended.code == 0, ended.text
+    told = [json.loads((bench.path / f"run/told-{rank}.json").read_text()) for rank in range(2)]
+    assert told[0][0] == told[1][0] and told[0][1] != told[1][1]
+
+
 def test_a_fragment_is_due_on_every_stage_also_where_there_is_nothing_of_it() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(7, 7), torch.nn.Linear(7, 7))
     told: list[list[int]] = [[], []]

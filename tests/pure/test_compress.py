@@ -177,7 +177,9 @@ def test_a_parameter_that_was_frozen_before_holds_nothing_back(tmp_path: Path) -
     listed = write_files(tmp_path, files)
     for tensor in [*after.errors.values(), *before.shared.values()]:
         tensor.fill_(3.0)
-    load_held(SimpleNamespace(state={"held_back": said}, files=stored_files(tmp_path, listed)), after, world=World.alone())  # type: ignore[arg-type]
+    load_held(
+        SimpleNamespace(state={"held_back": said}, files=stored_files(tmp_path, listed)), after, world=World.alone()
+    )  # type: ignore[arg-type]
     assert not any(tensor.any() for tensor in after.errors.values())
     assert torch.equal(after.shared["1.weight"], first["1.weight"])
 

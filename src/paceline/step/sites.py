@@ -241,7 +241,7 @@ class Sites:
         self._put(live, {name: tensor for name, tensor in own.items() if name in live})
 
     def _has_met(self, step: int) -> bool:
-        """Whether all have the same: then their mean is not computed, since of three equal numbers it may be another."""
+        """Whether all have the same, so that no mean is computed: of three equal numbers it may be another one."""
         return sent_after(step, update=self._rule) == 0 and self._rule.fragments == 1 and not self._rule.delay
 
     def _put(self, live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
