@@ -196,6 +196,22 @@ def test_a_gradient_whose_sum_float32_does_not_hold_is_held_back_too(how: str) -
     assert all(torch.isfinite(member.parameter.grad).all() for member in named if member.parameter.grad is not None)
 
 
+@pytest.mark.parametrize("exponent", [100, -100])
+def test_a_power_of_two_of_all_gradients_is_one_of_all_that_comes_of_them(exponent: int) -> None:
+    found = []
+    for scale in (1.0, 2.0**exponent):
+        named = trainable(torch.nn.Linear(40, 30))
+        reducer = compressed_reducer(parse_compress("powersgd,rank=3"), named=named, world=World.alone())
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            for member in named:
+                member.parameter.grad = torch.randn(member.parameter.shape, generator=generator) * scale
+            reducer.finish(divisor=None)
+        found.append(named[0].parameter.grad)
+    assert found[0] is not None and found[1] is not None
+    assert torch.allclose(found[0], found[1] * 2.0**-exponent, rtol=1e-4, atol=1e-5)
+
+
 def test_numbers_that_have_no_such_rounding_are_refused_by_name() -> None:
     model = torch.nn.ParameterDict({"wave": torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))})
     with pytest.raises(JobError, match="wave is complex64"):

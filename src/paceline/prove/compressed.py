@@ -105,7 +105,8 @@ class CompressedReference(Reference):
         basis = self._state.bases.get(name)
         if basis is None:
             basis = first_basis(name, (columns, rank)).to(matrices[0])
-        towards = sum((matrix @ basis for matrix in matrices), torch.zeros(rows, rank).to(matrices[0]))
+        near_one = basis * 2.0 ** -min(max(np.frexp(basis.abs().max().item())[1], _LEAST), -_LEAST)
+        towards = sum((matrix @ near_one for matrix in matrices), torch.zeros(rows, rank).to(matrices[0]))
         axes = torch.linalg.qr(towards).Q
         factors = [matrix.T @ axes for matrix in matrices]
         self._after.bases[name] = sum(factors, torch.zeros_like(basis))
