@@ -284,6 +284,18 @@ def test_sites_that_have_just_met_are_their_mean_also_when_a_run_goes_on() -> No
     assert all(torch.equal(p, own[name]) for name, p in model.named_parameters())
 
 
+def test_a_buffer_that_a_forward_makes_as_long_as_its_input_stays_a_site_s_own() -> None:
+    model = torch.nn.BatchNorm1d(4)
+    model.register_buffer("places", torch.arange(5.0), persistent=False)
+    sites = sites_of_three("local,every=3", model, [])
+    model.running_mean.fill_(1.0)
+    model.register_buffer("places", torch.arange(9.0), persistent=False)
+    for step in range(1, 7):
+        sites.after(step)
+        with sites.together() as own:
+            assert "running_mean" in own and "places" not in own, "another site's may have another length"
+
+
 def test_each_fragment_is_sent_once_in_a_round_and_holds_as_much_as_another() -> None:
     for every, fragments in ((1, 1), (5, 1), (7, 3), (8, 8), (500, 4)):
         update = parse_update(f"diloco,every={every},fragments={fragments}")
