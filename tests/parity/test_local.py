@@ -1,13 +1,19 @@
 """Sites that train on their own and meet: equal to one process that does the same, through stops and other layouts."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.errors import LayoutError
+from paceline.place.holding import Holding, all_of
+from paceline.place.units import trainable
 from paceline.plan.local import fragment_of, sent_after
 from paceline.spec.update import parse_update
+from paceline.step.sites import Sites
+from paceline.world import World
 from tests.conftest import Shop
 from tests.parity.test_stash import JOB as STASH
 
@@ -124,7 +130,11 @@ def train(run: str, steps: int, *words: str, ranks: int = 2) -> list[str]:
         pytest.param(
             4, ("--update", "diloco,every=5,delay=2", "--layout", "dp_replicate=2,dp_shard=2"), marks=pytest.mark.soak
         ),
-        pytest.param(4, ("--update", "local,every=3", "--layout", "pp=2,dp_replicate=2"), marks=pytest.mark.soak),
+        pytest.param(
+            4,
+            ("--update", "diloco,every=4,fragments=2,delay=3", "--layout", "pp=2,dp_replicate=2"),
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_saving_evaluating_and_going_on_change_no_bit(bench: Shop, ranks: int, words: tuple[str, ...]) -> None:
@@ -168,6 +178,7 @@ BAD = {
     "needs sites, and layout fsdp has one": ("--update", "local", "--layout", "fsdp"),
     "goes with processes, not with threads": ("--update", "local", "--layout", "threads"),
     "a delay of 4 updates in a round of 4": ("--update", "diloco,every=4,delay=4"),
+    "fragments is a whole number from 1 to 1,000": ("--update", "diloco,every=2000000,fragments=1000000"),
     "9 fragments in a round of 4": ("--update", "diloco,every=4,fragments=9"),
     "one would never train": ("--update", "local", "--train.micro_batch_size", "8"),
     "--train.exact with --update local": ("--update", "local", "--train.exact"),
@@ -181,6 +192,108 @@ def test_what_it_can_not_be_had_with_is_said(bench: Shop, said: str) -> None:
     ended = bench.run(*train("run", 2, *BAD[said]))
     assert ended.code == 2 and said in ended.text, ended.text
     assert "Traceback" not in ended.text
+
+
+class Equal(World):
+    """Three sites that are in the same state, seen from one of them."""
+
+    def start_all_reduce(self, tensor: torch.Tensor, *, op: str = "sum") -> Callable[[], None]:
+        if op == "sum":
+            tensor += 2 * tensor
+        return lambda: None
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: str = "sum") -> torch.Tensor:
+        self.start_all_reduce(tensor, op=op)
+        return tensor
+
+
+def sites_of_three(update: str, model: torch.nn.Module, told: list[int], *, stage: int | None = None) -> Sites:
+    named = trainable(model) if stage is None else trainable(model)[2 * stage :][:2]
+    weights = Holding(world=World.alone(), held=all_of(model))
+    return Sites(
+        rule=parse_update(update),
+        named=named,
+        weights=weights,
+        peers=Equal(world_size=3),
+        spread=lambda: told.append(1),
+        wrote=lambda: None,
+    )
+
+
+SCRIPT = """
+import json
+import torch, torch.nn as nn, torch.nn.functional as F
+import paceline as pl
+
+if __name__ == "__main__":
+    ids = torch.randint(0, 16, (24, 5), generator=torch.Generator().manual_seed(0))
+    job = pl.Job(
+        model=lambda: nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16)),
+        loss=lambda output, batch: (F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"), 1),
+        train_data=torch.utils.data.TensorDataset(ids, ids),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        global_batch_size=4,
+        settings={"train.steps": 3, "train.micro_batch_size": 2},
+    )
+    with pl.Run(job, ranks=2, update="local,every=500", run_dir="run") as run:
+        for batch in run.batches():
+            run.step(batch)
+        own = [p.detach().clone() for p in run.model.parameters()]
+        told = run.generate(torch.tensor([[3, 1, 4]]), num_tokens=40).tolist()
+        assert all(torch.equal(a, b) for a, b in zip(own, run.model.parameters(), strict=True))
+        (run.folder / f"told-{run.rank}.json").write_text(json.dumps([told, float(own[0].sum())]))
+"""
+
+
+def test_what_sites_generate_is_their_mean_s(bench: Shop) -> None:
+    bench.write("script.py", SCRIPT)
+    ended = bench.call([*bench.command()[:3], "script.py"], timeout=400)
+    assert ended.code == 0, ended.text
+    told = [json.loads((bench.path / f"run/told-{rank}.json").read_text()) for rank in range(2)]
+    assert told[0][0] == told[1][0] and told[0][1] != told[1][1]
+
+
+def test_a_fragment_is_due_on_every_stage_also_where_there_is_nothing_of_it() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(7, 7), torch.nn.Linear(7, 7))
+    told: list[list[int]] = [[], []]
+    stages = [sites_of_three("diloco,every=4,fragments=2,delay=3", model, told[i], stage=i) for i in range(2)]
+    for step in range(1, 12):
+        for sites in stages:
+            sites.after(step)
+        dues = [[fragment.due for fragment in sites.fragments] for sites in stages]
+        assert dues[0] == dues[1] and any(dues[0]) == (step > 1), "a checkpoint has those of the first rank alone"
+        for sites, found in zip(stages, dues, strict=True):
+            for fragment, due in zip(sites.fragments, found, strict=True):
+                kept = {(what, name): tensor for what, name, tensor in fragment.saved()}
+                fragment.restore(lambda *key, kept=kept: kept.get(key), due=due)  # type: ignore[misc]
+                assert fragment.due == due and (fragment._flat is not None) == bool(fragment.members and due)
+    assert len(told[0]) == len(told[1]) == 4, "spreading an update is for all ranks of a site together"
+
+
+def test_sites_that_have_just_met_are_their_mean_also_when_a_run_goes_on() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(40, 40)
+    own = {name: p.detach().clone() for name, p in model.named_parameters()}
+    sites = sites_of_three("local,every=3", model, [])
+    sites.restore(own, step=6)
+    with sites.together():
+        assert all(torch.equal(p, own[name]) for name, p in model.named_parameters())
+    sites.restore({**own, "frozen since": torch.zeros(3)}, step=7)
+    with sites.together():
+        assert not all(torch.equal(p, own[name]) for name, p in model.named_parameters()), "the mean of three, rounded"
+    assert all(torch.equal(p, own[name]) for name, p in model.named_parameters())
+
+
+def test_a_buffer_that_a_forward_makes_as_long_as_its_input_stays_a_site_s_own() -> None:
+    model = torch.nn.BatchNorm1d(4)
+    model.register_buffer("places", torch.arange(5.0), persistent=False)
+    sites = sites_of_three("local,every=3", model, [])
+    model.running_mean.fill_(1.0)
+    model.register_buffer("places", torch.arange(9.0), persistent=False)
+    for step in range(1, 7):
+        sites.after(step)
+        with sites.together() as own:
+            assert "running_mean" in own and "places" not in own, "another site's may have another length"
 
 
 def test_each_fragment_is_sent_once_in_a_round_and_holds_as_much_as_another() -> None:
@@ -203,7 +316,10 @@ def test_an_update_is_read_back_as_it_is_written() -> None:
         "local,every=8",
         "diloco,every=500",
         "diloco,every=9,lr=0.5,fragments=2",
+        "diloco,every=1000003,lr=0.123456789,momentum=0.9999999,delay=1000001,mix=0.3333333333",
+        "ps,staleness=1000000",
     ):
         assert str(parse_update(text)) == text and parse_update(str(parse_update(text))) == parse_update(text)
+    assert str(parse_update("diloco,every=9,lr=1.0")) == "diloco,every=9,lr=1"
     with pytest.raises(LayoutError, match="twice"):
         parse_update("local,every=3,every=4")

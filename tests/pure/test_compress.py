@@ -63,7 +63,7 @@ def test_what_can_not_be_had_is_said_with_what_to_type(text: str, said: str) -> 
     assert said in str(caught.value) and caught.value.hint.startswith("--compress ")
 
 
-@given(seed=st.integers(0, 10**6), exponent=st.integers(-80, 80), double=st.booleans())
+@given(seed=st.integers(0, 10**6), exponent=st.integers(-170, 120), double=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_what_is_packed_is_what_the_naive_words_say(seed: int, exponent: int, double: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -166,6 +166,50 @@ def test_other_replicas_share_out_all_that_was_held_back(how: str, now: int, tmp
         assert torch.allclose(torch.as_tensor(total), before[0].errors[name] + before[1].errors[name], atol=1e-5)
         assert now != 2 or all(torch.equal(a.errors[name], b.errors[name]) for a, b in zip(before, after, strict=True))
     assert all(torch.equal(before[0].shared[name], after[-1].shared[name]) for name in before[0].shared)
+
+
+def test_a_parameter_that_was_frozen_before_holds_nothing_back(tmp_path: Path) -> None:
+    before, after = replica("powersgd,rank=2", 0, 2), replica("powersgd,rank=2", 0, 2)
+    first = {name: tensor.clone() for name, tensor in after.shared.items()}
+    files, said = held_files(before)
+    for name, rows in files.items():
+        files[name] = [row for row in rows if "1.weight" not in row.name]
+    listed = write_files(tmp_path, files)
+    for tensor in [*after.errors.values(), *before.shared.values()]:
+        tensor.fill_(3.0)
+    load_held(
+        SimpleNamespace(state={"held_back": said}, files=stored_files(tmp_path, listed)), after, world=World.alone()
+    )  # type: ignore[arg-type]
+    assert not any(tensor.any() for tensor in after.errors.values())
+    assert torch.equal(after.shared["1.weight"], first["1.weight"])
+
+
+@pytest.mark.parametrize("how", ["topk,ratio=0.5", "powersgd,rank=1"])
+def test_a_gradient_whose_sum_float32_does_not_hold_is_held_back_too(how: str) -> None:
+    torch.manual_seed(0)
+    named = trainable(torch.nn.Linear(40, 30))
+    reducer = compressed_reducer(parse_compress(how), named=named, world=World.alone())
+    for member in named:
+        member.parameter.grad = torch.rand_like(member.parameter) * 1e36
+    reducer.finish(divisor=None)
+    assert isinstance(reducer, HeldReducer) and reducer.errors["weight"].any()
+    assert all(torch.isfinite(member.parameter.grad).all() for member in named if member.parameter.grad is not None)
+
+
+@pytest.mark.parametrize("exponent", [100, -100])
+def test_a_power_of_two_of_all_gradients_is_one_of_all_that_comes_of_them(exponent: int) -> None:
+    found = []
+    for scale in (1.0, 2.0**exponent):
+        named = trainable(torch.nn.Linear(40, 30))
+        reducer = compressed_reducer(parse_compress("powersgd,rank=3"), named=named, world=World.alone())
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            for member in named:
+                member.parameter.grad = torch.randn(member.parameter.shape, generator=generator) * scale
+            reducer.finish(divisor=None)
+        found.append(named[0].parameter.grad)
+    assert found[0] is not None and found[1] is not None
+    assert torch.allclose(found[0], found[1] * 2.0**-exponent, rtol=1e-4, atol=1e-5)
 
 
 def test_numbers_that_have_no_such_rounding_are_refused_by_name() -> None:

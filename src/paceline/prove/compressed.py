@@ -19,6 +19,7 @@ from paceline.prove.reference import At, Gradient, Micro, Reference
 from paceline.spec.compress import Compress, Method
 
 Tensors = dict[str, Tensor]
+_LEAST, _MOST = -126, 127  # a scale is a float32: what is smaller than its steps is sent as zero
 
 
 @dataclass
@@ -104,7 +105,8 @@ class CompressedReference(Reference):
         basis = self._state.bases.get(name)
         if basis is None:
             basis = first_basis(name, (columns, rank)).to(matrices[0])
-        towards = sum((matrix @ basis for matrix in matrices), torch.zeros(rows, rank).to(matrices[0]))
+        near_one = basis * 2.0 ** -min(max(np.frexp(basis.abs().max().item())[1], _LEAST), -_LEAST)
+        towards = sum((matrix @ near_one for matrix in matrices), torch.zeros(rows, rank).to(matrices[0]))
         axes = torch.linalg.qr(towards).Q
         factors = [matrix.T @ axes for matrix in matrices]
         self._after.bases[name] = sum(factors, torch.zeros_like(basis))
@@ -135,14 +137,13 @@ def rounded(value: Tensor, how: Compress) -> Tensor:
         most = block.abs().max()
         if not bool(torch.isfinite(most)):
             found.append(block * float("nan"))
-        elif most == 0.0:
-            found.append(block)
         elif how.method is Method.FP16:
-            scale = 2.0 ** (np.frexp(most.item())[1] - 15)
+            scale = 2.0 ** min(max(np.frexp(most.item())[1] - 15, _LEAST), _MOST)
             found.append((block / scale).half().to(value.dtype) * scale)
         else:
-            scale = float(np.float32(most.item() / 127.0))
-            found.append(torch.round(block / scale) * scale)
+            scale = torch.tensor(most.item() / 127.0, dtype=torch.float32).item()
+            steps = torch.round(block / scale).clamp(-127.0, 127.0) if scale else torch.zeros_like(block)
+            found.append(steps * scale)
     return torch.cat(found).view(value.shape) if found else value
 
 

@@ -32,8 +32,8 @@ class _Option:
     read: Callable[[str], Any]
 
 
-def _whole(text: str, *, least: int) -> int:
-    if int(text) < least:
+def _whole(text: str, *, least: int, most: float = math.inf) -> int:
+    if not least <= int(text) <= most:
         raise ValueError(text)
     return int(text)
 
@@ -60,7 +60,7 @@ _OPTIONS: dict[Kind, dict[str, _Option]] = {
         "every": _COUNT,
         "lr": _POSITIVE,
         "momentum": _Option("a number from 0 to below 1", lambda text: _between(text, low=0.0, high=1.0 - 1e-9)),
-        "fragments": _COUNT,
+        "fragments": _Option("a whole number from 1 to 1,000", lambda text: _whole(text, least=1, most=1_000)),
         "delay": _FROM_ZERO,
         "mix": _SHARE,
     },

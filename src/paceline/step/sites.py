@@ -6,125 +6,22 @@ the last one (Douillard et al., "DiLoCo", 2023). With a rate of 1 and no momentu
 was sent, it is the streaming form (Douillard et al., "Streaming DiLoCo", 2025).
 """
 
-import time
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.place.holding import Holding
 from paceline.place.units import Named
-from paceline.place.views import checksum, local, write
+from paceline.place.views import checksum, write
 from paceline.plan.local import fragment_of, sent_after
 from paceline.spec.update import Update
+from paceline.step.fragment import Fragment, Link, wide
 from paceline.world import World
 
-
-class _Link:
-    """The ranks that hold the same in the other sites, and what was sent to them."""
-
-    def __init__(self, peers: World) -> None:
-        self.peers = peers
-        self.waited_seconds = 0.0
-
-    def wait(self, wait: Callable[[], object]) -> None:
-        """Until it is there."""
-        began = time.perf_counter()
-        wait()
-        self.waited_seconds += time.perf_counter() - began
-
-    def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Over the sites, of each of these."""
-        if not tensors:
-            return []
-        flat = _flat(tensors)
-        self.wait(self.peers.start_all_reduce(flat))
-        return _cut(flat.div_(self.peers.world_size), tensors)
-
-
-class Fragment:
-    """Some of this rank's parameters, which meet at the same time."""
-
-    def __init__(self, members: Sequence[Named], *, rule: Update, link: _Link) -> None:
-        self.members = list(members)
-        self.due: int | None = None
-        self._rule = rule
-        self._link = link
-        self._flat: Tensor | None = None
-        self._wait: Callable[[], object] | None = None
-        self.agreed: list[nn.Parameter] = []
-        self.begin()
-
-    @property
-    def live(self) -> list[Tensor]:
-        """The weights that are being trained."""
-        return [local(member.parameter.detach()) for member in self.members]
-
-    def begin(self) -> None:
-        """The weights that all sites have now are those they have agreed on."""
-        self.agreed = [nn.Parameter(_wide(tensor).clone()) for tensor in self.live]
-        momentum = self._rule.momentum
-        self._outer = (
-            torch.optim.SGD(self.agreed, lr=self._rule.lr, momentum=momentum, nesterov=momentum > 0.0)
-            if self.agreed
-            else None
-        )
-        self.due, self._flat, self._wait = None, None, None
-
-    def send(self, step: int) -> None:
-        """The way since the last meeting."""
-        if self.agreed:
-            pairs = zip(self.agreed, self.live, strict=True)
-            self._flat = _flat([agreed.detach() - _wide(live) for agreed, live in pairs])
-            self._wait = self._link.peers.start_all_reduce(self._flat)
-            self.due = step + self._rule.delay
-
-    def arrive(self) -> None:
-        """Wait for what was sent; it is taken when it is due."""
-        if self._wait is not None:
-            self._link.wait(self._wait)
-            self._wait = None
-
-    def take(self) -> None:
-        """The outer step, with the mean of all sites' ways."""
-        self.arrive()
-        assert self._flat is not None and self._outer is not None
-        for agreed, way in zip(self.agreed, _cut(self._flat / self._link.peers.world_size, self.agreed), strict=True):
-            agreed.grad = way
-        self._outer.step()
-        self._outer.zero_grad()
-        with torch.no_grad():
-            for live, agreed in zip(self.live, self.agreed, strict=True):
-                mix = self._rule.mix if self._rule.delay else 0.0
-                write(live, (_wide(live) * mix + agreed * (1.0 - mix)) if mix else agreed)
-        self.due, self._flat = None, None
-
-    def saved(self) -> Iterator[tuple[str, str, Tensor]]:
-        """What the sites agree on, as (what, FQN, this rank's part)."""
-        self.arrive()
-        coming = [] if self._flat is None else _cut(self._flat, self.agreed)
-        for place, (member, agreed) in enumerate(zip(self.members, self.agreed, strict=True)):
-            yield "agreed", member.name, agreed.detach()
-            momentum = None if self._outer is None else self._outer.state[agreed].get("momentum_buffer")
-            if momentum is not None:
-                yield "momentum", member.name, momentum
-            if coming:
-                yield "coming", member.name, coming[place]
-
-    def restore(self, find: Callable[[str, str], Tensor | None], *, due: int | None) -> None:
-        """Take it back; `find(what, name)` is None for what was not saved."""
-        self.begin()
-        coming: list[Tensor] = []
-        for member, agreed in zip(self.members, self.agreed, strict=True):
-            found = {what: find(what, member.name) for what in ("agreed", "momentum", "coming")}
-            with torch.no_grad():
-                agreed.copy_(agreed if found["agreed"] is None else found["agreed"])
-            if found["momentum"] is not None and self._outer is not None:
-                self._outer.state[agreed]["momentum_buffer"] = found["momentum"].to(agreed.device)
-            coming += [] if found["coming"] is None else [found["coming"].to(agreed.device)]
-        if coming and due is not None:
-            self._flat, self.due = _flat(coming), due
+_RESHAPED = 2
 
 
 class Sites:
@@ -145,9 +42,10 @@ class Sites:
         self._weights = weights
         self._spread = spread
         self._wrote = wrote
-        self._link = _Link(peers)
+        self._link = Link(peers)
         self._apart = False
-        sizes = {name: _numel(weights, name) for name in weights.names if name in weights.parameters}
+        shapes = {name: weights.mine[name].part.shape for name in weights.names if name in weights.parameters}
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         place = fragment_of(sizes, fragments=rule.fragments)
         self.fragments = [
             Fragment([m for m in named if place[m.name] == number], rule=rule, link=self._link)
@@ -184,7 +82,7 @@ class Sites:
             self._spread()
         if number == 0:
             self._meet_buffers()
-        self._apart = not (number is not None and due and len(self.fragments) == 1 and not self._rule.delay)
+        self._apart = not self._has_met(step)
 
     def arrive(self) -> None:
         """Have nothing under way."""
@@ -217,7 +115,7 @@ class Sites:
         live = dict(self._live())
         own = {name: tensor.clone() for name, tensor in live.items()}
         if self._apart:
-            floats = {name: _wide(tensor) for name, tensor in own.items() if tensor.is_floating_point()}
+            floats = {name: wide(tensor) for name, tensor in own.items() if tensor.is_floating_point()}
             self._put(live, dict(zip(floats, self._link.mean(list(floats.values())), strict=True)))
         try:
             yield own
@@ -225,11 +123,16 @@ class Sites:
             if self._apart:
                 self._put(live, own)
 
-    def restore(self, own: Mapping[str, Tensor]) -> None:
-        """This site's own weights and buffers."""
-        self._apart = True
+    def restore(self, own: Mapping[str, Tensor], *, step: int) -> None:
+        """This site's own weights and buffers, after `step` updates."""
+        self._apart = not self._has_met(step)
         self._moving = sorted(self._moving_everywhere() | {name for name in own if name in self._first})
-        self._put(dict(self._live()), own)
+        live = dict(self._live())
+        self._put(live, {name: tensor for name, tensor in own.items() if name in live})
+
+    def _has_met(self, step: int) -> bool:
+        """Whether all have the same, so that no mean is computed: of three equal numbers it may be another one."""
+        return sent_after(step, update=self._rule) == 0 and self._rule.fragments == 1 and not self._rule.delay
 
     def _put(self, live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
@@ -252,39 +155,26 @@ class Sites:
         buffers = dict(self._buffers())
         mine = [buffers[name] for name in self._moving]
         with torch.no_grad():
-            for buffer, value in zip(mine, self._link.mean([_wide(buffer) for buffer in mine]), strict=True):
+            for buffer, value in zip(mine, self._link.mean([wide(buffer) for buffer in mine]), strict=True):
                 write(buffer, value.to(buffer.dtype))
         if mine:
             self._wrote()
 
     def _moving_everywhere(self) -> set[str]:
-        """The buffers that have ever changed, in any site: those that never do need not be sent."""
+        """The buffers that have ever changed, in any site: those that never do need not be sent. One that a forward has
+        put in another's place as long as its input was is each site's own: there is no mean of several lengths."""
         if not self._first:
             return set()
         now = dict(self._buffers())
-        moved = [name in self._moving or not torch.equal(now[name], first) for name, first in self._first.items()]
+        moved = [
+            _RESHAPED if now[name].shape != first.shape else name in self._moving or not torch.equal(now[name], first)
+            for name, first in self._first.items()
+        ]
         told = self._link.peers.all_reduce(torch.tensor(moved, dtype=torch.uint8, device=self.peers.device), op="max")
-        return {name for name, is_moving in zip(self._first, told.tolist(), strict=True) if is_moving}
+        return {name for name, how in zip(self._first, told.tolist(), strict=True) if how and how != _RESHAPED}
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         for name, held in self._weights.mine.items():
             tensor = held.tensor if held.is_buffer else None
             if tensor is not None:
                 yield name, tensor
-
-
-def _numel(weights: Holding, name: str) -> int:
-    return torch.Size(weights.mine[name].part.shape).numel()
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    parts = flat.split([tensor.numel() for tensor in like])
-    return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, like, strict=True)]

@@ -45,13 +45,17 @@ def load_held(loaded: Loaded, reducer: object, *, world: World) -> None:
 
 
 def _load(stored: Stored, reducer: HeldReducer, *, before: int) -> None:
+    """What is not there, of a parameter that has become trainable since, begins as in a new run."""
     for name, tensor in reducer.errors.items():
-        if before == reducer.replicas:
+        if f"0/{name}" not in stored:
+            tensor.zero_()
+        elif before == reducer.replicas:
             tensor.copy_(from_bytes(stored[f"{reducer.replica}/{name}"]))
         else:
             tensor.copy_(_summed(stored, name, before, like=tensor) / reducer.replicas)
     for name, tensor in reducer.shared.items():
-        tensor.copy_(from_bytes(stored[f"{_SHARED}/{name}"]))
+        if f"{_SHARED}/{name}" in stored:
+            tensor.copy_(from_bytes(stored[f"{_SHARED}/{name}"]))
 
 
 def _summed(stored: Stored, name: str, before: int, *, like: Tensor) -> Tensor:

@@ -116,6 +116,13 @@ class Loop:
         for note in self.built.step.new_notes():
             self.stream.emit(Note(text=note))
 
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """No step half done, and of sites their mean in the weights' place; every rank calls this."""
+        self.settle()
+        with mean_in_place(self.built):
+            yield
+
     def _run(self, given: StepInput) -> StepResult:
         self._given.append(given)
         with self._naming_inputs():

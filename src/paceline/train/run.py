@@ -188,12 +188,11 @@ class Run:
         self._live.loop.request_stop()
 
     def generate(self, prompt: Tensor, *, num_tokens: int, **options: Any) -> Tensor:
-        """Continue token ids `[batch, length]`; every rank calls this and gets the same."""
-        self._live.loop.settle()
-        passes = self._live.built.step.passes
-        forward = partial(passes.call, self.model)
+        """Continue token ids `[batch, length]`; every rank calls this and gets the same, of sites their mean's."""
         prompt = prompt.to(self._live.world.device)
-        return generate(self.model, prompt, num_tokens=num_tokens, forward=forward, **options)
+        forward = partial(self._live.built.step.passes.call, self.model)
+        with self._live.loop.at_rest():
+            return generate(self.model, prompt, num_tokens=num_tokens, forward=forward, **options)
 
     @property
     def model(self) -> nn.Module:

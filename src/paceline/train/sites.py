@@ -94,7 +94,7 @@ def load_sites(loaded: Loaded, built: Built, *, is_same: bool) -> None:
         return
     stored = loaded.files.get(OWN, Stored([]))
     own = together(built.site, lambda: {name: _read(stored, name, name, built) for name in stored})
-    sites.restore({name: tensor for name, tensor in own.items() if tensor is not None})
+    sites.restore({name: tensor for name, tensor in own.items() if tensor is not None}, step=loaded.step)
     outer = loaded.files.get(OUTER, Stored([]))
 
     def find(what: str, name: str) -> Tensor | None:

@@ -11,6 +11,8 @@ from paceline.spec.compress import Compress
 from paceline.streams import key
 from paceline.world import World
 
+_MOST = 126  # an exponent that float32 has, up and down
+
 
 class LowRankUnit:
     """Parameters whose factors cross together. What has one dimension, or would not shrink, is sent as it is."""
@@ -50,7 +52,7 @@ class LowRankUnit:
         self.errors.corrected([_gradient(m).reshape(_sides(m.parameter)) for m in self._thin])
         parts = [_gradient(m).reshape(-1).to(self._dtype) for m in self._rest]
         products = zip(self.errors.next.values(), self.basis.now.values(), strict=True)
-        parts += [(matrix @ basis).view(-1) for matrix, basis in products]
+        parts += [(matrix @ near_one(basis)).view(-1) for matrix, basis in products]
         self._first = torch.cat(parts)
         self._wait = world.start_all_reduce(self._first)
 
@@ -79,7 +81,7 @@ class LowRankUnit:
         values += [axes @ basis.T for axes, basis in zip(self._axes, self.basis.next.values(), strict=True)]
         for member, value in zip([*self._rest, *self._thin], values, strict=True):
             member.parameter.grad = value.view(member.parameter.shape).to(member.parameter.dtype)
-        return torch.stack([value.sum() for value in values]).sum()
+        return torch.stack([value.sum(dtype=torch.float64) for value in values]).sum()
 
     def _num_rest(self) -> int:
         return sum(member.parameter.numel() for member in self._rest)
@@ -89,6 +91,12 @@ def first_basis(name: str, shape: Sequence[int]) -> Tensor:
     """The columns that the first step begins with: the same on every rank and in every run."""
     generator = torch.Generator().manual_seed(key("powersgd", name))
     return torch.randn(*shape, generator=generator)
+
+
+def near_one(basis: Tensor) -> Tensor:
+    """The same directions, times a power of two: a basis is as large as gradients, whose squares may not fit."""
+    exponent = torch.frexp(basis.abs().amax()).exponent
+    return torch.ldexp(basis, -exponent.clamp(-_MOST, _MOST))
 
 
 def _sides(parameter: Tensor) -> tuple[int, int]:

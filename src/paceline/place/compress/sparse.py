@@ -63,7 +63,7 @@ class TopKUnit:
             self._sum.index_add_(0, places.long(), values)
         for parameter, part in zip(self._parameters, self._sum.split(self._sizes), strict=True):
             parameter.grad = part.view(parameter.shape).to(parameter.dtype)
-        return self._sum.sum()
+        return self._sum.sum(dtype=torch.float64)
 
     def _picked(self, found: Tensor) -> Iterator[Tensor]:
         start = 0
