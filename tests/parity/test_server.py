@@ -437,10 +437,15 @@ def make_job(sparse: bool = True, kind: str = "SGD") -> pl.Job:
         model=lambda: Words(sparse),
         loss=lambda output, batch: (torch.nn.functional.cross_entropy(output, batch[-1], reduction="sum"), len(output)),
         train_data=torch.utils.data.TensorDataset(ids, labels),
-        optimizer=lambda named: getattr(torch.optim, kind)([p for _, p in named], lr=0.5),
+        optimizer=lambda named: optimizers(kind, [p for _, p in named]),
         global_batch_size=12,
         max_grad_norm=0.3,
     )
+
+def optimizers(kind, parameters):
+    if kind == "two":
+        return [torch.optim.SparseAdam(parameters[:1], lr=0.05), torch.optim.AdamW(parameters[1:], lr=0.05)]
+    return getattr(torch.optim, kind)(parameters, lr=0.5)
 """
 
 
@@ -459,6 +464,20 @@ def test_rows_of_a_table_are_pushed_alone_and_train_it_as_whole_ones_do(shop: Sh
     assert not torch.allclose(first["table.weight"], weights(shop, "late")["table.weight"], atol=1e-4)
 
 
+def test_a_rule_that_takes_rows_alone_has_its_table_on_one_of_several_servers(shop: Shop) -> None:
+    """The others' optimizers have it in their groups too, with nothing in it."""
+    shop.write("table.py", TABLE)
+    words = ("table.py", "--job.kind", "two", "--train.steps", "4", "--checkpoint.every", "2", "--run-dir", "run")
+    for ranks, update in ((4, "ps,servers=2,staleness=0"), (3, "ps,staleness=0")):
+        ended = shop.run("train", *words, "--ranks", str(ranks), "--update", update)
+        assert ended.code == 0, ended.text
+        words = tuple("6" if word == "4" else word for word in words)
+    ended = shop.run("train", *words[:-1], "one", "--ranks", "3", "--update", "ps,staleness=0")
+    assert ended.code == 0, ended.text
+    for name, value in weights(shop, "run").items():
+        assert torch.allclose(value, weights(shop, "one")[name], rtol=1e-5, atol=1e-6), name
+
+
 def test_a_sparse_gradient_travels_as_its_rows() -> None:
     table = torch.nn.Embedding(5000, 8, sparse=True)
     table(torch.tensor([[3, 7], [7, 4999]])).sum().backward()
@@ -471,6 +490,42 @@ def test_a_sparse_gradient_travels_as_its_rows() -> None:
     assert back[0] is None and back[1] is not None and back[1].is_sparse
     assert torch.equal(back[1].to_dense(), table.weight.grad.to_dense())
     assert back[2] is not None and torch.equal(back[2], gradients[2]) and back[3] == 5.0
+
+
+TERMS = """
+import torch
+import paceline as pl
+
+def make_job(claims: int = 0) -> pl.Job:
+    def loss(output, batch):
+        few = batch[:, 0] == 0
+        return {"all": (output.square().sum(), len(output)), "few": (output[few].sum(), few.sum())}
+
+    return pl.Job(
+        model=lambda: torch.nn.Linear(4, 2),
+        loss=loss,
+        forward=lambda model, batch: model(batch),
+        count=lambda batch: {"all": len(batch), "few": (batch[:, 0] == 0).sum() + claims},
+        train_data=(torch.arange(48 * 4).reshape(48, 4) % 32).float() / 32,  # every eighth sample has a target of few
+        order="sequential",
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.05),
+        global_batch_size=8,
+    )
+"""
+
+
+def test_a_share_that_has_nothing_of_a_term_takes_the_others(shop: Shop) -> None:
+    shop.write("terms.py", TERMS)
+    ended = shop.run("verify", "terms.py", "--ranks", "3", "--update", "ps,staleness=2", "--steps", "5")
+    assert ended.code == 0 and "bitwise" in ended.out, ended.text
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_a_count_that_the_loss_does_not_confirm_is_found(shop: Shop, bound: int) -> None:
+    shop.write("terms.py", TERMS)
+    words = ("--job.claims", "1", "--train.steps", "3", "--run-dir", "run")
+    ended = shop.run("train", "terms.py", *words, "--ranks", "3", "--update", f"ps,staleness={bound}")
+    assert ended.code == 2 and "for the term few over the global batch, the loss returns 1" in ended.text, ended.text
 
 
 BAD = {

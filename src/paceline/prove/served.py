@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from paceline.job import Job
 from paceline.prove.double import in_double
 from paceline.prove.finding import Finding
 from paceline.prove.free import Drift, evaluated_by, first_batches, judge, judge_evaluation, listed, of_layout, trained
@@ -21,6 +22,7 @@ from paceline.prove.lockstep import Say
 from paceline.prove.noise import can_nudge, nudge
 from paceline.prove.placed import built_in
 from paceline.prove.reference import At, Reference
+from paceline.prove.weighed import known_counts
 from paceline.spec.words import many
 from paceline.step.line import reach_store
 from paceline.step.pushed import Taken
@@ -98,6 +100,12 @@ class ServedReference(Reference):
         other = ServedReference(job=plain.job, spec=plain.spec, cast=plain.cast)
         other.server_of = self.server_of
         return other
+
+    @staticmethod
+    def counts_of(job: Job, data: Sequence[Any]) -> dict[str, float] | None:
+        """A share may have nothing of a term: that term then gives nothing."""
+        found = known_counts(job, data)
+        return None if found is None else {name: count or 1.0 for name, count in found.items()}
 
     def replay(self, record: Sequence[Taken], *, backwards: bool) -> float:
         """Do it again; the loss of the last share. `backwards` adds microbatches up the other way round."""
