@@ -16,7 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.order.leases import Leases, Share
 from paceline.pulse import read_pulse
+from paceline.step.desk import Desk, Held
 from paceline.step.flat import kinds_of, pack_gradients, unpack_gradients
 from tests.conftest import Ended, Shop
 
@@ -526,6 +528,28 @@ def test_a_count_that_the_loss_does_not_confirm_is_found(shop: Shop, bound: int)
     words = ("--job.claims", "1", "--train.steps", "3", "--run-dir", "run")
     ended = shop.run("train", "terms.py", *words, "--ranks", "3", "--update", f"ps,staleness={bound}")
     assert ended.code == 2 and "for the term few over the global batch, the loss returns 1" in ended.text, ended.text
+
+
+def test_weights_are_packed_once_for_the_shares_of_a_joint_batch() -> None:
+    weight, books = torch.zeros(3), Leases(bound=0)
+    desk = Desk(leases=books, held=Held(names=["w"], weights=[weight], rest=[], model=""), timeout_seconds=1)
+    rows = [desk.row(), desk.row()]
+    assert rows[0] is rows[1]
+    for step in range(3):
+        weight.fill_(step)  # by an update, or by hand: then it makes no version
+        desk.offer(step, {}, [Share(step=step, number=number, of=2) for number in range(2)])
+        found = [desk.lease(worker, row=row) for worker, row in enumerate(rows)]
+        assert rows[0][:12].view(torch.float32).tolist() == [step] * 3
+        if step == 1:
+            weight.fill_(9)
+            books.lose(1)  # the one that takes its share over has the weights of the batch
+            found[1] = desk.lease(0, row=rows[0])
+            assert rows[0][:12].view(torch.float32).tolist() == [step] * 3
+        for one in found:
+            assert one is not None
+            books.push(one[0])
+        books.take(books.ready())
+        desk.version += step % 2
 
 
 BAD = {

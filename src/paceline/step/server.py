@@ -68,10 +68,8 @@ class ServerStep(SpmdStep):
         began, waited = time.perf_counter(), self._waited
         desk = self._desk or self._opened()
         batch = self._begun(given, stop=stop)
-        with desk.lock:
-            desk.where[self.step] = _where(given, micro_batch_size=self._micro_batch_size)
-            self._leases.offer(batch.shares if self.parts.world.is_main else ())
-            desk.lock.notify_all()
+        where = _where(given, micro_batch_size=self._micro_batch_size)
+        desk.offer(self.step, where, batch.shares if self.parts.world.is_main else ())
         self.step += 1
         if self._leases.joins:
             self._serve(desk, until=lambda: not self._open)
