@@ -16,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.feed.leased import LeasedFeed
+from paceline.feed.source import Order
 from paceline.order.leases import Leases, Share
 from paceline.pulse import read_pulse
 from paceline.step.desk import Desk, Held
@@ -397,6 +399,18 @@ def make_job():
     words = ("--ranks", "3", "--update", "ps,staleness=0", "--train.steps", "9", "--run-dir", "run")
     ended = shop.run("train", "ordered.py", *words)
     assert ended.code == 1 and "order= gave workers different orders of the samples" in ended.text, ended.text
+
+
+def test_an_order_is_named_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is a checksum of all of it, and each share tells it."""
+    feed = LeasedFeed(
+        data=torch.arange(6), collate=None, order=lambda num_samples, epoch, seed: [*range(num_samples)][:: 1 - 2 * epoch],
+        seed=0, sample_seeds="auto", global_batch_size=2, drop_last=False,
+    )  # fmt: skip
+    told = {epoch: feed.order_of(epoch) for epoch in (0, 1)}
+    assert told[0] != told[1]
+    monkeypatch.setattr(Order, "name", lambda self, epoch: pytest.fail("counted again"))
+    assert {epoch: feed.order_of(epoch) for epoch in (1, 0)} == told
 
 
 def test_a_run_is_evaluated_and_shown_like_any_other(shop: Shop) -> None:
