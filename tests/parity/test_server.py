@@ -461,7 +461,8 @@ def make_job(sparse: bool = True, kind: str = "SGD") -> pl.Job:
 def optimizers(kind, parameters):
     if kind == "two":
         return [torch.optim.SparseAdam(parameters[:1], lr=0.05), torch.optim.AdamW(parameters[1:], lr=0.05)]
-    return getattr(torch.optim, kind)(parameters, lr=0.5)
+    more = {"momentum": 0.9} if kind == "momentum" else {}
+    return getattr(torch.optim, "SGD" if more else kind)(parameters, lr=0.5, **more)
 """
 
 
@@ -593,11 +594,12 @@ def test_what_it_can_not_be_had_with_is_said(shop: Shop, said: str) -> None:
     assert "Traceback" not in ended.text and time.monotonic() - began < 60
 
 
-def test_a_sparse_push_that_the_optimizer_can_not_take_is_refused(shop: Shop) -> None:
+@pytest.mark.parametrize(("kind", "said"), [("AdamW", "AdamW"), ("momentum", "SGD with momentum")])
+def test_a_sparse_push_that_the_optimizer_can_not_take_is_refused(shop: Shop, kind: str, said: str) -> None:
     shop.write("table.py", TABLE)
     words = ("--ranks", "3", "--update", "ps", "--run-dir", "run", "--train.steps", "2")
-    ended = shop.run("train", "table.py", "--job.kind", "AdamW", *words)
-    assert ended.code == 2 and "table gives sparse gradients, and AdamW" in ended.text, ended.text
+    ended = shop.run("train", "table.py", "--job.kind", kind, *words)
+    assert ended.code == 2 and f"table gives sparse gradients, and {said}" in ended.text, ended.text
 
 
 @pytest.mark.parametrize(

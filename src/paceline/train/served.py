@@ -16,6 +16,7 @@ from paceline.step.held import row_tables
 from paceline.step.parts import Parts
 
 _TAKE_SPARSE = ("SGD", "SparseAdam", "Adagrad")
+_WANT_WHOLE = ("weight_decay", "momentum")  # of rows, torch keeps a momentum of rows, which no checkpoint holds
 
 
 def among_servers(plan: Plan, *, servers: int) -> Plan:
@@ -91,13 +92,14 @@ def _sparse(parts: Parts) -> list[PacelineError]:
     tables, groups = row_tables(parts.model), _groups(parts)
     for member in [member for member in parts.update.named if member.name in tables]:
         optimizer, group = groups.get(id(member.parameter), (None, {}))
-        if optimizer is not None and (type(optimizer).__name__ not in _TAKE_SPARSE or group.get("weight_decay")):
-            kind = type(optimizer).__name__ + (" with weight_decay" if group.get("weight_decay") else "")
+        whole = next((f" with {option}" for option in _WANT_WHOLE if group.get(option)), "")
+        if optimizer is not None and (type(optimizer).__name__ not in _TAKE_SPARSE or whole):
+            kind = f"{type(optimizer).__name__}{whole}"
             found.append(
                 JobError(
                     f"{tables[member.name] or 'the table'} gives sparse gradients, and {kind} takes whole ones.",
                     cause="sparse=True pushes the rows that a share has read, and no others",
-                    hint="torch.optim.SparseAdam or SGD for this table, or sparse=False",
+                    hint="torch.optim.SparseAdam or plain SGD for this table, or sparse=False",
                 )
             )
     return found
