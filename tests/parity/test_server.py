@@ -20,8 +20,11 @@ from paceline.feed.leased import LeasedFeed
 from paceline.feed.source import Order
 from paceline.order.leases import Leases, Share
 from paceline.pulse import read_pulse
+from paceline.step.clerks import Clerks
 from paceline.step.desk import Desk, Held
 from paceline.step.flat import kinds_of, pack_gradients, unpack_gradients
+from paceline.step.line import Door, Kind, Message, come_in, host_store
+from paceline.world import Entrance, Place
 from tests.conftest import Ended, Shop
 
 COUNTS = """
@@ -565,6 +568,30 @@ def test_weights_are_packed_once_for_the_shares_of_a_joint_batch() -> None:
             books.push(one[0])
         books.take(books.ready())
         desk.version += step % 2
+
+
+def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation may come first, and take longer than anybody waits for a silent one."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = host_store(Place(port=0), timeout_seconds=60)
+    entrance = Entrance(place=Place(port=store.port))
+    weight, fixed = torch.zeros(3), torch.zeros(2)
+    desk = Desk(
+        leases=Leases(bound=1), held=Held(names=["w"], weights=[weight], rest=[fixed], model=""), timeout_seconds=0.2
+    )
+    clerks = Clerks(desk, door=Door(entrance, server=0, timeout_seconds=60), leads=True)
+    clerks.open()
+    line = come_in(entrance, server=0, timeout_seconds=60)
+    line.send(Message(kind=Kind.HELLO, words={"rank": 1, "life": 1, "model": ""}))
+    assert [line.receive().kind for _ in range(3)] == [Kind.WAIT] * 3
+    fixed.fill_(7)  # by hand, before the first batch
+    desk.offer(0, {}, [Share(step=0, number=0, of=1)])
+    while (message := line.receive()).kind is Kind.WAIT:
+        pass
+    assert message.kind is Kind.REST and message.row is not None
+    assert message.row[:8].view(torch.float32).tolist() == [7.0, 7.0]
+    assert line.receive().kind is Kind.LEASE
+    clerks.close()
 
 
 BAD = {

@@ -46,6 +46,7 @@ class Desk:
         self.names: dict[int, str] = {}
         self.notes: list[str] = []
         self.failure: Exception | None = None
+        self.has_begun = False
         self.is_over = False
         self.alone_since = time.monotonic()
         self._flat = flat_of(held.weights)
@@ -72,10 +73,16 @@ class Desk:
     def offer(self, step: int, where: Mapping[str, Any], shares: Iterable[Share]) -> None:
         """A batch's shares may be given away; `where` its samples are. Weights may have been changed by hand before."""
         with self.lock:
+            self.has_begun = True
             self.where[step] = where
             self._shared_at = None
             self.leases.offer(shares)
             self.lock.notify_all()
+
+    def begins(self) -> bool:
+        """Wait a while for the first batch: until then what is loaded may be changed by hand."""
+        with self.lock:
+            return self.lock.wait_for(lambda: self.has_begun or self.is_over, timeout=self.patience)
 
     def end(self) -> None:
         """It is over: whoever waits is told."""

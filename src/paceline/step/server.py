@@ -81,9 +81,11 @@ class ServerStep(SpmdStep):
         return batch.result
 
     def settle(self) -> None:
-        """Wait until every share that was given away is taken: no worker holds anything then."""
-        if self._desk is not None:
-            self._serve(self._desk, until=lambda: not self._open)
+        """Wait until every share that was given away is taken: no worker holds anything then.
+
+        Whoever asks may go on to evaluate for long, also before the first batch: workers then hear that they wait.
+        """
+        self._serve(self._desk or self._opened(), until=lambda: not self._open)
         if not self._is_spread:
             self._spread()
             self._is_spread = True
@@ -114,7 +116,7 @@ class ServerStep(SpmdStep):
         super().close()
 
     def _opened(self) -> Desk:
-        """From the first batch on: until then the weights may still be loaded."""
+        """From the first batch or evaluation on; what workers are given is read when the first batch is there."""
         world, members = self.parts.world, [m for m in self.parts.update.named if m.parameter.numel()]
         assert world.entrance is not None
         self._mine = [member.parameter for member in members]

@@ -140,7 +140,7 @@ class Hand:
         hello = {"rank": rank, "life": self._life, "model": model_digest(self._parts.model)}
         for line in lines:
             line.send(Message(kind=Kind.HELLO, words=hello))
-        self._servers = [self._met(line, line.receive()) for line in lines]
+        self._servers = [self._met(line, _answer(line)) for line in lines]
         first, *others = self._servers
         while True:
             message = first.line.receive(row=first.row)
@@ -265,3 +265,10 @@ class _Server:
 
 def _sent(gradient: Tensor | None) -> Tensor | None:
     return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
+
+
+def _answer(line: Line) -> Message:
+    """What comes of having said who one is, once the servers begin."""
+    while (message := line.receive()).kind is Kind.WAIT:
+        pass
+    return message
