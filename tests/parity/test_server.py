@@ -16,8 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.feed.leased import LeasedFeed
+from paceline.feed.source import Order
+from paceline.order.leases import Leases, Share
 from paceline.pulse import read_pulse
+from paceline.step.clerks import Clerks
+from paceline.step.desk import Desk, Held
 from paceline.step.flat import kinds_of, pack_gradients, unpack_gradients
+from paceline.step.line import Door, Kind, Message, come_in, host_store
+from paceline.world import Entrance, Place
 from tests.conftest import Ended, Shop
 
 COUNTS = """
@@ -397,6 +404,18 @@ def make_job():
     assert ended.code == 1 and "order= gave workers different orders of the samples" in ended.text, ended.text
 
 
+def test_an_order_is_named_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is a checksum of all of it, and each share tells it."""
+    feed = LeasedFeed(
+        data=torch.arange(6), collate=None, order=lambda num_samples, epoch, seed: [*range(num_samples)][:: 1 - 2 * epoch],
+        seed=0, sample_seeds="auto", global_batch_size=2, drop_last=False,
+    )  # fmt: skip
+    told = {epoch: feed.order_of(epoch) for epoch in (0, 1)}
+    assert told[0] != told[1]
+    monkeypatch.setattr(Order, "name", lambda self, epoch: pytest.fail("counted again"))
+    assert {epoch: feed.order_of(epoch) for epoch in (1, 0)} == told
+
+
 def test_a_run_is_evaluated_and_shown_like_any_other(shop: Shop) -> None:
     trained = shop.train("run", "--update", "ps,servers=2,staleness=2", ranks=4, steps=12)
     assert trained.code == 0, trained.text
@@ -437,10 +456,16 @@ def make_job(sparse: bool = True, kind: str = "SGD") -> pl.Job:
         model=lambda: Words(sparse),
         loss=lambda output, batch: (torch.nn.functional.cross_entropy(output, batch[-1], reduction="sum"), len(output)),
         train_data=torch.utils.data.TensorDataset(ids, labels),
-        optimizer=lambda named: getattr(torch.optim, kind)([p for _, p in named], lr=0.5),
+        optimizer=lambda named: optimizers(kind, [p for _, p in named]),
         global_batch_size=12,
         max_grad_norm=0.3,
     )
+
+def optimizers(kind, parameters):
+    if kind == "two":
+        return [torch.optim.SparseAdam(parameters[:1], lr=0.05), torch.optim.AdamW(parameters[1:], lr=0.05)]
+    more = {"momentum": 0.9} if kind == "momentum" else {}
+    return getattr(torch.optim, "SGD" if more else kind)(parameters, lr=0.5, **more)
 """
 
 
@@ -459,6 +484,20 @@ def test_rows_of_a_table_are_pushed_alone_and_train_it_as_whole_ones_do(shop: Sh
     assert not torch.allclose(first["table.weight"], weights(shop, "late")["table.weight"], atol=1e-4)
 
 
+def test_a_rule_that_takes_rows_alone_has_its_table_on_one_of_several_servers(shop: Shop) -> None:
+    """The others' optimizers have it in their groups too, with nothing in it."""
+    shop.write("table.py", TABLE)
+    words = ("table.py", "--job.kind", "two", "--train.steps", "4", "--checkpoint.every", "2", "--run-dir", "run")
+    for ranks, update in ((4, "ps,servers=2,staleness=0"), (3, "ps,staleness=0")):
+        ended = shop.run("train", *words, "--ranks", str(ranks), "--update", update)
+        assert ended.code == 0, ended.text
+        words = tuple("6" if word == "4" else word for word in words)
+    ended = shop.run("train", *words[:-1], "one", "--ranks", "3", "--update", "ps,staleness=0")
+    assert ended.code == 0, ended.text
+    for name, value in weights(shop, "run").items():
+        assert torch.allclose(value, weights(shop, "one")[name], rtol=1e-5, atol=1e-6), name
+
+
 def test_a_sparse_gradient_travels_as_its_rows() -> None:
     table = torch.nn.Embedding(5000, 8, sparse=True)
     table(torch.tensor([[3, 7], [7, 4999]])).sum().backward()
@@ -471,6 +510,88 @@ def test_a_sparse_gradient_travels_as_its_rows() -> None:
     assert back[0] is None and back[1] is not None and back[1].is_sparse
     assert torch.equal(back[1].to_dense(), table.weight.grad.to_dense())
     assert back[2] is not None and torch.equal(back[2], gradients[2]) and back[3] == 5.0
+
+
+TERMS = """
+import torch
+import paceline as pl
+
+def make_job(claims: int = 0) -> pl.Job:
+    def loss(output, batch):
+        few = batch[:, 0] == 0
+        return {"all": (output.square().sum(), len(output)), "few": (output[few].sum(), few.sum())}
+
+    return pl.Job(
+        model=lambda: torch.nn.Linear(4, 2),
+        loss=loss,
+        forward=lambda model, batch: model(batch),
+        count=lambda batch: {"all": len(batch), "few": (batch[:, 0] == 0).sum() + claims},
+        train_data=(torch.arange(48 * 4).reshape(48, 4) % 32).float() / 32,  # every eighth sample has a target of few
+        order="sequential",
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.05),
+        global_batch_size=8,
+    )
+"""
+
+
+def test_a_share_that_has_nothing_of_a_term_takes_the_others(shop: Shop) -> None:
+    shop.write("terms.py", TERMS)
+    ended = shop.run("verify", "terms.py", "--ranks", "3", "--update", "ps,staleness=2", "--steps", "5")
+    assert ended.code == 0 and "bitwise" in ended.out, ended.text
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_a_count_that_the_loss_does_not_confirm_is_found(shop: Shop, bound: int) -> None:
+    shop.write("terms.py", TERMS)
+    words = ("--job.claims", "1", "--train.steps", "3", "--run-dir", "run")
+    ended = shop.run("train", "terms.py", *words, "--ranks", "3", "--update", f"ps,staleness={bound}")
+    assert ended.code == 2 and "for the term few over the global batch, the loss returns 1" in ended.text, ended.text
+
+
+def test_weights_are_packed_once_for_the_shares_of_a_joint_batch() -> None:
+    weight, books = torch.zeros(3), Leases(bound=0)
+    desk = Desk(leases=books, held=Held(names=["w"], weights=[weight], rest=[], model=""), timeout_seconds=1)
+    rows = [desk.row(), desk.row()]
+    assert rows[0] is rows[1]
+    for step in range(3):
+        weight.fill_(step)  # by an update, or by hand: then it makes no version
+        desk.offer(step, {}, [Share(step=step, number=number, of=2) for number in range(2)])
+        found = [desk.lease(worker, row=row) for worker, row in enumerate(rows)]
+        assert rows[0][:12].view(torch.float32).tolist() == [step] * 3
+        if step == 1:
+            weight.fill_(9)
+            books.lose(1)  # the one that takes its share over has the weights of the batch
+            found[1] = desk.lease(0, row=rows[0])
+            assert rows[0][:12].view(torch.float32).tolist() == [step] * 3
+        for one in found:
+            assert one is not None
+            books.push(one[0])
+        books.take(books.ready())
+        desk.version += step % 2
+
+
+def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation may come first, and take longer than anybody waits for a silent one."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = host_store(Place(port=0), timeout_seconds=60)
+    entrance = Entrance(place=Place(port=store.port))
+    weight, fixed = torch.zeros(3), torch.zeros(2)
+    desk = Desk(
+        leases=Leases(bound=1), held=Held(names=["w"], weights=[weight], rest=[fixed], model=""), timeout_seconds=0.2
+    )
+    clerks = Clerks(desk, door=Door(entrance, server=0, timeout_seconds=60), leads=True)
+    clerks.open()
+    line = come_in(entrance, server=0, timeout_seconds=60)
+    line.send(Message(kind=Kind.HELLO, words={"rank": 1, "life": 1, "model": ""}))
+    assert [line.receive().kind for _ in range(3)] == [Kind.WAIT] * 3
+    fixed.fill_(7)  # by hand, before the first batch
+    desk.offer(0, {}, [Share(step=0, number=0, of=1)])
+    while (message := line.receive()).kind is Kind.WAIT:
+        pass
+    assert message.kind is Kind.REST and message.row is not None
+    assert message.row[:8].view(torch.float32).tolist() == [7.0, 7.0]
+    assert line.receive().kind is Kind.LEASE
+    clerks.close()
 
 
 BAD = {
@@ -500,11 +621,12 @@ def test_what_it_can_not_be_had_with_is_said(shop: Shop, said: str) -> None:
     assert "Traceback" not in ended.text and time.monotonic() - began < 60
 
 
-def test_a_sparse_push_that_the_optimizer_can_not_take_is_refused(shop: Shop) -> None:
+@pytest.mark.parametrize(("kind", "said"), [("AdamW", "AdamW"), ("momentum", "SGD with momentum")])
+def test_a_sparse_push_that_the_optimizer_can_not_take_is_refused(shop: Shop, kind: str, said: str) -> None:
     shop.write("table.py", TABLE)
     words = ("--ranks", "3", "--update", "ps", "--run-dir", "run", "--train.steps", "2")
-    ended = shop.run("train", "table.py", "--job.kind", "AdamW", *words)
-    assert ended.code == 2 and "table gives sparse gradients, and AdamW" in ended.text, ended.text
+    ended = shop.run("train", "table.py", "--job.kind", kind, *words)
+    assert ended.code == 2 and f"table gives sparse gradients, and {said}" in ended.text, ended.text
 
 
 @pytest.mark.parametrize(

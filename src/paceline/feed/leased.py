@@ -29,6 +29,7 @@ class LeasedFeed:
             sample_seeds == "auto" and draws_random(source.data.__getitem__, num_samples=len(source.data))
         )
         self._what = source.gives_order
+        self._names: dict[int, str] = {}
         self._fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=seeded)
 
     def share(self, cursor: Cursor, *, micro_batch_size: int, number: int = 0, of: int = 1) -> StepInput:
@@ -45,7 +46,12 @@ class LeasedFeed:
 
     def order_of(self, epoch: int) -> list[str] | None:
         """A name for the order of the user's own, and what gives it: every worker must have the same."""
-        return [self._order.name(epoch), self._what] if self._order.is_own else None
+        if not self._order.is_own:
+            return None
+        if epoch not in self._names:  # a checksum of all of it: once an epoch, not once a share
+            self._names = {e: name for e, name in self._names.items() if e == epoch - 1}
+            self._names[epoch] = self._order.name(epoch)
+        return [self._names[epoch], self._what]
 
     def _read(self, batch: Batch, index: int) -> LocalMicro:
         micro, epoch = batch.micro[index], batch.after.epoch

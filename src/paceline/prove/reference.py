@@ -88,6 +88,8 @@ class Gradient:
 class Reference:
     """The one-process run."""
 
+    counts_of, _stream = staticmethod(known_counts), 0
+
     @alone()
     def __init__(self, *, job: Job, spec: Spec, cast: Callable[[Any], Any]) -> None:
         self.job = job
@@ -97,7 +99,6 @@ class Reference:
         self.model: nn.Module = job.model().to(spec.device)
         self._forward = Forward(job, self.model)
         self.average = Average(self.model, decay=job.ema)
-        self._stream = 0
         self._calls = Calls()
         for number, block in enumerate(random_blocks(self.model)):
             block.register_forward_pre_hook(self._seeder(number))
@@ -170,7 +171,7 @@ class Reference:
         """
         given = self.joined(self.pieces(at) if pieces is None else pieces, epoch=at.epoch)
         self.model.train()
-        known = known_counts(self.job, [micro.data for micro in given])
+        known = self.counts_of(self.job, [micro.data for micro in given])
         total: dict[str, Tensor] = {}
         parts: list[dict[str, Tensor]] = [{} for _ in given]
         buffers: list[dict[str, Tensor]] = []

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from paceline.job import Job
 from paceline.prove.double import in_double
 from paceline.prove.finding import Finding
 from paceline.prove.free import Drift, evaluated_by, first_batches, judge, judge_evaluation, listed, of_layout, trained
@@ -21,6 +22,7 @@ from paceline.prove.lockstep import Say
 from paceline.prove.noise import can_nudge, nudge
 from paceline.prove.placed import built_in
 from paceline.prove.reference import At, Reference
+from paceline.prove.weighed import known_counts
 from paceline.spec.words import many
 from paceline.step.line import reach_store
 from paceline.step.pushed import Taken
@@ -64,26 +66,32 @@ class Errands:
 def run_errands(ready: Ready, place: Place) -> int:
     """A worker's side of a verify: the same model as the servers' in each rung."""
     store = reach_store(place, timeout_seconds=ready.settings.train.timeout_seconds)
-    number = 1
-    while (what := _told(store, number)) != _OVER:
+    number = 0
+    while True:
+        number, what = told_next(store, after=number)
+        if what == _OVER:
+            return 0
         dtype = torch.float64 if what == _DOUBLE else None
         with in_double(active=dtype is not None):
             built = built_in(ready, World.alone(), dtype)
             compute(ready, built, Entrance(place=place, session=str(number)))
             built.close()
-        number += 1
-    return 0
 
 
-def _told(store: Store, number: int) -> str:
-    """What the first server has said; nothing more comes from one that has ended."""
-    key = _ERRAND.format(number)
+def told_next(store: Store, *, after: int) -> tuple[int, str]:
+    """The newest that the first server has said, and its number; nothing more comes from one that has ended.
+
+    A worker that was started again finds those before it closed.
+    """
+    number = after + 1
     try:
-        while not store.check([key]):
+        while not store.check([_ERRAND.format(number)]):
             time.sleep(_POLL_SECONDS)
-        return store.get(key).decode()
+        while store.check([_ERRAND.format(number + 1)]):
+            number += 1
+        return number, store.get(_ERRAND.format(number)).decode()
     except RuntimeError:
-        return _OVER
+        return number, _OVER
 
 
 class ServedReference(Reference):
@@ -98,6 +106,12 @@ class ServedReference(Reference):
         other = ServedReference(job=plain.job, spec=plain.spec, cast=plain.cast)
         other.server_of = self.server_of
         return other
+
+    @staticmethod
+    def counts_of(job: Job, data: Sequence[Any]) -> dict[str, float] | None:
+        """A share may have nothing of a term: that term then gives nothing."""
+        found = known_counts(job, data)
+        return None if found is None else {name: count or 1.0 for name, count in found.items()}
 
     def replay(self, record: Sequence[Taken], *, backwards: bool) -> float:
         """Do it again; the loss of the last share. `backwards` adds microbatches up the other way round."""

@@ -62,6 +62,9 @@ class Clerks:
     def _meet(self, line: Line, worker: int) -> None:
         hello = line.receive().words
         self._desk.come(worker, rank=hello["rank"], life=hello["life"], model=hello["model"])
+        while not self._desk.begins():
+            if self._leads:  # a worker hears the first server first
+                line.send(Message(kind=Kind.WAIT))
         with self._desk.lock:
             rest = flat_of(self._desk.held.rest).packed(self._desk.held.rest)
         line.send(Message(kind=Kind.REST, words={"names": list(self._desk.held.names)}, row=rest))

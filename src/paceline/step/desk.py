@@ -5,14 +5,14 @@ Updates are taken by the loop's own thread: what goes wrong with one is an excep
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from paceline.errors import DesyncError, RunError
-from paceline.order.leases import Lease, Leases
+from paceline.order.leases import Lease, Leases, Share
 from paceline.step.flat import flat_of
 from paceline.step.pushed import Push
 
@@ -46,9 +46,12 @@ class Desk:
         self.names: dict[int, str] = {}
         self.notes: list[str] = []
         self.failure: Exception | None = None
+        self.has_begun = False
         self.is_over = False
         self.alone_since = time.monotonic()
         self._flat = flat_of(held.weights)
+        self._shared = self._flat.row() if leases.joins else None
+        self._shared_at: int | None = None
         self._here: set[int] = set()
         self._orders: dict[int, str] = {}
 
@@ -63,8 +66,23 @@ class Desk:
         return len(self._here)
 
     def row(self) -> Tensor:
-        """Room for the weights."""
-        return self._flat.row()
+        """Room for the weights. Where a batch is one update, one for all: its shares have the same weights, and none is
+        under way when the next one's are packed."""
+        return self._flat.row() if self._shared is None else self._shared
+
+    def offer(self, step: int, where: Mapping[str, Any], shares: Iterable[Share]) -> None:
+        """A batch's shares may be given away; `where` its samples are. Weights may have been changed by hand before."""
+        with self.lock:
+            self.has_begun = True
+            self.where[step] = where
+            self._shared_at = None
+            self.leases.offer(shares)
+            self.lock.notify_all()
+
+    def begins(self) -> bool:
+        """Wait a while for the first batch: until then what is loaded may be changed by hand."""
+        with self.lock:
+            return self.lock.wait_for(lambda: self.has_begun or self.is_over, timeout=self.patience)
 
     def end(self) -> None:
         """It is over: whoever waits is told."""
@@ -126,9 +144,15 @@ class Desk:
             self.lock.wait_for(granted, timeout=self.patience)
             if not found:
                 return None
-            self._flat.packed(self.held.weights, into=row)
+            self._pack(row)
             self.lock.notify_all()
             return found[0], self.where[found[0].share.step]
+
+    def _pack(self, row: Tensor) -> None:
+        if row is self._shared and self._shared_at == self.version:
+            return
+        self._flat.packed(self.held.weights, into=row)
+        self._shared_at = self.version if row is self._shared else None
 
     def push(self, lease: Lease, push: Push) -> None:
         """A share's gradient, whole."""
@@ -155,7 +179,7 @@ class Desk:
         """In `row` the weights after at least so many updates, if they come about in time; after how many."""
         with self.lock:
             self.lock.wait_for(lambda: self.is_over or self.version >= version, timeout=self.timeout_seconds)
-            self._flat.packed(self.held.weights, into=row)
+            self._pack(row)
             return self.version
 
     def stage(self, number: int, push: Push) -> None:

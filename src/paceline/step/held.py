@@ -26,6 +26,13 @@ def fixed_tensors(model: nn.Module) -> list[Tensor]:
     return [*frozen, *(buffer for buffer in model.buffers() if buffer.is_contiguous())]
 
 
+def row_tables(model: nn.Module) -> dict[str, str]:
+    """The trainable tables whose gradients are the rows that were read: by the parameter's name, the module's."""
+    tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    names = {id(m.weight): name for name, m in tables if m.sparse}
+    return {member.name: names[id(member.parameter)] for member in trainable(model) if id(member.parameter) in names}
+
+
 def model_digest(model: nn.Module) -> str:
     """What tells models apart whose weights can't be each other's."""
     kinds = [

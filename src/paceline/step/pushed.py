@@ -20,13 +20,13 @@ Told = Mapping[int, Mapping[str, tuple[float, float]]]
 class Push:
     """The gradients of a share's sums, one for each parameter, and `(sum, count)` of each term of each microbatch.
 
-    `divided` says that the worker knew the counts before, and has divided by them; `versions` are those of the weights
-    that each server gave it.
+    Where the worker knew the counts before, it has divided by them: `divided_by` are those of the share, or of the
+    whole batch where that is one update. `versions` are those of the weights that each server gave it.
     """
 
     gradients: Sequence[Tensor | None] = field(repr=False)
     terms: Told
-    divided: bool
+    divided_by: Mapping[str, float] | None
     stop: bool = False
     versions: Sequence[int] = ()
 
@@ -46,13 +46,13 @@ class Push:
 
     @property
     def loss(self) -> float:
-        """Of this share alone, each term by its own count."""
+        """Of this share alone, each term by its own count; one that has nothing here adds nothing."""
         sums: dict[str, float] = {}
         for terms in self.terms.values():
             for name, (total, _) in terms.items():
                 sums[name] = sums.get(name, 0.0) + total
         counts = self.counts
-        return sum(total / counts[name] if counts[name] else math.nan for name, total in sums.items())
+        return sum(total / counts[name] if counts[name] else math.nan for name, total in sums.items() if total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +74,13 @@ class PushedJoint(Joint):
         super().__init__(world=World.alone(), names=(), num_micro=num_micro)
         self._wait_for_all = wait
 
-    def tell(self, pushes: Sequence[Push], *, stop: bool) -> None:
-        """All of its shares."""
+    def tell(self, pushes: Sequence[Push], *, stop: bool, joins: bool) -> None:
+        """All of its shares; where they are one update, each was divided by the counts of all."""
         self.names = tuple(next(iter(pushes[0].terms.values())))
         for push in pushes:
             for index, terms in push.terms.items():
                 self.put(index, {n: (torch.tensor(t, dtype=torch.float64), c) for n, (t, c) in terms.items()})
+        self.expect(_expected(pushes[:1] if joins else pushes))
         self.flag(STOP, float(stop or any(push.stop for push in pushes)))
         self.start()
 
@@ -112,13 +113,13 @@ class PushedBatch:
 
 def as_words(push: Push) -> dict[str, Any]:
     """What the other servers need of it beside their own gradients."""
-    return {"terms": push.terms, "divided": push.divided, "stop": push.stop, "versions": push.versions}
+    return {"terms": push.terms, "divided_by": push.divided_by, "stop": push.stop, "versions": push.versions}
 
 
 def from_words(words: Mapping[str, Any], *, gradients: Sequence[Tensor | None]) -> Push:
     """With this server's own."""
     terms = {int(index): {n: (t, c) for n, (t, c) in terms.items()} for index, terms in words["terms"].items()}
-    how = {name: words[name] for name in ("divided", "stop", "versions")}
+    how = {name: words[name] for name in ("divided_by", "stop", "versions")}
     return Push(gradients=gradients, terms=terms, **how)
 
 
@@ -132,3 +133,12 @@ def joined(pushes: Sequence[Push]) -> list[Tensor | None]:
             total = total + part
         found.append(total.coalesce() if total is not None and total.is_sparse else total)
     return found
+
+
+def _expected(pushes: Sequence[Push]) -> dict[str, Tensor]:
+    """What these were divided by, together."""
+    found: dict[str, float] = {}
+    for push in pushes:
+        for name, count in (push.divided_by or {}).items():
+            found[name] = found.get(name, 0.0) + count
+    return {name: torch.tensor(count, dtype=torch.float64) for name, count in found.items()}

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.errors import RunError
 from paceline.order.leases import Lease, Leases, Share
@@ -24,7 +24,7 @@ from paceline.spec.update import Update as Rule
 from paceline.step.clerks import Clerks
 from paceline.step.desk import Desk
 from paceline.step.given import Given
-from paceline.step.held import held_by
+from paceline.step.held import held_by, row_tables
 from paceline.step.later import Later
 from paceline.step.line import COMING_SECONDS, Door
 from paceline.step.parts import Parts
@@ -68,10 +68,8 @@ class ServerStep(SpmdStep):
         began, waited = time.perf_counter(), self._waited
         desk = self._desk or self._opened()
         batch = self._begun(given, stop=stop)
-        with desk.lock:
-            desk.where[self.step] = _where(given, micro_batch_size=self._micro_batch_size)
-            self._leases.offer(batch.shares if self.parts.world.is_main else ())
-            desk.lock.notify_all()
+        where = _where(given, micro_batch_size=self._micro_batch_size)
+        desk.offer(self.step, where, batch.shares if self.parts.world.is_main else ())
         self.step += 1
         if self._leases.joins:
             self._serve(desk, until=lambda: not self._open)
@@ -83,9 +81,11 @@ class ServerStep(SpmdStep):
         return batch.result
 
     def settle(self) -> None:
-        """Wait until every share that was given away is taken: no worker holds anything then."""
-        if self._desk is not None:
-            self._serve(self._desk, until=lambda: not self._open)
+        """Wait until every share that was given away is taken: no worker holds anything then.
+
+        Whoever asks may go on to evaluate for long, also before the first batch: workers then hear that they wait.
+        """
+        self._serve(self._desk or self._opened(), until=lambda: not self._open)
         if not self._is_spread:
             self._spread()
             self._is_spread = True
@@ -116,13 +116,14 @@ class ServerStep(SpmdStep):
         super().close()
 
     def _opened(self) -> Desk:
-        """From the first batch on: until then the weights may still be loaded."""
+        """From the first batch or evaluation on; what workers are given is read when the first batch is there."""
         world, members = self.parts.world, [m for m in self.parts.update.named if m.parameter.numel()]
         assert world.entrance is not None
         self._mine = [member.parameter for member in members]
+        tables = row_tables(self.parts.model)
         for member in self.parts.update.named:
             if not member.parameter.numel():  # another server's: nobody is to miss its gradient here
-                member.parameter.grad = torch.zeros_like(member.parameter)
+                member.parameter.grad = _nothing_of(member.parameter, as_rows=member.name in tables)
         held = held_by(self.parts.model, members)
         self._desk = Desk(leases=self._leases, held=held, timeout_seconds=world.timeout_seconds)
         door = Door(world.entrance, server=world.rank, timeout_seconds=world.timeout_seconds)
@@ -241,15 +242,15 @@ class ServerStep(SpmdStep):
     def _commit(self, batch: PushedBatch, pushes: Sequence[Push], *, count: float) -> bool:
         update, joins = self.parts.update, self._leases.joins
         gradients = joined(pushes) if len(pushes) > 1 else pushes[0].gradients
-        if not pushes[0].divided:
+        if pushes[0].divided_by is None:
             divide_all([g for g in gradients if g is not None and not g.is_sparse], count)
             gradients = [(g / count).coalesce() if g is not None and g.is_sparse else g for g in gradients]
         for parameter, gradient in zip(self._mine, gradients, strict=True):
             parameter.grad = gradient
         if joins:
-            batch.joint.tell(pushes, stop=batch.stop)
+            batch.joint.tell(pushes, stop=batch.stop, joins=True)
         loss = batch.result.loss if joins else pushes[0].loss
-        counts = batch.result.agreed.counts if joins else pushes[0].counts
+        counts = batch.result.agreed.counts if joins else None  # a share may have nothing of a term
         norm, taken = update.commit(step=batch.number + 1, loss=loss, counts=counts, follow=joins)
         batch.result.norm = None if norm is None else Later(norm)
         batch.result.lr = update.lr
@@ -261,7 +262,7 @@ class ServerStep(SpmdStep):
         del self._batches[batch.number]
         del desk.where[batch.number]
         if not self._leases.joins:
-            batch.joint.tell(batch.in_order(), stop=batch.stop)
+            batch.joint.tell(batch.in_order(), stop=batch.stop, joins=False)
             self._refuse_empty(batch)
             self.parts.update.follow()
         while self._open and self._open[0].is_whole:
@@ -279,3 +280,8 @@ def _where(given: Given, *, micro_batch_size: int) -> dict[str, Any]:
     """What a worker needs to find the same samples."""
     batch = given.batch  # type: ignore[attr-defined]
     return {"cursor": batch.cursor.as_json(), "micro_batch_size": micro_batch_size}
+
+
+def _nothing_of(parameter: nn.Parameter, *, as_rows: bool) -> Tensor:
+    """The gradient of what is another server's, in the only kind that its optimizer may take."""
+    return torch.zeros_like(parameter, layout=torch.sparse_coo).coalesce() if as_rows else torch.zeros_like(parameter)

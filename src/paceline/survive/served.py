@@ -46,27 +46,33 @@ class Served:
     def _gone(self, rank: int, status: int) -> None:
         if rank < self._servers:
             self._ended[rank] = status
-        if rank < self._servers or status >= 0:
-            self._say(f"gone {rank} {0 if self._is_over and rank >= self._servers else status}")
-            return
+            self._say(f"gone {rank} {status}")
+        elif self._ends_well:
+            self._say(f"gone {rank} 0")
+        elif status >= 0 or self._ended:  # a server has failed, and who started us may have ended this one for that
+            self._say(f"gone {rank} {status}")
+        else:
+            self._lost(rank, status)
+
+    def _lost(self, rank: int, status: int) -> None:
         life = self._lives.get(rank, 1) + 1
-        if not self._ended and life <= MOST_LIVES:
+        if life <= MOST_LIVES:
             self._say(f"again {rank} {status}")
             self._lives[rank] = life
             self._pids[self._again(rank, life)] = rank
-        elif self._is_over or any(other >= self._servers for other in self._pids.values()):
+        elif any(other >= self._servers for other in self._pids.values()):
             self._say(f"lost {rank} {status}")
         else:
             self._say(f"gone {rank} {status}")
 
     @property
-    def _is_over(self) -> bool:
-        """Whether the servers have ended, and well: then no worker's end matters."""
-        return len(self._ended) == self._servers and all(status in _CLEAN for status in self._ended.values())
+    def _ends_well(self) -> bool:
+        """Whether servers have begun to end, and none badly: then no worker's end matters."""
+        return bool(self._ended) and all(status in _CLEAN for status in self._ended.values())
 
     def _end_late(self) -> None:
         """A worker that is stopped, or was given up, has not heard that it is over."""
-        if not self._is_over:
+        if not self._ends_well or len(self._ended) < self._servers:
             return
         self._over_at = self._over_at or time.monotonic()
         if time.monotonic() - self._over_at > _LEAVING_SECONDS:

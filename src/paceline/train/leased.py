@@ -140,7 +140,7 @@ class Hand:
         hello = {"rank": rank, "life": self._life, "model": model_digest(self._parts.model)}
         for line in lines:
             line.send(Message(kind=Kind.HELLO, words=hello))
-        self._servers = [self._met(line, line.receive()) for line in lines]
+        self._servers = [self._met(line, _answer(line)) for line in lines]
         first, *others = self._servers
         while True:
             message = first.line.receive(row=first.row)
@@ -189,7 +189,8 @@ class Hand:
         if self._pulse is not None:
             self._pulse.beat(step=cursor.step + 1)
         told = {"epoch": given.batch.after.epoch, "order": self._feed.order_of(given.batch.after.epoch)}
-        return {**told, "terms": terms, "divided": counts is not None, "stop": stop_flag.requested}
+        by = None if counts is None else {name: float(count) for name, count in counts.items()}
+        return {**told, "terms": terms, "divided_by": by, "stop": stop_flag.requested}
 
     def _break(self, step: int) -> None:
         """The faults that were asked for until this step: it may be another worker that gets a share of theirs."""
@@ -220,9 +221,15 @@ class Hand:
             terms = forward(parts, portion, step=step, index=micro.index, num_samples=micro.num_samples)
             self._telling.agree(terms)
             told[micro.index] = {name: (float(total.detach()), float(count)) for name, (total, count) in terms.items()}
-            backward(parts, divided(terms, counts), last=position == len(given.micro) - 1)
+            backward(parts, divided(terms, self._divisors(counts)), last=position == len(given.micro) - 1)
         self._refuse_writes(before)
         return told
+
+    def _divisors(self, counts: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+        """A share that is an update of its own may have nothing of a term; of a whole batch that is an error."""
+        if counts is None or self._joins:
+            return counts
+        return {name: count if bool(count) else torch.ones_like(count) for name, count in counts.items()}
 
     def _refuse_writes(self, before: Sequence[int]) -> None:
         """Raises JobError: what a forward writes here nobody else would ever see."""
@@ -258,3 +265,10 @@ class _Server:
 
 def _sent(gradient: Tensor | None) -> Tensor | None:
     return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
+
+
+def _answer(line: Line) -> Message:
+    """What comes of having said who one is, once the servers begin."""
+    while (message := line.receive()).kind is Kind.WAIT:
+        pass
+    return message

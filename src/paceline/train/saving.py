@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,13 @@ def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, A
 
 
 def _rule(built: Built) -> str:
-    """Where stages work on weights of several times, what these depend on; 2bw's are the same in every stage."""
+    """Where stages work on weights of several times, what these depend on; 2bw's are the same in every stage.
+
+    What servers hold between them is the same for any number of them.
+    """
     piped, rule = built.placed.piped, built.plan.rule
+    if rule.has_servers:
+        return str(replace(rule, servers=1))
     if rule.has_sites:
         return f"{rule} of {many(built.plan.mesh.dp_replicate, 'site')}"
     if piped is None or rule.kind is not Kind.PIPEDREAM:

@@ -1,8 +1,9 @@
 """What a model or a job has that a parameter server can't do."""
 
 from dataclasses import replace
+from typing import Any
 
-from torch import nn
+from torch.optim import Optimizer
 
 from paceline.errors import JobError, LayoutError, PacelineError, raise_all
 from paceline.job import Job
@@ -11,9 +12,11 @@ from paceline.place.units import trainable
 from paceline.plan.mesh import Mesh
 from paceline.plan.settle import Plan
 from paceline.spec.words import many
+from paceline.step.held import row_tables
 from paceline.step.parts import Parts
 
 _TAKE_SPARSE = ("SGD", "SparseAdam", "Adagrad")
+_WANT_WHOLE = ("weight_decay", "momentum")  # of rows, torch keeps a momentum of rows, which no checkpoint holds
 
 
 def among_servers(plan: Plan, *, servers: int) -> Plan:
@@ -86,17 +89,23 @@ def refuse_job(job: Job, plan: Plan) -> list[PacelineError]:
 def _sparse(parts: Parts) -> list[PacelineError]:
     """Rows of a table are pushed alone; the optimizer must take them, and a clip needs all of a gradient."""
     found: list[PacelineError] = []
-    tables = [(name, m) for name, m in parts.model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    for name, table in [(name, m) for name, m in tables if m.sparse and m.weight.requires_grad]:
-        for optimizer in parts.update.optimizers:
-            group = next((g for g in optimizer.param_groups if any(p is table.weight for p in g["params"])), None)
-            if group is not None and (type(optimizer).__name__ not in _TAKE_SPARSE or group.get("weight_decay")):
-                kind = type(optimizer).__name__ + (" with weight_decay" if group.get("weight_decay") else "")
-                found.append(
-                    JobError(
-                        f"{name or 'the table'} gives sparse gradients, and {kind} takes whole ones.",
-                        cause="sparse=True pushes the rows that a share has read, and no others",
-                        hint="torch.optim.SparseAdam or SGD for this table, or sparse=False",
-                    )
+    tables, groups = row_tables(parts.model), _groups(parts)
+    for member in [member for member in parts.update.named if member.name in tables]:
+        optimizer, group = groups.get(id(member.parameter), (None, {}))
+        whole = next((f" with {option}" for option in _WANT_WHOLE if group.get(option)), "")
+        if optimizer is not None and (type(optimizer).__name__ not in _TAKE_SPARSE or whole):
+            kind = f"{type(optimizer).__name__}{whole}"
+            found.append(
+                JobError(
+                    f"{tables[member.name] or 'the table'} gives sparse gradients, and {kind} takes whole ones.",
+                    cause="sparse=True pushes the rows that a share has read, and no others",
+                    hint="torch.optim.SparseAdam or plain SGD for this table, or sparse=False",
                 )
+            )
     return found
+
+
+def _groups(parts: Parts) -> dict[int, tuple[Optimizer, dict[str, Any]]]:
+    """Each parameter's optimizer and group, as this rank has them."""
+    every = [(optimizer, group) for optimizer in parts.update.optimizers for group in optimizer.param_groups]
+    return {id(parameter): (optimizer, group) for optimizer, group in every for parameter in group["params"]}
