@@ -55,7 +55,7 @@ def kills(seed: int, ranks: int) -> tuple[str, list[str]]:
     return str(every), faults
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 25))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 25))])
 def test_killed_at_random_it_ends_with_the_same_bits(bench: Shop, seed: int) -> None:
     name = random.Random(seed).choice(list(RULES)) if seed > 2 else ("pipedream", "diloco", "2bw")[seed]
     ranks, words = RULES[name]

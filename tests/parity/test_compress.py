@@ -149,7 +149,7 @@ def train(bench: Shop, run: str, steps: int, how: str, *words: str, ranks: int =
     return bench.run("train", "wire.py", *given, *words)
 
 
-@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.soak) for how in WORDS[:3]] + [*WORDS[3:]])
+@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.soak) for how in WORDS[:4]] + [*WORDS[4:]])
 def test_a_stop_changes_no_bit(bench: Shop, how: str) -> None:
     runs = [train(bench, *run, how) for run in (("straight", 11), ("parts", 5), ("parts", 11))]
     assert not any(run.code for run in runs), runs[-1].text
@@ -166,6 +166,7 @@ def test_without_what_was_held_back_the_bits_are_others(bench: Shop) -> None:
     assert bench.digest("parts") != bench.digest("straight")
 
 
+@pytest.mark.soak
 def test_killed_it_goes_on_with_the_bits_that_it_would_have_had(bench: Shop) -> None:
     how, words = "powersgd,rank=2", ("--checkpoint.every", "3")
     assert not train(bench, "straight", 9, how, *words).code
@@ -176,6 +177,7 @@ def test_killed_it_goes_on_with_the_bits_that_it_would_have_had(bench: Shop) -> 
     assert bench.digest("killed") == bench.digest("straight")
 
 
+@pytest.mark.soak
 def test_another_number_of_replicas_goes_on_and_another_method_is_refused(bench: Shop) -> None:
     how = "topk,ratio=0.1"
     assert not train(bench, "run", 4, how).code

@@ -159,6 +159,7 @@ def events(bench: Shop, run: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (bench.path / run / "events.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.soak
 def test_another_number_of_sites_is_refused_unless_it_is_allowed(bench: Shop) -> None:
     words = ("--update", "local,every=3", *MICRO)
     assert not bench.run(*train("run", 4, *words)).code

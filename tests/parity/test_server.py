@@ -110,8 +110,8 @@ def all_seen(shop: Shop, *, epochs: int, updates: int, each: float = 1.0) -> Non
 @pytest.mark.parametrize(
     ("servers", "words"),
     [
-        (1, ()),
-        (1, ("--job.two_terms", "true")),
+        pytest.param(1, (), marks=pytest.mark.soak),
+        pytest.param(1, ("--job.two_terms", "true"), marks=pytest.mark.soak),
         (1, ("--train.micro_batch_size", "2")),
         (3, ("--job.two_terms", "true")),
     ],
@@ -150,7 +150,7 @@ def _bounded(shop: Shop, bound: str, *, epochs: int, servers: int = 1) -> Counte
     return found
 
 
-@pytest.mark.parametrize("bound", ["1", "4", "none"])
+@pytest.mark.parametrize("bound", [pytest.param("1", marks=pytest.mark.soak), "4", "none"])
 def test_no_gradient_is_later_than_the_bound(shop: Shop, bound: str) -> None:
     found = _bounded(shop, bound, epochs=60, servers=2 if bound == "4" else 1)
     assert max(found) <= (float("inf") if bound == "none" else int(bound))
@@ -208,7 +208,7 @@ Line.send = send
 """
 
 
-@pytest.mark.parametrize(("nth", "parts"), [("9", "2"), ("10", "0"), ("10", "2")])
+@pytest.mark.parametrize(("nth", "parts"), [("9", "2"), ("10", "0"), pytest.param("10", "2", marks=pytest.mark.soak)])
 def test_one_that_is_killed_in_a_push_has_pushed_nothing(shop: Shop, nth: str, parts: str) -> None:
     """To the second server, between the two, and to the first, which counts it."""
     shop.write("count.py", COUNTS)
@@ -272,7 +272,10 @@ def test_an_error_in_a_worker_ends_the_run_and_is_named(shop: Shop) -> None:
     assert ended.code == 1 and "rank 2" in ended.text and "a worker's own mistake" in ended.text, ended.text
 
 
-@pytest.mark.parametrize(("bound", "servers"), [("0", 1), ("none", 1), ("none", 2)])
+@pytest.mark.parametrize(
+    ("bound", "servers"),
+    [pytest.param("0", 1, marks=pytest.mark.soak), pytest.param("none", 1, marks=pytest.mark.soak), ("none", 2)],
+)
 def test_a_killed_server_is_restored_and_what_was_lost_is_said(shop: Shop, bound: str, servers: int) -> None:
     faults = f"kill rank={servers - 1} step=37; kill rank={servers + 1} step=10"
     update = f"ps,servers={servers},staleness={bound}"
@@ -295,6 +298,7 @@ def test_a_stopped_run_goes_on_with_another_number_of_workers(shop: Shop) -> Non
     assert weights(shop, "run")["times"].unique().tolist() == [-20]
 
 
+@pytest.mark.soak
 def test_a_stopped_worker_is_given_up_and_comes_back(shop: Shop) -> None:
     shop.write("count.py", COUNTS)
     words = ("--update", "ps,staleness=2", "--train.timeout_seconds", "3", "--log.every", "5")
@@ -348,7 +352,7 @@ def test_ctrl_c_saves_and_all_leave(shop: Shop) -> None:
     assert events(shop, "run", "CheckpointSaved")
 
 
-@pytest.mark.parametrize("bound", ["0", "3"])
+@pytest.mark.parametrize("bound", ["0", pytest.param("3", marks=pytest.mark.soak)])
 def test_what_is_not_finite_is_found_on_the_server(shop: Shop, bound: str) -> None:
     text = """
 from dataclasses import replace
@@ -370,6 +374,7 @@ def make_job():
     assert all(value.isfinite().all() for value in weights(shop, "skips").values())
 
 
+@pytest.mark.soak
 def test_a_stopped_server_is_named(shop: Shop) -> None:
     process = shop.start(
         "train", "job.py", "--ranks", "3", "--run-dir", "run", "--train.steps", "100000", "--update", "ps,staleness=4",

@@ -141,6 +141,7 @@ def train(run: str, steps: int) -> list[str]:
     return ["train", "stash.py", "--ranks", "3", "--run-dir", run, "--train.steps", str(steps)]
 
 
+@pytest.mark.soak
 def test_another_rule_or_number_of_stages_is_refused_unless_it_is_allowed(bench: Shop) -> None:
     assert not bench.run(*train("run", 4), "--update", "pipedream", *SMALL).code
     for words in (("--update", "sync"), ("--update", "pipedream,vertical")):
@@ -154,6 +155,7 @@ def test_another_rule_or_number_of_stages_is_refused_unless_it_is_allowed(bench:
     assert [one["late"] for one in told] == [[[0, 1], [1, 1]]] * 3, "from the newest weights"
 
 
+@pytest.mark.soak
 def test_2bw_goes_on_in_another_number_of_stages_with_the_same_bits(bench: Shop) -> None:
     words = ("--update", "2bw", "--train.micro_batch_size", "2")
     runs = [bench.run(*train(*run), *words) for run in (("straight", 9), ("moved", 4))]
