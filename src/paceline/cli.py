@@ -142,11 +142,13 @@ def _options(verb: str, cls: type, words: list[str]) -> Any:
     from paceline.verbs.misfits import misplaced
 
     known = _known_flags(cls)
-    for word, then in zip(words, [*words[1:], ""], strict=True):
+    for word, then in zip(words, [*words[1:], ""], strict=False):
         flag, equals, value = word.partition("=")
-        if flag.startswith("--") and flag[2:].replace("-", "_") not in {*known, "help"}:
+        name = flag[2:].replace("-", "_")
+        if flag.startswith("--") and name not in {*known, "help"}:
             cause = did_you_mean(flag, [f"--{name.replace('_', '-')}" for name in known])
-            found = misplaced(verb, flag, value if equals or then.startswith("--") else then)
+            is_letter = f"{name}s" in known  # --rank is --ranks rather than an option of powersgd
+            found = None if is_letter else misplaced(verb, flag, value if equals or then.startswith("--") else then)
             cause, hint = found or (cause, f"paceline {verb} --help")
             raise UsageError(f"{verb} has no option {flag}.", cause=cause, hint=hint)
     said = io.StringIO()
