@@ -158,6 +158,7 @@ def test_a_stop_changes_no_bit(bench: Shop, how: str) -> None:
     assert not bench.run("ckpt", "verify", "parts").code
 
 
+@pytest.mark.soak
 def test_without_what_was_held_back_the_bits_are_others(bench: Shop) -> None:
     how = "topk,ratio=0.1"
     runs = [train(bench, "straight", 11, how), train(bench, "parts", 5, how)]

@@ -172,7 +172,7 @@ sys.kept = feed, steps
 """
 
 
-@pytest.mark.parametrize(("steps", "sleep"), [(1, 0), (12, 3600)])
+@pytest.mark.parametrize(("steps", "sleep"), [(1, 0), pytest.param(12, 3600, marks=pytest.mark.soak)])
 def test_a_feed_left_open_does_not_hold_the_interpreter(steps: int, sleep: int) -> None:
     script = LEFT_OPEN.format(steps=steps, sleep=sleep)
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=60, capture_output=True, text=True)

@@ -112,7 +112,7 @@ def all_seen(shop: Shop, *, epochs: int, updates: int, each: float = 1.0) -> Non
     [
         pytest.param(1, (), marks=pytest.mark.soak),
         pytest.param(1, ("--job.two_terms", "true"), marks=pytest.mark.soak),
-        (1, ("--train.micro_batch_size", "2")),
+        pytest.param(1, ("--train.micro_batch_size", "2"), marks=pytest.mark.soak),
         (3, ("--job.two_terms", "true")),
     ],
 )
@@ -167,7 +167,7 @@ def test_no_gradient_is_later_than_the_bound_in_10000_updates(shop: Shop, bound:
     assert max(found) <= 4 if bound == "4" else max(found) == 1 if bound == "1" else max(found) > 4
 
 
-@pytest.mark.parametrize("bound", ["0", "2"])
+@pytest.mark.parametrize("bound", [pytest.param("0", marks=pytest.mark.soak), "2"])
 def test_a_killed_worker_loses_only_its_unpushed_gradient(shop: Shop, bound: str) -> None:
     faults = "kill rank=1 step=7; kill rank=2 step=20"
     ended = count(shop, "--update", f"ps,staleness={bound}", "--faults", faults, ranks=3, epochs=40)
@@ -208,7 +208,9 @@ Line.send = send
 """
 
 
-@pytest.mark.parametrize(("nth", "parts"), [("9", "2"), ("10", "0"), pytest.param("10", "2", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("nth", "parts"), [("9", "2"), *(pytest.param("10", parts, marks=pytest.mark.soak) for parts in "02")]
+)
 def test_one_that_is_killed_in_a_push_has_pushed_nothing(shop: Shop, nth: str, parts: str) -> None:
     """To the second server, between the two, and to the first, which counts it."""
     shop.write("count.py", COUNTS)
@@ -247,6 +249,7 @@ def test_workers_that_are_killed_at_any_moment_lose_and_double_nothing(shop: Sho
     all_seen(shop, epochs=600, updates=20 * 600)
 
 
+@pytest.mark.soak
 def test_a_killed_worker_is_back_soon(shop: Shop) -> None:
     words = ("--update", "ps,staleness=2", "--faults", "kill rank=1 step=3")
     ended = count(shop, *words, ranks=3, epochs=100, environ={"DELAY": "0.02"})
@@ -254,6 +257,7 @@ def test_a_killed_worker_is_back_soon(shop: Shop) -> None:
     all_seen(shop, epochs=100, updates=1000)
 
 
+@pytest.mark.soak
 def test_one_that_is_killed_again_and_again_is_gone_on_without(shop: Shop) -> None:
     ended = count(shop, "--update", "ps,staleness=2", ranks=3, epochs=30, environ={"DIES": "1", "DELAY": "0.02"})
     assert ended.code == 0 and "rank 1, a worker, was killed again" in ended.err, ended.text
@@ -489,6 +493,7 @@ def test_rows_of_a_table_are_pushed_alone_and_train_it_as_whole_ones_do(shop: Sh
     assert not torch.allclose(first["table.weight"], weights(shop, "late")["table.weight"], atol=1e-4)
 
 
+@pytest.mark.soak
 def test_a_rule_that_takes_rows_alone_has_its_table_on_one_of_several_servers(shop: Shop) -> None:
     """The others' optimizers have it in their groups too, with nothing in it."""
     shop.write("table.py", TABLE)

@@ -93,6 +93,7 @@ def test_pipedream_in_three_stages_is_its_serial_reference(bench: Shop) -> None:
     assert_same(found)
 
 
+@pytest.mark.soak
 def test_2bw_over_replicas_and_with_accumulation_is_its_serial_reference(bench: Shop) -> None:
     words = ("--layout", "pp=2,dp=2", "--update", "2bw", "--train.micro_batch_size", "2", "--job.kind", "llama")
     assert_same(verified(bench, 4, *words, "--job.clip", "0.5"))
@@ -183,6 +184,7 @@ def test_what_it_can_not_be_had_with_is_said(bench: Shop, said: str) -> None:
     assert "Traceback" not in ended.text
 
 
+@pytest.mark.soak
 def test_killed_it_goes_on_with_the_bits_that_it_would_have_had(bench: Shop) -> None:
     words = ("--layout", "pp", "--update", "2bw", "--train.micro_batch_size", "2", "--checkpoint.every", "3")
     assert not bench.run(*train("straight", 9), *words).code
