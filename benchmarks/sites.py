@@ -3,6 +3,7 @@
     python benchmarks/sites.py                                  # as root: two network namespaces and a token bucket
     python benchmarks/sites.py --updates 3000 --line 20mbit --updates-on-line 52
     python benchmarks/sites.py --rules diloco,every=500 local,every=50
+    python benchmarks/sites.py --rules local,every=1000 --longer 1.5     # to the loss that sync comes to
     python benchmarks/sites.py --rules --compress bf16 int8 topk --updates 500
 
 Each site is one process (gloo, CPU, one thread) in a namespace of its own; bytes are those that one end of the line has
@@ -144,19 +145,24 @@ class Bench:
 
     def apart(self, rule: str, beside: Ran) -> Row:
         """Of a rule that sends now and then: the whole run on the line."""
-        folder, words = self.folder / rule.replace(",", "-"), own_words(self.asked)
-        found = train(rule, steps=self.asked.updates, folder=folder, over_line=True, words=words)
+        folder, updates = self.folder / rule.replace(",", "-"), round(self.asked.updates * self.asked.longer)
+        words = own_words(self.asked, updates=updates)
+        found = train(rule, steps=updates, folder=folder, over_line=True, words=words)
         return Row(
-            name=rule,
+            name=rule if self.asked.longer == 1.0 else f"{rule} x {self.asked.longer:g}",
             num_bytes=found.num_bytes - beside.num_bytes,
             seconds=found.seconds - beside.seconds,
             loss=found.metrics["loss"],
         )
 
 
-def own_words(asked: argparse.Namespace) -> list[str]:
-    """Settings for every run."""
-    return ["--job.steps", str(asked.updates), *(word for text in asked.words for word in text.split("=", 1))]
+def own_words(asked: argparse.Namespace, *, updates: int | None = None) -> list[str]:
+    """Settings for every run; the learning rate falls until its end."""
+    return [
+        "--job.steps",
+        str(updates or asked.updates),
+        *(word for text in asked.words for word in text.split("=", 1)),
+    ]
 
 
 def tell(row: Row, first: Row) -> None:
@@ -176,6 +182,7 @@ def main() -> int:
     parser.add_argument("--rules", nargs="*", default=["local,every=50", "diloco,every=600"])
     parser.add_argument("--compress", nargs="*", default=[], help="of sync, as bf16 int8 topk,ratio=0.05")
     parser.add_argument("--updates", type=int, default=3000)
+    parser.add_argument("--longer", type=float, default=1.0, help="updates of --rules, as a multiple of --updates")
     parser.add_argument("--updates-on-line", type=int, default=52, help="of sync, for its bytes and time")
     parser.add_argument("--line", default="20mbit")
     parser.add_argument("--words", nargs="*", default=[], help="settings for all, as --job.width=64")
