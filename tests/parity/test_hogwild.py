@@ -59,6 +59,54 @@ def test_two_terms_with_counts_and_running_statistics(shop: Shop) -> None:
     assert "buffers: one copy in shared memory" in ended.text and "as one process" not in ended.text
 
 
+SELDOM = """
+import os
+import torch, torch.nn.functional as F, paceline as pl
+
+
+def schedule(optimizer):
+    def rate(step):
+        with open(f"steps-{os.environ.get('RANK', 0)}", "a") as file:
+            file.write(f"{step} ")
+        return 1.0
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+def make_job(terms: int = 2, none: bool = False) -> pl.Job:
+    draw = torch.Generator().manual_seed(0)
+    x, seldom = torch.randn(6, 5, generator=draw), torch.zeros(6)
+    if not none:
+        seldom[1:] = 1.0  # all but one sample have the second term
+    sum_of = lambda out, batch: ((out[:, 1] - 1) ** 2 * batch[1]).sum()
+    def loss(out, batch):
+        second = (sum_of(out, batch), batch[1].sum())
+        return {"first": ((out[:, 0] ** 2).sum(), len(out)), "second": second} if terms == 2 else second
+    return pl.Job(model=lambda: torch.nn.Linear(5, 2), loss=loss, global_batch_size=4,
+                  train_data=torch.utils.data.TensorDataset(x, seldom), lr_schedule=schedule,
+                  count=lambda b: {"first": len(b[1]), "second": b[1].sum()} if terms == 2 else b[1].sum(),
+                  optimizer=lambda named: torch.optim.SGD(named, lr=0.05))
+"""
+
+
+@pytest.mark.parametrize("terms", ["1", "2"])
+def test_a_share_without_a_target_and_one_without_a_sample_are_no_error(shop: Shop, terms: str) -> None:
+    shop.write("seldom.py", SELDOM)
+    words = ("--update", "hogwild", "--train.micro_batch_size", "1", "--ranks", "3")
+    ended = shop.run("train", "seldom.py", *words, "--job.terms", terms, "--train.steps", "8", "--run-dir", "run")
+    assert ended.code == 0, ended.text
+    followed = [(shop.path / f"steps-{rank}").read_text().split() for rank in range(3)]
+    assert all(steps == [str(step) for step in range(9)] for steps in followed), followed
+
+
+@pytest.mark.parametrize("terms", ["1", "2"])
+def test_a_batch_without_a_target_is_an_error_as_elsewhere(shop: Shop, terms: str) -> None:
+    shop.write("seldom.py", SELDOM)
+    words = ("--update", "hogwild", "--train.micro_batch_size", "1", "--ranks", "2", "--job.none", "true")
+    ended = shop.run("train", "seldom.py", *words, "--job.terms", terms, "--train.steps", "8", "--run-dir", "run")
+    term = "second" if terms == "2" else "loss"
+    assert ended.code == 1 and f"the count of {term} is 0 over the whole global batch" in ended.text, ended.text
+
+
 def _add(model: SharedModel, times: int, barrier: "multiprocessing.synchronize.Barrier") -> None:
     barrier.wait()
     for _ in range(times):

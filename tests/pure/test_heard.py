@@ -20,7 +20,7 @@ def lines(*, lag: int, steps: int, every: int) -> list[StepDone]:
         settings=SimpleNamespace(log=SimpleNamespace(every=every, statistics=False)),
         job=SimpleNamespace(best=None, early_stopping=None, metrics={}, eval_data=None),
         step=SimpleNamespace(lag=lag, sent_bytes=None, parts=SimpleNamespace(buffers=SimpleNamespace(new_notes=list))),
-        update=SimpleNamespace(lr=0.1),
+        update=SimpleNamespace(lr=0.1, refuse_empty=lambda **given: None),
         world=SimpleNamespace(device=SimpleNamespace(type="cpu")),
         named=[],
     )

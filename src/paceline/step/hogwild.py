@@ -46,13 +46,16 @@ class HogwildStep(SpmdStep):
         before = self._shared.others()
         self.parts.reducer.begin()
         joint, divide = self.passes.run(given, step=self.step, stop=stop)
-        if given.micro:
-            self.parts.reducer.finish(divisor=joint.own_count() if divide else None)
+        count = joint.own_count()
+        if count:  # a share without a target makes no update
+            self.parts.reducer.finish(divisor=count if divide else None)
             _, taken = self.parts.update.commit(step=self.step + 1, loss=joint.own_loss(), counts=None)
             if taken:
                 self._shared.count()
                 late = self._shared.others() - before
                 self._late[late] = self._late.get(late, 0) + 1
+        else:
+            self.parts.update.follow()
         self.step += 1
         return StepResult(
             step=self.step,

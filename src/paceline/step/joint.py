@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DesyncError, JobError
+from paceline.step.bundle import Bundle
 from paceline.step.loss import Terms
 from paceline.world import World
 
@@ -81,17 +82,16 @@ class Joint:
         self._vector = self._packed()
         self._wait = self._world.start_all_reduce(self._vector)
 
-    def across(self, others: World) -> "Joint":
-        """The same of all sites, sent: `others` stand where this rank does in theirs. What it counts was divided by
-        each site's own, which has been looked at there."""
+    def across(self, bundle: Bundle) -> "Joint":
+        """The same of all sites. What it counts was divided by each site's own, which has been looked at there."""
         wide = Joint(world=self._world, names=self.names, num_micro=self._num_micro)
-        wide._flags, wide._ranks = self._flags, self._ranks * others.world_size
+        wide._flags, wide._ranks = self._flags, self._ranks * bundle.peers.world_size
         wide._vector = self._arrived().clone()
-        wide._wait = others.start_all_reduce(wide._vector)
+        wide._wait = bundle.add(wide._vector)
         return wide
 
     def own_count(self) -> float:
-        """Of the only term, of what this rank has put in."""
+        """Of all terms, of what this rank has put in."""
         return math.fsum(float(count) for terms in self._slots.values() for _, count in terms.values())
 
     def own_loss(self) -> float:
@@ -100,7 +100,7 @@ class Joint:
         for terms in self._slots.values():
             for name, (total, count) in terms.items():
                 sums[name] = [sums[name][0] + float(total), sums[name][1] + float(count)]
-        return sum(_quotient(total, count) for total, count in sums.values())
+        return sum(_quotient(total, count) for total, count in sums.values() if total or count)
 
     def divisor(self) -> float | Tensor:
         """The global count of the only term; zero gives NaN gradients, which the finite check names."""

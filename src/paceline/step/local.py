@@ -1,7 +1,7 @@
 """The step of a site that trains on its own and meets the others now and then: local SGD, DiLoCo.
 
 Within the site it is the synchronous step of whatever layout the site has. What comes of each step is told to the other
-sites without waiting, and heard `lag` steps later.
+sites without waiting, a few steps in one message, and heard `lag` steps later.
 """
 
 import time
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from paceline.step.bundle import Bundle
 from paceline.step.given import Given
 from paceline.step.joint import FINGERPRINT, STOP, Joint
 from paceline.step.parts import Parts
@@ -18,6 +19,7 @@ from paceline.step.sites import Sites
 from paceline.step.spmd import SpmdStep
 
 LAG = 8
+_IN_ONE_MESSAGE = LAG // 2
 
 
 class LocalStep(SpmdStep):
@@ -29,6 +31,7 @@ class LocalStep(SpmdStep):
         super().__init__(parts, passes=passes)
         self.sites = sites
         self._first = first
+        self._bundle = Bundle(sites.peers, most=_IN_ONE_MESSAGE)
         self._names: tuple[str, ...] | None = None
 
     def run(self, given: Given, *, stop: bool = False) -> StepResult:
@@ -40,7 +43,7 @@ class LocalStep(SpmdStep):
             told = self.sites.peers.gather_json(None if result is None else result.joint.names)
             self._names = tuple(next(names for names in told if names))
         result = result or self._left_out(given, stop=stop)
-        result = replace(result, joint=result.joint.across(self.sites.peers))
+        result = replace(result, joint=result.joint.across(self._bundle))
         began = time.perf_counter()
         self.sites.after(self.step)
         result.communication_seconds += time.perf_counter() - began

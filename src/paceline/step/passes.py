@@ -74,7 +74,8 @@ class MicroPasses:
     def _counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
         if not (self._alone and self._parts.contract.counts_first):
             return self._telling.counts(data)
-        return {name: torch.as_tensor(count) for name, count in own_counts(self._parts.contract, data).items()}
+        own = own_counts(self._parts.contract, data)
+        return {name: torch.as_tensor(count or 1.0) for name, count in own.items()}  # of nothing: its sum is zero too
 
     def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
         """Call it."""

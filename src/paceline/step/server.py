@@ -263,17 +263,10 @@ class ServerStep(SpmdStep):
         del desk.where[batch.number]
         if not self._leases.joins:
             batch.joint.tell(batch.in_order(), stop=batch.stop, joins=False)
-            self._refuse_empty(batch)
             self.parts.update.follow()
         while self._open and self._open[0].is_whole:
             self._open.popleft()
         self.lag = len(self._open)
-
-    def _refuse_empty(self, batch: PushedBatch) -> None:
-        """A share without a target makes no update; a whole batch without one is an error, as elsewhere."""
-        agreed, update = batch.joint.agreed(), self.parts.update
-        if 0 in agreed.counts.values() and not update.skips:
-            raise update.refusal(step=batch.number + 1, loss=agreed.loss, counts=agreed.counts)
 
 
 def _where(given: Given, *, micro_batch_size: int) -> dict[str, Any]:

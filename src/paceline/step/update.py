@@ -131,6 +131,15 @@ class Update:
         for schedule in self.schedules:
             schedule.step()
 
+    def refuse_empty(self, *, step: int, loss: float, counts: Mapping[str, float]) -> None:
+        """A share without a target makes no update; a whole batch without one is an error.
+
+        Raises:
+            NonFiniteError: the count of a term is zero, and such steps are not to be skipped.
+        """
+        if 0 in counts.values() and not self.skips:
+            raise self.refusal(step=step, loss=loss, counts=counts)
+
     def refusal(self, *, step: int, loss: float, counts: Mapping[str, float] | None = None) -> NonFiniteError:
         """Name the term whose count is zero, or the first parameters whose gradient is not finite."""
         error = self._refusal(step, loss, counts or {})

@@ -48,11 +48,13 @@ class Heard:
     def _hear(self, *, leave: int) -> None:
         while len(self._under_way) > leave:
             result, self._cursor = self._under_way.popleft()
-            result.agreed.check_counts()
+            agreed = result.agreed
+            agreed.check_counts()
+            self._built.update.refuse_empty(step=result.step, loss=agreed.loss, counts=agreed.counts)
             if self.last is None:
                 refuse_unknown_metrics(self._built.job, terms=result.terms)
             self.last = result
-            self.stops = self.stops or result.agreed.stop
+            self.stops = self.stops or agreed.stop
             self._count(result)
             if result.step % self._built.settings.log.every == 0 or result.step == 1:
                 self._log(result)
