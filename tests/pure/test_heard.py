@@ -33,7 +33,7 @@ def lines(*, lag: int, steps: int, every: int) -> list[StepDone]:
     )
     for step in range(1, steps + 1):
         time.sleep(EACH)
-        agreed = SimpleNamespace(check_counts=lambda: None, stop=False, counts={"loss": 24.0})
+        agreed = SimpleNamespace(check_counts=lambda: None, stop=False, loss=1.0, counts={"loss": 24.0})
         result: Any = SimpleNamespace(
             step=step, samples=8, agreed=agreed, terms={}, loss=1.0, grad_norm=None, lr=0.1,
             compute_seconds=EACH, communication_seconds=0.0,
