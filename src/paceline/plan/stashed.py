@@ -61,5 +61,5 @@ def stash_notes(update: Update, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
     late = ", ".join(str(max(one.staleness)) for one in found)
     yield (
         f"update: {update}, never emptied in between; {many(rounds, 'microbatch')} an update; by stage: "
-        f"weights of {versions} times, at most {late} updates late"
+        f"{versions} versions of its weights, at most {late} updates late"
     )

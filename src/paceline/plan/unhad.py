@@ -12,7 +12,6 @@ _STASHED = {
     "exact": "one process of the same bits is one that waits for each batch",
     "tokens": _LATE,
     "statistics": "the stages are at different updates whenever a step is logged",
-    "fp16": "the loss scale is the last stage's alone",
     "skip": "other stages have taken the step already",
     "sync_bn": "statistics of several times would meet",
     "compile": "a compiled block holds on to one version",

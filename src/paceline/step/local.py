@@ -60,7 +60,9 @@ class LocalStep(SpmdStep):
 
     def lateness(self) -> Sequence[Mapping[str, Any]]:
         """What the meetings have cost."""
-        return [{"who": f"site {self.sites.number}, rank {self.parts.world.rank}", "late": [], **self.sites.told}]
+        world = self.parts.world
+        who = f"site {self.sites.number}" + (f", its rank {world.rank}" if world.world_size > 1 else "")
+        return [{"who": who, "late": [], **self.sites.told}]
 
     def _left_out(self, given: Given, *, stop: bool) -> StepResult:
         """A short batch that this site has nothing of."""

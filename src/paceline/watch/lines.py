@@ -30,7 +30,7 @@ def line_of(event: Event) -> str:
         samples = f"{many(event.samples, 'sample')}, each once, in {duration(event.seconds)}"
         return f"eval {event.step} | {numbers}{of} | {samples}{extra}"
     if isinstance(event, Staleness) and all("waited_seconds" in told for told in event.told):
-        return f"met {event.step} | {' | '.join(map(_met, event.told))}"
+        return f"sites {event.step} | {' | '.join(map(_met, event.told))}"
     if isinstance(event, Staleness):
         return f"late {event.step} | {' | '.join([*map(_late, event.told), *_lost(event.told)])}"
     if isinstance(event, CheckpointSaved):
@@ -53,7 +53,7 @@ def _met(told: Mapping[str, Any]) -> str:
 
 def _late(told: Mapping[str, Any]) -> str:
     most = max((late for late, _ in told["late"]), default=0)
-    held = f", weights of {many(told['versions'], 'time')}" if "versions" in told else ""
+    held = f", {many(told['versions'], 'version')}" if "versions" in told else ""
     return f"{told['who']}: at most {many(most, 'update')}{held}"
 
 
