@@ -4,7 +4,8 @@
     python benchmarks/sites.py --updates 3000 --line 20mbit --updates-on-line 52
     python benchmarks/sites.py --rules diloco,every=500 local,every=50
     python benchmarks/sites.py --rules local,every=1000 --longer 1.5     # to the loss that sync comes to
-    python benchmarks/sites.py --rules --compress bf16 int8 topk --updates 500
+    python benchmarks/sites.py --rules --compress bf16 int8 --updates 500
+    python benchmarks/sites.py --rules --compress topk --updates 300 --updates-on-line 12 --compressed-on-line 302
 
 Each site is one process (gloo, CPU, one thread) in a namespace of its own; bytes are those that one end of the line has
 sent and heard. Training is the text example, each batch of 32 shared out. `sync` and `--compress` run their whole
@@ -121,7 +122,7 @@ class Bench:
     asked: argparse.Namespace
     folder: Path
 
-    def stretch(self, name: str, words: Sequence[str] = ()) -> tuple[Row, Ran]:
+    def stretch(self, name: str, words: Sequence[str] = (), *, updates_on_line: int) -> tuple[Row, Ran]:
         """Of what sends the same in each step: two runs on the line, two without; and what a run costs beside steps."""
         asked, own = self.asked, [*own_words(self.asked), *words]
 
@@ -129,7 +130,7 @@ class Bench:
             folder = self.folder / f"{name.replace(',', '-')}-{steps}-{over_line}"
             return train("sync", steps=steps, folder=folder, over_line=over_line, words=own)
 
-        few, many = ran(2, over_line=True), ran(asked.updates_on_line, over_line=True)
+        few, many = ran(2, over_line=True), ran(updates_on_line, over_line=True)
         short, whole = ran(2, over_line=False), ran(asked.updates, over_line=False)
         steps = many.steps - few.steps
         seconds, sent = (many.seconds - few.seconds) / steps, (many.num_bytes - few.num_bytes) / steps
@@ -184,6 +185,7 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=3000)
     parser.add_argument("--longer", type=float, default=1.0, help="updates of --rules, as a multiple of --updates")
     parser.add_argument("--updates-on-line", type=int, default=52, help="of sync, for its bytes and time")
+    parser.add_argument("--compressed-on-line", type=int, help="of --compress, where it is so quick that it takes more")
     parser.add_argument("--line", default="20mbit")
     parser.add_argument("--words", nargs="*", default=[], help="settings for all, as --job.width=64")
     asked = parser.parse_args()
@@ -196,12 +198,13 @@ def main() -> int:
     bench = Bench(asked=asked, folder=folder)
     try:
         with line(asked.line):
-            first, beside = bench.stretch("sync")
+            first, beside = bench.stretch("sync", updates_on_line=asked.updates_on_line)
             tell(first, first)
             for rule in asked.rules:
                 tell(bench.apart(rule, beside), first)
             for how in asked.compress:
-                tell(bench.stretch(how, ("--compress", how))[0], first)
+                updates = asked.compressed_on_line or asked.updates_on_line
+                tell(bench.stretch(how, ("--compress", how), updates_on_line=updates)[0], first)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return 0
