@@ -25,6 +25,8 @@ RULES = {  # ranks, words
             "2",
         ),
     ),
+    "topk": (2, ("--compress", "topk,ratio=0.2", "--train.micro_batch_size", "2")),
+    "powersgd": (3, ("--compress", "powersgd,rank=2", "--train.micro_batch_size", "2")),
 }
 STEPS = 14
 NET = """
@@ -55,7 +57,7 @@ def kills(seed: int, ranks: int) -> tuple[str, list[str]]:
     return str(every), faults
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 25))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 33))])
 def test_killed_at_random_it_ends_with_the_same_bits(bench: Shop, seed: int) -> None:
     name = random.Random(seed).choice(list(RULES)) if seed > 2 else ("pipedream", "diloco", "2bw")[seed]
     ranks, words = RULES[name]
@@ -69,6 +71,42 @@ def test_killed_at_random_it_ends_with_the_same_bits(bench: Shop, seed: int) -> 
     assert last.code == 0 and "resumed: step-" in last.text, f"{name}: {faults}: {last.text}"
     assert bench.digest("killed") == bench.digest("straight"), f"{name}, saved every {every}: {faults}"
     assert samples(bench.path / "killed") == samples(bench.path / "straight")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(6))
+def test_servers_killed_at_random_come_back_to_the_same_bits(bench: Shop, seed: int) -> None:
+    chance = random.Random(seed)
+    servers, workers, every = chance.randint(1, 2), chance.randint(1, 2), str(chance.randint(1, 4))
+    words = ("--update", f"ps,servers={servers}", "--train.micro_batch_size", "2", "--checkpoint.every", every)
+    ranks = servers + workers
+    straight = bench.train("straight", *words, ranks=ranks, steps=STEPS)
+    assert straight.code == 0, straight.text
+    steps = sorted(chance.sample(range(2, STEPS), k=2))
+    faults = "; ".join(f"kill rank={chance.randrange(servers)} step={s} attempt={n}" for n, s in enumerate(steps, 1))
+    killed = bench.train("killed", *words, "--faults", faults, ranks=ranks, steps=STEPS)
+    assert killed.code == 0 and killed.text.count("resumed: step-") + killed.text.count("from the start") >= 1, (
+        killed.text
+    )
+    assert bench.digest("killed") == bench.digest("straight"), f"{words}: {faults}"
+    assert samples(bench.path / "killed") == samples(bench.path / "straight")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(6))
+def test_a_race_killed_at_random_goes_on_with_every_sample_once(bench: Shop, seed: int) -> None:
+    before = set(Path("/dev/shm").glob("paceline-*"))
+    words = ("--update", "hogwild", "--train.micro_batch_size", "2")
+    every, faults = kills(seed, 3)
+    straight = bench.train("straight", *words, ranks=3, steps=STEPS)
+    assert straight.code == 0, straight.text
+    for fault in faults:
+        ended = bench.train("killed", *words, "--checkpoint.every", every, "--faults", fault, ranks=3, steps=STEPS)
+        assert ended.code in (1, 75), f"{fault}: {ended.text}"
+    last = bench.train("killed", *words, "--checkpoint.every", every, ranks=3, steps=STEPS)
+    assert last.code == 0 and "resumed: step-" in last.text, f"{faults}: {last.text}"
+    assert samples(bench.path / "killed") == samples(bench.path / "straight")
+    assert set(Path("/dev/shm").glob("paceline-*")) == before
 
 
 def samples(run: Path) -> int:
