@@ -373,6 +373,7 @@ def make_job():
     words = ("train", "nan.py", "--ranks", "3", "--update", f"ps,staleness={bound}", "--train.steps", "9")
     ended = shop.run(*words, "--run-dir", "run")
     assert ended.code == 1 and "loss is nan" in ended.text and "--train.on_nonfinite skip" in ended.text, ended.text
+    assert "the inputs of this step hold NaN or infinity: sample 17 of train_data" in ended.text, ended.text
     ended = shop.run(*words, "--run-dir", "skips", "--train.on_nonfinite", "skip")
     assert ended.code == 0, ended.text
     assert all(value.isfinite().all() for value in weights(shop, "skips").values())

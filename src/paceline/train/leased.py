@@ -16,7 +16,6 @@ from torch import Tensor
 
 from paceline.errors import JobError, MachineError
 from paceline.faults import Faults, parse_faults
-from paceline.feed.leased import LeasedFeed
 from paceline.feed.types import StepInput
 from paceline.nested import to_device
 from paceline.order.cursor import Cursor
@@ -33,6 +32,7 @@ from paceline.survive.signals import stop_flag
 from paceline.torch_private import version
 from paceline.train.built import Built, build
 from paceline.train.ready import Ready
+from paceline.train.reread import leased_feed
 from paceline.world import Entrance, Place, World
 
 _TRIES = 3
@@ -115,15 +115,7 @@ class Hand:
         self._broken = 0
         self._joins = ready.plan.rule.staleness == 0
         settings, job, task = ready.settings, built.job, ready.task
-        self._feed = LeasedFeed(
-            data=job.train_data,
-            collate=job.collate,
-            order=job.order,
-            seed=settings.seed,
-            sample_seeds=settings.data.sample_seeds,
-            global_batch_size=ready.plan.global_batch_size,
-            drop_last=settings.data.drop_last,
-        )
+        self._feed = leased_feed(job, settings, global_batch_size=ready.plan.global_batch_size)
         life = int(os.environ.get(LIFE, "1"))
         faults = parse_faults(task.faults) if life == 1 else ()
         self._life = life

@@ -24,9 +24,12 @@ from paceline.train.inputs import name_inputs
 from paceline.train.judge import Judge
 from paceline.train.length import Clock, Length, Progress, derived_interval
 from paceline.train.replicas import check_replicas
+from paceline.train.reread import whole_batch
 from paceline.train.saving import Saver
 from paceline.train.sites import mean_in_place
 from paceline.world import World
+
+_KEPT = 256  # of batches without their samples, which a server has
 
 
 class Loop:
@@ -70,7 +73,8 @@ class Loop:
         self.anew = self._judge.anew
         self._evaluator = Evaluator(built)
         self._began = self._checked = cursor.step
-        self._given: deque[StepInput] = deque(maxlen=2 + built.step.lag)
+        kept = _KEPT if built.plan.rule.has_servers else 2 + built.step.lag
+        self._given: deque[StepInput] = deque(maxlen=kept)
 
     def batches(self) -> Iterator[StepInput]:
         """This replica's share of each step from where the run stands, until the run is over or stopped."""
@@ -134,8 +138,10 @@ class Loop:
         try:
             yield
         except NonFiniteError as error:
-            world = self.built.world if not self.built.step.lag else World.alone()
+            served = self.built.plan.rule.has_servers
+            world = self.built.world if not (served or self.built.step.lag) else World.alone()
             given = next((one for one in self._given if one.batch.after.step == error.step), self._given[-1])
+            given = whole_batch(given, self.built) if served else given
             raise name_inputs(error, given, world=world) from None
 
     def evaluate(self, *, split: str = "eval", data: Any = None) -> EvalDone:

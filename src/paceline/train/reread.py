@@ -1,0 +1,26 @@
+"""A batch that is read out of turn: a worker's shares, and what a server, which reads no samples, wants to look at."""
+
+from paceline.feed.leased import LeasedFeed
+from paceline.feed.types import StepInput
+from paceline.job import Job
+from paceline.spec.settings import Settings
+from paceline.train.built import Built
+
+
+def leased_feed(job: Job, settings: Settings, *, global_batch_size: int) -> LeasedFeed:
+    """Reads any share of any batch of this job."""
+    return LeasedFeed(
+        data=job.train_data,
+        collate=job.collate,
+        order=job.order,
+        seed=settings.seed,
+        sample_seeds=settings.data.sample_seeds,
+        global_batch_size=global_batch_size,
+        drop_last=settings.data.drop_last,
+    )
+
+
+def whole_batch(given: StepInput, built: Built) -> StepInput:
+    """The same batch with all its samples, whoever had computed which."""
+    feed = leased_feed(built.job, built.settings, global_batch_size=built.plan.global_batch_size)
+    return feed.share(given.batch.cursor, micro_batch_size=built.plan.micro_batch_size)
