@@ -150,7 +150,9 @@ def _bounded(shop: Shop, bound: str, *, epochs: int, servers: int = 1) -> Counte
     return found
 
 
-@pytest.mark.parametrize("bound", [pytest.param("1", marks=pytest.mark.soak), "4", pytest.param("none", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "bound", [pytest.param("1", marks=pytest.mark.soak), "4", pytest.param("none", marks=pytest.mark.soak)]
+)
 def test_no_gradient_is_later_than_the_bound(shop: Shop, bound: str) -> None:
     found = _bounded(shop, bound, epochs=60, servers=2 if bound == "4" else 1)
     assert max(found) <= (float("inf") if bound == "none" else int(bound))

@@ -1,5 +1,8 @@
 """verify: no false alarm on sound runs, and the right name for planted faults."""
 
+import json
+import math
+
 import pytest
 
 from tests.conftest import SMALL_JOB, Shop
@@ -197,3 +200,25 @@ def test_samples_that_depend_on_the_data_worker_are_named_as_data(shop: Shop) ->
     assert ended.code == 4, ended.text
     first = ended.json()["first_difference"]
     assert (first["step"], first["parameter"]) == (2, "(data)") and "asks for the data worker" in first["cause"], first
+
+
+def test_metrics_have_the_precision_of_the_loss(shop: Shop) -> None:
+    shop.write("bits.py", """
+import math
+from dataclasses import replace
+from paceline.examples import text
+
+def bits(output, batch):
+    assert str(output.dtype) == "torch.bfloat16"
+    total, count = text.loss(output, batch)
+    return total / math.log(2), count
+
+def make_job():
+    return replace(text.make_job(width=16, depth=1, context=16), metrics={"bits": bits}, best=None)
+""")  # fmt: skip
+    words = ("bits.py", "--ranks", "2", "--train.precision", "bf16", "--eval.batch_size", "512")
+    ended = shop.run("train", *words, "--train.steps", "2", "--eval.every", "2", "--run-dir", "run")
+    assert ended.code == 0, ended.text
+    events = [json.loads(line) for line in (shop.path / "run/events.jsonl").read_text().splitlines()]
+    found = next(event["metrics"] for event in events if event["event"] == "EvalDone")
+    assert found["bits"] * math.log(2) == pytest.approx(found["loss"], rel=1e-6), "summed up in 8 bits"

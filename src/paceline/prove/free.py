@@ -267,7 +267,9 @@ def _by_hand(built: Built, reference: Reference) -> tuple[dict[str, float], int]
             batch = reference.cast(collate(rows))
             output, terms = reference.terms_of(batch, len(rows))
             pairs = {(name if len(terms) == 1 else f"loss/{name}"): pair for name, pair in terms.items()}
-            for name, pair in {**pairs, **{n: m(output, batch) for n, m in metrics.items()}}.items():
+            with reference.precision():
+                pairs |= {name: metric(output, batch) for name, metric in metrics.items()}
+            for name, pair in pairs.items():
                 total = sums.setdefault(name, [0.0, 0.0])
                 total[0], total[1] = total[0] + float(pair[0]), total[1] + float(pair[1])
     return {name: total / count if count else math.nan for name, (total, count) in sums.items()}, len(data)

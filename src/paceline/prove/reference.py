@@ -239,8 +239,7 @@ class Reference:
     @alone()
     def terms_of(self, data: Any, num_samples: int) -> tuple[Any, dict[str, tuple[Tensor, Any]]]:
         """Output and loss terms of a batch, as they are: for evaluation."""
-        output = self._output(data)
-        return output, self._terms(output, data, num_samples)
+        return (output := self._output(data)), self._terms(output, data, num_samples)
 
     def _passes(
         self, given: Sequence[Micro], order: Sequence[int], draw: Callable[[int], None]
@@ -260,19 +259,20 @@ class Reference:
             yield index, self.terms_of(given[index].data, len(given[index].samples))[1]
 
     def _output(self, data: Any) -> Any:
-        with self._precision():
+        with self.precision():
             return self._forward.output(data)
 
     def _terms(self, output: Any, data: Any, num_samples: int) -> dict[str, tuple[Tensor, Any]]:
-        with self._precision():
+        with self.precision():
             found = self.job.loss(output, data) if self.job.loss else self._forward.own_loss(output, data, num_samples)
         if isinstance(found, Mapping):
             return dict(found)
         return {"loss": found if isinstance(found, tuple) else (found * num_samples, num_samples)}
 
-    def _precision(self) -> AbstractContextManager[None]:
-        enabled = self.spec.autocast is not None
-        return torch.autocast(self.spec.device, dtype=self.spec.autocast or torch.bfloat16, enabled=enabled)
+    def precision(self) -> AbstractContextManager[None]:
+        """What forward, loss and metrics run under."""
+        kind = self.spec.autocast
+        return torch.autocast(self.spec.device, dtype=kind or torch.bfloat16, enabled=bool(kind))
 
     def _collect(
         self, total: dict[str, Tensor], part: dict[str, Tensor], largest: dict[str, float], keep: Collection[str]

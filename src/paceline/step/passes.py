@@ -184,8 +184,7 @@ def look(parts: Parts, batch: Any, *, num_samples: int, see: See) -> None:
     with forward_runs(), parts.autocast():
         with portion.inside():
             output = parts.contract.forward(parts.model, portion.data)
-        terms = parts.contract.terms(output, portion.data, num_samples=num_samples)
-    see(output, terms, portion.data)
+        see(output, parts.contract.terms(output, portion.data, num_samples=num_samples), portion.data)
 
 
 def forward(parts: Parts, portion: Portion, *, step: int, index: int, num_samples: int) -> Terms:
