@@ -78,7 +78,14 @@ def test_killed_at_random_it_ends_with_the_same_bits(bench: Shop, seed: int) -> 
 def test_servers_killed_at_random_come_back_to_the_same_bits(bench: Shop, seed: int) -> None:
     chance = random.Random(seed)
     servers, workers, every = chance.randint(1, 2), chance.randint(1, 2), str(chance.randint(1, 4))
-    words = ("--update", f"ps,servers={servers}", "--train.micro_batch_size", "2", "--checkpoint.every", every)
+    words = (
+        "--update",
+        f"ps,servers={servers},staleness=0",
+        "--train.micro_batch_size",
+        "2",
+        "--checkpoint.every",
+        every,
+    )
     ranks = servers + workers
     straight = bench.train("straight", *words, ranks=ranks, steps=STEPS)
     assert straight.code == 0, straight.text
