@@ -370,3 +370,10 @@ def test_the_head_counts_steps_of_a_length_that_is_not_behind_them(tmp_path: Pat
     run = RunFolder(tmp_path)
     record(run, started(1, total_steps=total), step(12))
     assert f"<dt>steps</dt><dd>{text}</dd>" in page(run)
+
+
+def test_an_axis_of_a_few_seconds_has_no_number_twice() -> None:
+    drawn = chart("loss against seconds", [Curve(name="", points=[(0.62, 4.0), (1.47, 3.0)])])
+    assert re.findall(r'y="\d+" class="tick" text-anchor="\w+">([^<]+)<', drawn) == ["0.62", "1.04", "1.47"]
+    steps = chart("loss", [Curve(name="", points=[(1, 4.0), (3, 3.0)])])
+    assert re.findall(r'y="\d+" class="tick" text-anchor="\w+">([^<]+)<', steps) == ["1", "2", "3"]

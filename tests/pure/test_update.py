@@ -5,9 +5,10 @@ import torch
 
 import paceline as pl
 from paceline.cli import main
-from paceline.errors import LayoutError, PacelineError
+from paceline.errors import JobError, LayoutError, PacelineError, Problems
 from paceline.plan.local import never_meet
 from paceline.spec.update import Kind, parse_update
+from paceline.train.fit import refuse_unfit
 from paceline.verbs.running import Common, make_task
 
 
@@ -36,6 +37,9 @@ def test_spaces_are_no_part_of_a_name() -> None:
         ("diloko", "is no update rule", "did you mean 'diloco'", "--update diloco"),
         ("easgd", "is no update rule", "the rules: sync, pipedream, 2bw, hogwild, local, diloco, ps", "--update sync"),
         ("local,lr=0.7", "no option 'lr'", "diloco has it; those of local: every", "--update diloco,lr=0.7"),
+        ("ps,stalenes=2", "no option 'stalenes'", "did you mean 'staleness'", "--update ps,staleness=2"),
+        ("ps,stalenes=-2", "no option 'stalenes'", "did you mean 'staleness'", "--update ps,staleness=4"),
+        ("diloco,dely=x", "no option 'dely'", "did you mean 'delay'", "--update diloco,delay=1"),
         ("ps,workers=2", "no option 'workers'", "its options: servers, staleness", "--update ps,servers=1"),
         ("pipedream,vertical=true", "vertical takes no value", "", "--update pipedream,vertical"),
         ("2bw,vertical", "no option 'vertical'", "pipedream has it; those of 2bw: none", "--update pipedream,vertical"),
@@ -84,6 +88,28 @@ def test_the_line_to_type_is_not_refused_again(words: tuple[str, ...], hint: str
     typed = hint.partition(", or ")[0].split()
     common = {name.strip("-"): value for name, value in zip(typed[::2], typed[1::2], strict=True)}
     make_task("train", "paceline.examples.text", Common(ranks=int(common.pop("ranks")), **common), [])
+
+
+def test_no_line_to_type_asks_for_a_pipeline_of_one_stage() -> None:
+    error = refused("--update", "2bw", "--layout", "fsdp", "--ranks", "2")
+    assert isinstance(error, Problems)
+    assert [one.hint for one in error.problems] == [
+        "--layout pp --ranks 2 --update 2bw",
+        "--layout pp=2,dp_replicate=N --update 2bw, or --update sync",
+    ]
+
+
+def test_a_table_of_rows_is_sent_to_the_servers() -> None:
+    job = pl.Job(
+        model=lambda: torch.nn.Embedding(3, 2, sparse=True),
+        train_data=[],
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        global_batch_size=4,
+    )
+    refuse_unfit(job, job.model(), takes_sparse=True)
+    with pytest.raises(JobError) as caught:
+        refuse_unfit(job, job.model())
+    assert "only --update ps takes rows" in caught.value.cause and "--update ps" in caught.value.hint
 
 
 def test_a_rank_that_serves_is_told() -> None:

@@ -35,7 +35,7 @@ def refuse_stash(update: Update, layout: Layout, mesh: Mesh) -> list[PacelineErr
             LayoutError(
                 f"--update {update} goes with pp and dp_replicate, not with {', '.join(others)}.",
                 cause="each stage keeps whole weights of several times",
-                hint=f"--layout pp={mesh.pp},dp_replicate=N --update {update}, or --update sync",
+                hint=f"--layout pp={max(2, mesh.pp)},dp_replicate=N --update {update}, or --update sync",
             )
         )
     if mesh.pp > 1 and layout.schedule != "1f1b":

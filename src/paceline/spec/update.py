@@ -182,11 +182,23 @@ def _unknown(kind: Kind, name: str, option: str) -> LayoutError:
     flags, known = _FLAGS.get(kind, ()), _OPTIONS.get(kind, {})
     if name in flags:
         return LayoutError(f"--update {kind},{option}: {name} takes no value.", hint=f"--update {kind},{name}")
-    first = next((f"{one}={_FIRST[kind][one]}" for one in known), "") or next(iter(flags), "")
-    hint = ",".join(filter(None, [str(kind), first]))
+    near = closest(name, [*flags, *known])
+    first = near or next(iter([*known, *flags]), "")
+    shown = f"{first}={_value(kind, first, option if near else '')}" if first in known else first
+    hint = ",".join(filter(None, [str(kind), shown]))
     its = ", ".join([*flags, *known]) or "none"
-    cause = did_you_mean(name, [*flags, *known]) or f"its options: {its}"
+    cause = f"did you mean {near!r}?" if near else f"its options: {its}"
     other = rule_with(name)
     if other not in (None, name):
         cause, hint = f"{other} has it; those of {kind}: {its}", f"{other},{option}"
     return LayoutError(f"--update {kind} has no option {name!r}.", cause=cause, hint=f"--update {hint}")
+
+
+def _value(kind: Kind, name: str, option: str) -> str:
+    """What was given for a mistyped option, if it can be this one's, else the rule's own."""
+    value = option.partition("=")[2].strip()
+    try:
+        _OPTIONS[kind][name].read(value)
+    except ValueError:
+        return str(_FIRST[kind].get(name, 1))
+    return value

@@ -91,8 +91,8 @@ def _sparse(model: nn.Module) -> list[PacelineError]:
     return [
         JobError(
             f"the model gives sparse gradients: {first_names(names)}.",
-            cause="sparse=True; gradients are added over ranks whole",
-            hint="nn.Embedding(..., sparse=False)",
+            cause="sparse=True; only --update ps takes rows of a gradient, all else takes it whole",
+            hint="nn.Embedding(..., sparse=False), or --update ps",
         )
     ]
 

@@ -1,5 +1,6 @@
 """One rank's session: from a task to a loop that is ready to run, and back out."""
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -19,7 +20,6 @@ from paceline.measure.environment import environment
 from paceline.order.cursor import Cursor
 from paceline.place.batchnorm import running
 from paceline.place.buffers import told
-from paceline.place.units import trainable
 from paceline.plan.local import never_meet
 from paceline.pulse import Pulse
 from paceline.spec.read import as_toml
@@ -192,8 +192,8 @@ class Session:
 
     def _banner(self, cursor: Cursor, loaded: Loaded | None) -> tuple[str, ...]:
         settings, loop = self.ready.settings, self.loop
-        every = trainable(self.built.model) if self.ready.plan.rule.has_servers else self.built.named
-        parameters = sum(member.parameter.numel() for member in every)
+        kept = self.built.kept
+        parameters = sum(math.prod(kept.parts(name)[0].shape) for name in kept.names)  # of all ranks, not of this one
         lines = [f"run: {self.run.path}", f"model: {many(parameters, 'trainable parameter')}", *self.ready.plan.notes]
         samples = self._feed.num_samples
         lines += [] if samples is None else [f"data: {many(samples, 'sample')} an epoch"]

@@ -137,7 +137,9 @@ def _axes(title: str, frame: _Frame) -> str:
     for part, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
         value = frame.x_low + part * (frame.x_high - frame.x_low)
         x, y = frame.x(value), _HEIGHT - 8
-        lines.append(f'<text x="{x:.1f}" y="{y}" class="tick" text-anchor="{anchor}">{value:,.0f}</text>')
+        short = frame.x_high - frame.x_low < 5  # seconds: whole ones would stand there twice
+        said = f"{value:,.0f}" if not short or value == int(value) else f"{value:,.2f}"
+        lines.append(f'<text x="{x:.1f}" y="{y}" class="tick" text-anchor="{anchor}">{said}</text>')
     return "".join(lines)
 
 
