@@ -116,6 +116,15 @@ def test_a_race_killed_at_random_goes_on_with_every_sample_once(bench: Shop, see
     assert set(Path("/dev/shm").glob("paceline-*")) == before
 
 
+@pytest.mark.parametrize("layout", ["pp", pytest.param("tp", marks=pytest.mark.soak)])
+def test_one_rank_of_a_replica_asked_to_stop_as_it_evaluates_leaves_none_waiting(bench: Shop, layout: str) -> None:
+    words = ("--layout", layout, "--eval.every", "4")
+    ended = bench.train("run", *words, "--faults", "stop rank=1 step=4 point=eval", steps=8, timeout=60)
+    assert ended.code == 75, ended.text
+    again = bench.train("run", *words, steps=8)
+    assert again.code == 0 and "resumed: step-00000004" in again.text and "eval 4" in again.text, again.text
+
+
 def samples(run: Path) -> int:
     """As the newest checkpoint says."""
     newest = (run / "checkpoints" / "latest").read_text().strip()

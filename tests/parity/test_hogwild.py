@@ -107,6 +107,37 @@ def test_a_batch_without_a_target_is_an_error_as_elsewhere(shop: Shop, terms: st
     assert ended.code == 1 and f"the count of {term} is 0 over the whole global batch" in ended.text, ended.text
 
 
+STILL = """
+import time
+import torch, torch.nn.functional as F, paceline as pl
+
+
+def look(run):
+    before = [p.detach().clone() for p in run.model.parameters()]
+    if run.rank == 0:
+        time.sleep(0.7)
+    return {"moved": float(sum((p.detach() - old).abs().sum() for p, old in zip(run.model.parameters(), before)))}
+
+
+def make_job() -> pl.Job:
+    x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    return pl.Job(model=lambda: torch.nn.Linear(5, 1), train_data=data, eval_data=data, global_batch_size=4,
+                  loss=lambda out, b: (((out - b[1]) ** 2).sum(), len(out)), on_eval=look,
+                  optimizer=lambda named: torch.optim.SGD(named, lr=0.01, maximize=True))
+"""
+
+
+def test_nobody_writes_while_another_still_evaluates(shop: Shop) -> None:
+    """The loss gets worse, so that no save makes them wait for each other."""
+    shop.write("still.py", STILL)
+    words = ("--ranks", "2", "--update", "hogwild", "--train.micro_batch_size", "2", "--eval.every", "2")
+    ended = shop.run("train", "still.py", *words, "--train.steps", "6", "--run-dir", "run")
+    assert ended.code == 0, ended.text
+    events = [json.loads(line) for line in (shop.path / "run/events.jsonl").read_text().splitlines()]
+    assert [event["metrics"]["moved"] for event in events if event["event"] == "EvalDone"] == [0.0] * 3
+
+
 def _add(model: SharedModel, times: int, barrier: "multiprocessing.synchronize.Barrier") -> None:
     barrier.wait()
     for _ in range(times):

@@ -15,6 +15,7 @@ from paceline.spec.update import parse_update
 from paceline.step.sites import Sites
 from paceline.world import World
 from tests.conftest import Shop
+from tests.parity.test_hogwild import SELDOM
 from tests.parity.test_stash import JOB as STASH
 
 PLANTS = """
@@ -94,6 +95,22 @@ def test_an_outer_step_in_fragments_taken_later_is_its_serial_reference(bench: S
 def test_a_site_may_be_any_layout(bench: Shop, layout: str) -> None:
     words = ("--layout", layout, "--update", "diloco,every=2,fragments=2", "--train.micro_batch_size", "1")
     assert_same(verified(bench, 4, *words, "--job.kind", "llama", "--job.clip", "0.3"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("terms", ["1", "2"])
+def test_a_site_without_a_target_makes_no_update(bench: Shop, terms: str) -> None:
+    """Three sites of two, one and one sample; one of them has at times the only sample without the second term."""
+    bench.write("local.py", SELDOM)
+    words = ("--update", "local,every=3", "--train.micro_batch_size", "1", "--job.terms", terms)
+    found = verified(bench, 3, *words)
+    assert found["verdict"] in ("bitwise", "rounding"), json.dumps(found["lines"], indent=1)
+    run = ("--ranks", "3", *words, "--run-dir", "run", "--train.steps", "9")
+    ended = bench.run("train", "local.py", *run)
+    assert ended.code == 0, ended.text
+    ended = bench.run("train", "local.py", *run, "--job.none", "true", "--run-dir", "none")
+    term = "second" if terms == "2" else "loss"
+    assert ended.code == 1 and f"the count of {term} is 0 over the whole global batch" in ended.text, ended.text
 
 
 def test_running_statistics_meet(bench: Shop) -> None:

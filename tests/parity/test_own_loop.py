@@ -165,3 +165,23 @@ def test_on_two_ranks_as_well(shop: Shop) -> None:
         )
         assert done.returncode == 0, done.stdout + done.stderr
     assert shop.digest("cut") == shop.digest("whole")
+
+
+SHOWN = """
+from job import make_job
+import paceline as pl
+if __name__ == "__main__":
+    settings = {"train.steps": 14, "watch.to": ["jsonl"], "train.micro_batch_size": 3}
+    with pl.Run(make_job(), ranks=2, run_dir="shown", update="local,every=5", settings=settings) as run:
+        for batch in run.batches():
+            result = run.step(batch)
+            if run.rank == 0 and result.step % 3 == 0:
+                print("heard", result.step, result.loss, flush=True)
+"""
+
+
+@pytest.mark.soak
+def test_one_rank_alone_may_read_what_came_of_a_step_that_sites_tell_late(shop: Shop) -> None:
+    shop.write("shown.py", SHOWN)
+    done = shop.call([sys.executable, "-W", "ignore", "shown.py"], timeout=90)
+    assert done.code == 0 and done.text.count("heard ") == 4, done.text

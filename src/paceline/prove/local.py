@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.job import Job
 from paceline.plan.local import fragment_of, sent_after
 from paceline.plan.mesh import Mesh
 from paceline.prove.reference import At, Gradient, Micro, Reference
+from paceline.prove.weighed import known_counts
 from paceline.spec.update import Update
 
 Weights = dict[str, Tensor]
@@ -69,6 +71,12 @@ class LocalReference(Reference):
         plain = super().with_spec(**changes)
         return LocalReference(meeting=self._meeting, job=plain.job, spec=plain.spec, cast=plain.cast)
 
+    @staticmethod
+    def counts_of(job: Job, data: Sequence[Any]) -> dict[str, float] | None:
+        """A site may have nothing of a term: that term then gives nothing."""
+        found = known_counts(job, data)
+        return None if found is None else {name: count or 1.0 for name, count in found.items()}
+
     def weights(self) -> Weights:
         """Every site's, and what they have agreed on."""
         names = [name for name, _ in self.model.named_parameters()]
@@ -87,10 +95,11 @@ class LocalReference(Reference):
             self._put(site.weights)
             one = super().gradient(at, pieces=[given[i] for i in own], stream=own.__getitem__, **how)
             site.weights = self._now()
-            total |= {f"{number}/{name}": value for name, value in one.total.items()}
+            if any(map(any, one.term_counts.values())):  # without a target a site makes no update
+                total |= {f"{number}/{name}": value for name, value in one.total.items()}
+                loss, weight = loss + one.loss * sum(one.counts), weight + sum(one.counts)
             for index, count in zip(own, one.counts, strict=True):
                 counts[index] = count
-            loss, weight = loss + one.loss * sum(one.counts), weight + sum(one.counts)
         self._put(before)
         samples = [micro.samples for micro in given]
         return Gradient(total=total, counts=counts, divisor=1.0, loss=loss / max(weight, 1e-300), samples=samples)
@@ -99,7 +108,7 @@ class LocalReference(Reference):
         """Each site steps with its own; then what is sent and what is due."""
         for number, site in enumerate(self._sites):
             mine = {name.partition("/")[2]: v for name, v in gradient.items() if name.partition("/")[0] == str(number)}
-            if not mine:  # a short batch that it had nothing of
+            if not mine:  # a short batch that it had nothing of, or no target
                 for schedule in site.schedules:
                     schedule.step()
                 continue

@@ -24,8 +24,13 @@ class Bundle:
         message = self._filling
         message.vectors.append(vector)
         if len(message.vectors) == self._most:
-            message.send(self.peers)
+            self.send()
         return lambda: message.arrive(self.peers)
+
+    def send(self) -> None:
+        """What there is, as one message."""
+        if self._filling.vectors and not self._filling.is_sent:
+            self._filling.send(self.peers)
 
 
 class _Message:

@@ -4,6 +4,7 @@ Within the site it is the synchronous step of whatever layout the site has. What
 sites without waiting, a few steps in one message, and heard `lag` steps later.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -48,6 +49,24 @@ class LocalStep(SpmdStep):
         self.sites.after(self.step)
         result.communication_seconds += time.perf_counter() - began
         return result
+
+    def _finish(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
+        """A site's samples may have nothing of a term, which then gives nothing; without any target it stays as it is.
+
+        Of the whole batch that is an error, which is heard with what the other sites have told.
+        """
+        own = result.agreed
+        if all(own.counts.values()):
+            super()._finish(result, loss, counts)
+        elif any(own.counts.values()):
+            super()._finish(result, math.fsum(own.terms[name] for name, count in own.counts.items() if count), None)
+        else:
+            self.parts.update.follow()
+            self.step += 1
+
+    def tell(self) -> None:
+        """Send what is not yet a full message."""
+        self._bundle.send()
 
     @property
     def sent_bytes(self) -> float:

@@ -215,8 +215,13 @@ def divided(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
             f"count= gives no count for the loss term {', '.join(missing)}.",
             hint=f"count=lambda batch: {{{missing[0]!r}: number, ...}}",
         )
-    parts = [total / counts[name].to(total.dtype) for name, (total, _) in terms.items()]
+    parts = [total / _not_zero(counts[name]).to(total.dtype) for name, (total, _) in terms.items()]
     return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+
+def _not_zero(count: Tensor) -> Tensor:
+    """Of no target the sum is zero too; where it is an error that the whole batch has none, its loss says so."""
+    return torch.where(count == 0, torch.ones_like(count), count)
 
 
 def backward(parts: Parts, loss: Tensor, *, last: bool, counts: bool = True) -> None:

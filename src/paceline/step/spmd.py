@@ -46,9 +46,13 @@ class SpmdStep:
             self.parts.model.train()
         result = self.gradients(given, stop=stop)
         at_once = self.parts.world.device.type == "cpu" or self.parts.update.skips
-        known = (result.loss, result.agreed.counts) if at_once else (None, None)
+        self._finish(result, *((result.loss, result.agreed.counts) if at_once else (None, None)))
+        return result
+
+    def _finish(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
+        """The update; where nothing is known of its loss yet, the step before is looked at."""
         began = time.perf_counter()
-        norm, taken = self.parts.update.commit(step=self.step + 1, loss=known[0], counts=known[1])
+        norm, taken = self.parts.update.commit(step=self.step + 1, loss=loss, counts=counts)
         if not taken:
             self.parts.tape.undo()
             self.parts.take_back()
@@ -56,12 +60,14 @@ class SpmdStep:
         result.norm = None if norm is None else Later(norm)
         result.skipped = not taken
         result.compute_seconds += time.perf_counter() - began
-        if not at_once:
+        if loss is None:
             self.late.hear(result)
-        return result
 
     def settle(self) -> None:
         """Leave no step half done; every rank calls this."""
+
+    def tell(self) -> None:
+        """Have nothing held back of what came of the last step: a rank alone may be about to read it."""
 
     @property
     def sent_bytes(self) -> float | None:

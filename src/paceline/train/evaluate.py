@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from paceline.streams import key, seed_all
 from paceline.train.built import Built
 from paceline.train.foreign import ForeignMetrics
 
+_VOTES_UNDER_WAY = 4  # as many batches are evaluated after the one at which a rank was asked to stop
 _LIMB_BITS = 32
 _SCALE_BITS = 1088
 _LIMBS = 72
@@ -84,6 +86,7 @@ class Evaluator:
         self._world = built.world
         self._seed = built.settings.seed
         self._meets = parts.meets
+        self._in_time = parts.meets or self._worlds.data.world_size < self._world.world_size
         self._tells = built.step.passes.tells
         self._passes = built.step.passes
 
@@ -106,8 +109,8 @@ class Evaluator:
         seed_all(key(self._seed, "evaluate"))
         with _evaluating(self._model), torch.no_grad():
             feed = self._feed(data, batch_size, workers, name, totals)
-            for micro in self._in_step(feed, data, batch_size, name, stop) if self._meets else feed:
-                if stop() and not self._meets:
+            for micro in self._in_step(feed, data, batch_size, name, stop) if self._in_time else feed:
+                if stop() and not self._in_time:
                     break
                 self._measure(micro.data, micro.num_samples, sums, foreign)
                 samples += micro.num_samples
@@ -146,14 +149,27 @@ class Evaluator:
     def _in_step(
         self, feed: Iterator[LocalMicro], data: Any, batch_size: int, name: str, stop: Callable[[], bool]
     ) -> Iterator[LocalMicro]:
-        """Where a forward waits for the other replicas', one without a batch repeats what it has, for nothing."""
+        """Where a forward waits for other ranks', all end with the same one, also when only some are asked to stop.
+
+        Where it waits for other replicas', one without a batch repeats what it has, for nothing. Where not, the stages
+        of a pipeline don't wait for each other: the answer is read some batches later.
+        """
         spare: LocalMicro | None = None
+        votes: deque[tuple[Tensor, Callable[[], object]]] = deque()
         while True:
             micro = next(feed, None)
             told = torch.tensor([int(stop()), int(micro is not None)], device=self._world.device)
-            stopped, going = self._world.all_reduce(told, op="max").tolist()
-            if stopped or not going:
-                return
+            votes.append((told, self._world.start_all_reduce(told)))
+            if len(votes) > (0 if self._meets else _VOTES_UNDER_WAY):
+                told, wait = votes.popleft()
+                wait()
+                stopped, going = told.tolist()
+                if stopped or not going:
+                    for _, wait in votes:
+                        wait()
+                    return
+            if micro is None and not self._meets:
+                continue
             if micro is None and spare is None:
                 spare = next(iter(self._feed_of(data, batch_size, 0, name, {}, replica=0, replicas=1)))
             spare = micro or spare

@@ -94,10 +94,13 @@ class Loop:
             if self.stopping or self.is_over():
                 return
 
-    def step(self, given: StepInput) -> StepResult:
-        """One optimizer step and all that belongs after it."""
+    def step(self, given: StepInput, *, is_shown: bool = False) -> StepResult:
+        """One optimizer step and all that belongs after it. `is_shown`: any rank may read at once what came of it."""
         with at_step(self.cursor.step + 1):
-            return self._step(given)
+            result = self._step(given)
+            if is_shown:
+                self.built.step.tell()
+            return result
 
     def _step(self, given: StepInput) -> StepResult:
         self._handout.check(given)
@@ -165,6 +168,8 @@ class Loop:
             if found is None:
                 return None
             extra = dict(self.built.job.on_eval(self._target) or {}) if self.built.job.on_eval else {}
+        if self.built.job.on_eval:
+            self.built.step.settle()  # where workers race none goes on while another still looks at the weights
         numbers = {name: float(value) for name, value in extra.items() if isinstance(value, int | float)}
         event = EvalDone(
             step=self.cursor.step,

@@ -173,7 +173,7 @@ class Run:
 
     def step(self, batch: StepInput) -> StepResult:
         """Forward, backward, reduce, clip, update; log, evaluate and save when it is time."""
-        return self._live.loop.step(batch)
+        return self._live.loop.step(batch, is_shown=self._ready is None)
 
     def evaluate(self, *, split: str = "eval") -> EvalDone:
         """Exact metrics of the present weights; every rank calls this."""
