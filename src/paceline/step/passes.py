@@ -75,7 +75,7 @@ class MicroPasses:
         if not (self._alone and self._parts.contract.counts_first):
             return self._telling.counts(data)
         own = own_counts(self._parts.contract, data)
-        return {name: torch.as_tensor(count or 1.0) for name, count in own.items()}  # of nothing: its sum is zero too
+        return {name: torch.as_tensor(count) for name, count in own.items()}
 
     def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
         """Call it."""

@@ -213,15 +213,9 @@ class Hand:
             terms = forward(parts, portion, step=step, index=micro.index, num_samples=micro.num_samples)
             self._telling.agree(terms)
             told[micro.index] = {name: (float(total.detach()), float(count)) for name, (total, count) in terms.items()}
-            backward(parts, divided(terms, self._divisors(counts)), last=position == len(given.micro) - 1)
+            backward(parts, divided(terms, counts), last=position == len(given.micro) - 1)
         self._refuse_writes(before)
         return told
-
-    def _divisors(self, counts: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
-        """A share that is an update of its own may have nothing of a term; of a whole batch that is an error."""
-        if counts is None or self._joins:
-            return counts
-        return {name: count if bool(count) else torch.ones_like(count) for name, count in counts.items()}
 
     def _refuse_writes(self, before: Sequence[int]) -> None:
         """Raises JobError: what a forward writes here nobody else would ever see."""
