@@ -332,6 +332,7 @@ def test_a_stopped_worker_is_given_up_and_comes_back(shop: Shop) -> None:
     all_seen(shop, epochs=150, updates=1500)
 
 
+@pytest.mark.soak
 def test_one_that_hangs_is_given_up_and_the_run_ends(shop: Shop) -> None:
     words = ("--update", "ps,staleness=2", "--train.timeout_seconds", "4", "--faults", "hang rank=1 step=5")
     ended = count(shop, *words, ranks=3, epochs=40, environ={"DELAY": "0.01"})

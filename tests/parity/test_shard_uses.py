@@ -15,6 +15,8 @@ from paceline.place.units import trainable
 from paceline.torch_private import version
 from tests.parity.shard_bed import Gpt, run, worlds_of
 
+pytestmark = pytest.mark.xdist_group("shard uses")  # what they share is made once
+
 
 class Views(nn.Module):
     """Its blocks give views, which are written to; its output hides the tensor."""

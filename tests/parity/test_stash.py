@@ -108,6 +108,7 @@ def test_without_stashing_it_is_another_training(bench: Shop, plant: str, update
     assert verified(bench, 3, *words)["verdict"] == "different"
 
 
+@pytest.mark.soak
 def test_saving_evaluating_and_going_on_change_no_bit(bench: Shop) -> None:
     words = ("--layout", "pp", "--update", "pipedream", *SMALL)
     straight = bench.run(*train("straight", 11), *words)
