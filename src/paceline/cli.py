@@ -11,6 +11,7 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline import __version__
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.spec.words import did_you_mean
 from paceline.talk import flush, replace_closed, say
@@ -50,8 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(_HELP)
         return int(ExitCode.DONE if words else ExitCode.REFUSED)
     if words[0] == "--version":
-        from paceline import __version__
-
         say(f"paceline {__version__}")
         return 0
     as_json = "--json" in words

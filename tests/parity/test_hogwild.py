@@ -131,7 +131,18 @@ def make_job() -> pl.Job:
 def test_nobody_writes_while_another_still_evaluates(shop: Shop) -> None:
     """The loss gets worse, so that no save makes them wait for each other."""
     shop.write("still.py", STILL)
-    words = ("--ranks", "2", "--update", "hogwild", "--train.micro_batch_size", "2", "--eval.every", "2")
+    words = (
+        "--ranks",
+        "2",
+        "--update",
+        "hogwild",
+        "--train.micro_batch_size",
+        "2",
+        "--eval.every",
+        "2",
+        "--checkpoint.every",
+        "99",
+    )
     ended = shop.run("train", "still.py", *words, "--train.steps", "6", "--run-dir", "run")
     assert ended.code == 0, ended.text
     events = [json.loads(line) for line in (shop.path / "run/events.jsonl").read_text().splitlines()]

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.job import Job
 from paceline.plan.local import fragment_of, sent_after
 from paceline.plan.mesh import Mesh
 from paceline.prove.reference import At, Gradient, Micro, Reference
-from paceline.prove.weighed import known_counts
+from paceline.prove.weighed import counts_of_part
 from paceline.spec.update import Update
 
 Weights = dict[str, Tensor]
@@ -60,6 +59,8 @@ class _Outer:
 class LocalReference(Reference):
     """The one-process run of that rule."""
 
+    counts_of = staticmethod(counts_of_part)
+
     def __init__(self, *, meeting: Meeting, **same: Any) -> None:
         super().__init__(**same)
         self._meeting = meeting
@@ -70,12 +71,6 @@ class LocalReference(Reference):
         """The same from its start, with something else in its `Spec`."""
         plain = super().with_spec(**changes)
         return LocalReference(meeting=self._meeting, job=plain.job, spec=plain.spec, cast=plain.cast)
-
-    @staticmethod
-    def counts_of(job: Job, data: Sequence[Any]) -> dict[str, float] | None:
-        """A site may have nothing of a term: that term then gives nothing."""
-        found = known_counts(job, data)
-        return None if found is None else {name: count or 1.0 for name, count in found.items()}
 
     def weights(self) -> Weights:
         """Every site's, and what they have agreed on."""

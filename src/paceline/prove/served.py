@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from paceline.job import Job
 from paceline.prove.double import in_double
 from paceline.prove.finding import Finding
 from paceline.prove.free import Drift, evaluated_by, first_batches, judge, judge_evaluation, listed, of_layout, trained
@@ -22,7 +21,7 @@ from paceline.prove.lockstep import Say
 from paceline.prove.noise import can_nudge, nudge
 from paceline.prove.placed import built_in
 from paceline.prove.reference import At, Reference
-from paceline.prove.weighed import known_counts
+from paceline.prove.weighed import counts_of_part
 from paceline.spec.words import many
 from paceline.step.line import reach_store
 from paceline.step.pushed import Taken
@@ -97,6 +96,7 @@ def told_next(store: Store, *, after: int) -> tuple[int, str]:
 class ServedReference(Reference):
     """The one-process run of a record."""
 
+    counts_of = staticmethod(counts_of_part)
     server_of: Mapping[str, int] = MappingProxyType({})
     """Whose each parameter is; those that are not named are the first one's."""
 
@@ -106,12 +106,6 @@ class ServedReference(Reference):
         other = ServedReference(job=plain.job, spec=plain.spec, cast=plain.cast)
         other.server_of = self.server_of
         return other
-
-    @staticmethod
-    def counts_of(job: Job, data: Sequence[Any]) -> dict[str, float] | None:
-        """A share may have nothing of a term: that term then gives nothing."""
-        found = known_counts(job, data)
-        return None if found is None else {name: count or 1.0 for name, count in found.items()}
 
     def replay(self, record: Sequence[Taken], *, backwards: bool) -> float:
         """Do it again; the loss of the last share. `backwards` adds microbatches up the other way round."""

@@ -30,3 +30,9 @@ def known_counts(job: Job, data: Sequence[Any]) -> dict[str, float] | None:
         for name, value in (found if isinstance(found, Mapping) else {"loss": found}).items():
             totals[name] = totals.get(name, 0.0) + float(value)
     return totals
+
+
+def counts_of_part(job: Job, data: Sequence[Any]) -> dict[str, float] | None:
+    """The same of one share or site, which may have nothing of a term: that term then gives nothing."""
+    found = known_counts(job, data)
+    return None if found is None else {name: count or 1.0 for name, count in found.items()}
