@@ -1,0 +1,152 @@
+"""What is known of a model, in numbers: `measure/` finds them, the planner reads nothing else."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amount:
+    """A number that follows the microbatch: `samples`, each of `length` positions.
+
+    `pair` is of each pair of positions of a sample, as attention's scores are. What has no length has all in `sample`.
+    """
+
+    fixed: float = 0.0
+    sample: float = 0.0
+    token: float = 0.0
+    pair: float = 0.0
+
+    def at(self, *, samples: float, length: float = 1, cp: int = 1) -> float:
+        """On one rank, where each has `1 / cp` of every sample's positions and sees all of them."""
+        return self.fixed + samples * (self.sample + length / cp * (self.token + length * self.pair))
+
+    def __add__(self, other: "Amount") -> "Amount":
+        return Amount(
+            fixed=self.fixed + other.fixed,
+            sample=self.sample + other.sample,
+            token=self.token + other.token,
+            pair=self.pair + other.pair,
+        )
+
+    def times(self, factor: float) -> "Amount":
+        """All of it, so many times."""
+        return Amount(
+            fixed=factor * self.fixed, sample=factor * self.sample, token=factor * self.token, pair=factor * self.pair
+        )
+
+
+NOTHING = Amount()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A piece of the model that is never cut into stages: what stands before the blocks, a block, or what follows.
+
+    Parameters are numbers of elements: `whole_parameters` are on every tp rank, `split_parameters` are divided among
+    them, `expert_parameters` among the ep ranks; `frozen_parameters` of all of these have no gradient. Amounts are of
+    one microbatch: FLOPs (a multiply-add is two) and bytes of one forward, undivided by tp.
+
+    `saved_bytes` are kept for backward on each tp rank, `split_saved_bytes` divided among them; `attention_saved_bytes`
+    are those of both that fused attention keeps nothing of. `output_bytes` go to the next part. `moved_bytes` is what
+    everything but products reads and writes. `peak_bytes` is the most that forward or backward needs for a moment,
+    beside what is saved. `tp_bytes` are all-reduced over tp, in `tp_calls`, as much again in backward; `ep_bytes` are
+    exchanged over ep, there and back.
+    """
+
+    name: str
+    whole_parameters: int = 0
+    split_parameters: int = 0
+    expert_parameters: int = 0
+    frozen_parameters: int = 0
+    buffer_bytes: int = 0
+    matmul_flops: Amount = NOTHING
+    attention_flops: Amount = NOTHING
+    moved_bytes: Amount = NOTHING
+    saved_bytes: Amount = NOTHING
+    split_saved_bytes: Amount = NOTHING
+    attention_saved_bytes: Amount = NOTHING
+    output_bytes: Amount = NOTHING
+    peak_bytes: Amount = NOTHING
+    tp_bytes: Amount = NOTHING
+    tp_calls: int = 0
+    ep_bytes: Amount = NOTHING
+
+    @property
+    def parameters(self) -> int:
+        """Elements, undivided."""
+        return self.whole_parameters + self.split_parameters + self.expert_parameters
+
+    @property
+    def flops(self) -> Amount:
+        """Of products and of attention, of one forward."""
+        return self.matmul_flops + self.attention_flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeps:
+    """What an optimizer keeps and needs, in bytes for each trainable element.
+
+    `moment_bytes` is what a step needs for a moment. `whole_tensors`: its rule looks at whole tensors.
+    """
+
+    name: str
+    state_bytes: float
+    moment_bytes: float = 0.0
+    whole_tensors: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """A model and how it is trained, for the planner.
+
+    `blocks` are the chain that may be cut into stages; `tied` are elements of `last` that are those of `first` again.
+    `tp_sizes`, `cp_sizes`, `ep_sizes` are the sizes that the model can have beside 1; `refused` says of an axis or of
+    an option why the model can't have it. `precision` is what the amounts hold for.
+    """
+
+    name: str
+    first: Part
+    blocks: tuple[Part, ...]
+    last: Part
+    optimizer: Keeps
+    global_batch_size: int
+    length: int = 1
+    tied: int = 0
+    precision: str = "fp32"
+    element_bytes: int = 4
+    tp_sizes: tuple[int, ...] = ()
+    cp_sizes: tuple[int, ...] = ()
+    ep_sizes: tuple[int, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        """In the order of the forward."""
+        yield self.first
+        yield from self.blocks
+        yield self.last
+
+    @property
+    def parameters(self) -> int:
+        """Elements, each once."""
+        return sum(part.parameters for part in self.parts) - self.tied
+
+    def as_json(self) -> dict[str, Any]:
+        """For plan.json; `read_facts` reads it back."""
+        return asdict(self)
+
+
+def read_facts(found: Mapping[str, Any]) -> ModelFacts:
+    """What `as_json` wrote."""
+    own = dict(found)
+    for name in ("tp_sizes", "cp_sizes", "ep_sizes"):
+        own[name] = tuple(own[name])
+    own |= {name: _part(own[name]) for name in ("first", "last")}
+    own["blocks"] = tuple(map(_part, own["blocks"]))
+    own["optimizer"] = Keeps(**own["optimizer"])
+    return ModelFacts(**own)
+
+
+def _part(found: Mapping[str, Any]) -> Part:
+    return Part(**{name: Amount(**value) if isinstance(value, dict) else value for name, value in found.items()})
