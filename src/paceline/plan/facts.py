@@ -149,4 +149,5 @@ def read_facts(found: Mapping[str, Any]) -> ModelFacts:
 
 
 def _part(found: Mapping[str, Any]) -> Part:
-    return Part(**{name: Amount(**value) if isinstance(value, dict) else value for name, value in found.items()})
+    own: dict[str, Any] = {name: Amount(**value) if isinstance(value, dict) else value for name, value in found.items()}
+    return Part(**own)
