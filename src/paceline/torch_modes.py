@@ -4,6 +4,7 @@ Tried on torch 2.11 to 2.13: `TorchDispatchMode` and setting such modes aside; t
 resizing of storages, by which `fully_shard` lets gathered weights go.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = [
     "TorchDispatchMode",
     "WatchedOps",
     "group_size",
+    "on_cpu",
     "storage_resizes",
     "unseen",
     "written",
@@ -35,6 +37,11 @@ def unseen() -> Iterator[None]:
     """Hide operations of our own from dispatch modes, such as the one that pairs a forward with its second run."""
     with _disable_current_modes():
         yield
+
+
+def on_cpu(operation: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation that is written in Python does on a CPU, where a mode can see each of its own operations."""
+    return operation._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
 
 
 class SeededOps(TorchDispatchMode):
@@ -98,18 +105,31 @@ def group_size(asked: Any) -> int:
     return 1 if asked is None else int(asked.size())
 
 
+_RESIZES: dict[int, list[Callable[[torch.UntypedStorage], None]]] = {}
+_RESIZE = torch.UntypedStorage.resize_
+_LOCK = threading.Lock()
+
+
 @contextmanager
 def storage_resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Tell of every storage that is resized, which no dispatch mode sees."""
-    plain = torch.UntypedStorage.resize_
-
-    def resize(storage: torch.UntypedStorage, size: Any) -> Any:
-        result = plain(storage, size)
-        seen(storage)
-        return result
-
-    torch.UntypedStorage.resize_ = resize  # type: ignore[assignment]
+    """Tell of every storage that this thread resizes, which no dispatch mode sees."""
+    me = threading.get_ident()
+    with _LOCK:
+        _RESIZES.setdefault(me, []).append(seen)
+        torch.UntypedStorage.resize_ = _resize  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+        with _LOCK:
+            _RESIZES[me].remove(seen)
+            if not _RESIZES[me]:
+                del _RESIZES[me]
+            if not _RESIZES:
+                torch.UntypedStorage.resize_ = _RESIZE  # type: ignore[method-assign]
+
+
+def _resize(storage: torch.UntypedStorage, size: Any) -> Any:
+    result = _RESIZE(storage, size)
+    for seen in list(_RESIZES.get(threading.get_ident(), ())):
+        seen(storage)
+    return result

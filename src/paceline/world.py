@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,16 @@ class Entrance:
     session: str = "run"
 
 
+class Sending(Protocol):
+    """A message under way."""
+
+    def is_completed(self) -> bool:
+        """Whether it has left, or arrived."""
+
+    def wait(self) -> object:
+        """Until then."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class World:
     """The processes that train together. With one process nothing is sent and no group is made.
@@ -71,6 +81,8 @@ class World:
     entrance: Entrance | None = None
     store: TCPStore | None = field(default=None, repr=False, compare=False)
     parts: "dict[tuple[tuple[int, ...], ...], World]" = field(default_factory=dict, repr=False, compare=False)
+    is_imagined: bool = False
+    """Whether the other ranks are not there, and no number is: what is tried on values is not tried."""
 
     @staticmethod
     def alone(*, device: torch.device | None = None) -> "World":
@@ -162,6 +174,15 @@ class World:
         self.sends("all_to_all", source)
         return _waiting(dist.all_to_all_single(target, source, group=self.group, async_op=True))
 
+    def start_send(self, tensor: torch.Tensor, *, to: int, tag: int) -> "Sending":
+        """Start to send to one rank, which receives with the same tag; the tensor must stay as it is until it left."""
+        self.sends("send", tensor)
+        return _started(dist.isend(tensor, group=self.group, group_dst=to, tag=tag))
+
+    def start_receive(self, tensor: torch.Tensor, *, source: int, tag: int) -> "Sending":
+        """Start to fill a tensor with what one rank sends with this tag."""
+        return _started(dist.irecv(tensor, group=self.group, group_src=source, tag=tag))
+
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """Copy `source`'s tensor over everybody's, in place."""
         if self.group is not None:
@@ -234,10 +255,13 @@ def _device(device_type: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _waiting(work: dist.Work | None) -> Callable[[], object]:
+def _started(work: dist.Work | None) -> Sending:
     assert work is not None
-    wait: Callable[[], object] = work.wait
-    return wait
+    return work
+
+
+def _waiting(work: dist.Work | None) -> Callable[[], object]:
+    return _started(work).wait
 
 
 def _nothing() -> None:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from paceline.world import World
+from paceline.world import Sending, World
 
 HEAD_BYTES = ALIGNED_BYTES = 64
 _NOTHING = -1
@@ -53,7 +52,7 @@ class Wire:
         self._sent: dict[Edge, _Known] = {}
         self._heard: dict[Edge, _Known] = {}
         self._posted: dict[Edge, tuple[Tensor, Callable[[], object]]] = {}
-        self._leaving: list[tuple[Any, Tensor]] = []
+        self._leaving: list[tuple[Sending, Tensor]] = []
         self.sent_bytes = 0
 
     @property
@@ -136,16 +135,13 @@ class Wire:
 
     def _start(self, edge: Edge, buffer: Tensor) -> None:
         self._leaving = [(work, kept) for work, kept in self._leaving if not work.is_completed()]
-        self._world.sends("send", buffer)
-        work = dist.isend(buffer, group=self._world.group, group_dst=edge.peer, tag=self._first_tag + edge.tag)
+        work = self._world.start_send(buffer, to=edge.peer, tag=self._first_tag + edge.tag)
         self._leaving.append((work, buffer))
         self.sent_bytes += buffer.numel()
 
     def _post(self, edge: Edge, num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        work = dist.irecv(buffer, group=self._world.group, group_src=edge.peer, tag=self._first_tag + edge.tag)
-        assert work is not None
-        return buffer, work.wait
+        return buffer, self._world.start_receive(buffer, source=edge.peer, tag=self._first_tag + edge.tag).wait
 
 
 def _form(tensor: Tensor) -> list[Any]:

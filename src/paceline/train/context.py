@@ -38,7 +38,7 @@ def context_of(
         return None
     sequence = _sequence(job, example)
     lengths: Lengths | None = None
-    if can_be_tried(model):
+    if can_be_tried(model) and not worlds.every.is_imagined:
         tried = partial(
             check_context,
             sequence=sequence,
@@ -99,7 +99,7 @@ def try_experts(*, model: nn.Module, contract: LossContract, worlds: Worlds, exa
     Raises:
         LayoutError: they can't be spread, or what comes of it is something else.
     """
-    if worlds.ep.world_size > 1 and can_be_tried(model):
+    if worlds.ep.world_size > 1 and can_be_tried(model) and not worlds.every.is_imagined:
         check_experts(model=model, batches=[example.batch, example.batch], forward=contract.forward)
 
 

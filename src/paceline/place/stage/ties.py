@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.place.replicate import Reducer
@@ -86,12 +85,9 @@ def over(own: Tensor, *, ranks: Sequence[int], place: int, world: World) -> Tens
     """The sum of what these ranks have, in their order, so that all have the same bits. All of them call it."""
     parts = {rank: own if rank == world.rank else torch.empty_like(own) for rank in ranks}
     others, tag = [rank for rank in ranks if rank != world.rank], _TAG + place
-    for _ in others:
-        world.sends("send", own)
-    works = [dist.isend(own, group=world.group, group_dst=rank, tag=tag) for rank in others]
-    works += [dist.irecv(parts[rank], group=world.group, group_src=rank, tag=tag) for rank in others]
+    works = [world.start_send(own, to=rank, tag=tag) for rank in others]
+    works += [world.start_receive(parts[rank], source=rank, tag=tag) for rank in others]
     for work in works:
-        assert work is not None
         work.wait()
     total = parts[ranks[0]].clone()
     for rank in ranks[1:]:

@@ -1,0 +1,209 @@
+"""Running a model without its numbers: every tensor has its true shape and place in memory, and nothing is computed.
+
+Results are memory that is asked for and never written, so that the system never has to give it: a step of a model of
+any size takes some seconds and little memory. Integers and booleans, and what is small and known, keep their values,
+so that code which branches on them goes its usual way. What would have depended on a number that is not there is
+settled in its favour: a loss is one, everything is finite, experts get equally many tokens.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from paceline.measure.without import ANSWERS, choose, shaped
+from paceline.torch_modes import DispatchMode, on_cpu, unseen, written
+
+SMALL = 1 << 12
+_META = torch.device("meta")
+_VIEWS = {"aten::detach", "aten::alias", "aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
+_PASSED = ("c10d::", "profiler::", "prim::")
+_Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+class Emptied:
+    """Memory whose numbers are not there, whichever thread has asked for it."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether the tensor's numbers are not there."""
+        return id(tensor.untyped_storage()) in self._storages
+
+    def add(self, tensor: Tensor) -> None:
+        """From here on they are not."""
+        storage = tensor.untyped_storage()
+        place = id(storage)
+        if place not in self._storages:
+            self._storages[place] = weakref.ref(storage, lambda _: self._storages.pop(place, None))
+
+
+class Hollow(DispatchMode):
+    """Operations of this thread give tensors without numbers while it is on; `see` hears of each, as it ran.
+
+    Threads that hand tensors to each other share the `emptied`.
+    """
+
+    def __init__(
+        self, *, emptied: Emptied | None = None, see: Callable[[Any, Any, Any, Any], None] | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._see = see
+        self._emptied = emptied or Emptied()
+        self.holds = True
+        """What comparisons of numbers that are not there come to; not while a model is built."""
+        self._known: dict[Any, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Give what the operation would have given, without its numbers."""
+        if any(hasattr(kind, "to_local") for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        result = self._run(func, args, kwargs)
+        if self._see is not None:
+            self._see(func, args, kwargs, result)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = list(_tensors((args, kwargs)))
+        hollow = any(self._emptied.has(tensor) for tensor in given)
+        name = func._schema.name
+        if _is_on_meta(given, kwargs):
+            return func(*args, **kwargs)
+        if _is_view(func) or name.startswith(_PASSED):
+            result = func(*args, **kwargs)
+            for tensor in _tensors(result) if hollow else ():
+                self._emptied.add(tensor)
+            return result
+        if name.startswith("fsdp::"):  # written in Python: what it does is seen operation by operation
+            with self:
+                return on_cpu(func, args, kwargs)
+        if hollow and name in ANSWERS:
+            return ANSWERS[name](func, args, kwargs)
+        targets = written(func, args, kwargs)
+        if not hollow and not self._is_large(func, args, kwargs, given, targets):
+            return func(*args, **kwargs)
+        if targets:
+            return self._wrote(func, args, kwargs, targets)
+        return self._made(func, args, kwargs)
+
+    def _is_large(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
+        """Whether it computes more floating-point numbers than are worth it."""
+        if targets:
+            return any(t.is_floating_point() and t.numel() > SMALL for t in targets)
+        if given:
+            return any(t.is_floating_point() and t.numel() > SMALL for t in given)
+        size = next((arg for arg in args if isinstance(arg, list | tuple | torch.Size)), ())
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        return dtype.is_floating_point and all(isinstance(n, int) for n in size) and math.prod(size) > SMALL
+
+    def _wrote(self, func: Any, args: Any, kwargs: Any, targets: Sequence[Tensor]) -> Any:
+        for tensor in targets:
+            if tensor.is_floating_point() or tensor.is_complex():
+                self._emptied.add(tensor)
+            elif tensor.dtype is not torch.uint8 or tensor.numel() <= SMALL:
+                choose(func, tensor, args, holds=self.holds)
+        if func._schema.name in ("aten::resize_", "aten::set_"):
+            return func(*args, **kwargs)
+        given = targets if len(func._schema.returns) > 1 else targets[0]
+        return given if func._schema.returns else None
+
+    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = _without_masks(func, args), dict(kwargs)
+        key = (func, _key(args), _key(tuple(sorted(kwargs.items(), key=lambda item: item[0]))))
+        if key not in self._known:
+            self._known[key] = _forms(self._shaped(func, args, kwargs))
+        return self._given(func, args, self._known[key])
+
+    def _shaped(self, func: Any, args: Any, kwargs: Any) -> Any:
+        on_meta = {**kwargs, "device": _META} if any(a.name == "device" for a in func._schema.arguments) else kwargs
+        with unseen():
+            return shaped(func, _mapped(args, _as_meta), _mapped(on_meta, _as_meta))
+
+    def _given(self, func: Any, args: Any, forms: Any) -> Any:
+        def make(form: _Form) -> Tensor:
+            shape, stride, dtype = form
+            tensor = torch.empty_strided(shape, stride, dtype=dtype)
+            if dtype.is_floating_point or dtype.is_complex:
+                self._emptied.add(tensor)
+            else:
+                choose(func, tensor, args, holds=self.holds)
+            return tensor
+
+        return _rebuilt(forms, make)
+
+
+def _is_on_meta(given: Sequence[Tensor], kwargs: Any) -> bool:
+    """Whether it has no memory by itself."""
+    return any(tensor.is_meta for tensor in given) or torch.device(kwargs.get("device") or "cpu").type == "meta"
+
+
+def _is_view(func: Any) -> bool:
+    """Whether its results are the memory that it was given."""
+    schema = func._schema
+    if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+        return False
+    return any(r.alias_info is not None for r in schema.returns) or schema.name in _VIEWS
+
+
+def _without_masks(func: Any, args: Any) -> Any:
+    """Positions in the place of masks: how many there are depends on values that are known here, not without memory."""
+    if func._schema.name not in ("aten::index", "aten::index_put") or len(args) < 2:
+        return args
+    found: list[Any] = []
+    for index in args[1]:
+        if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+            found += index.nonzero().unbind(1)
+        else:
+            found.append(index)
+    return (args[0], found, *args[2:])
+
+
+def _as_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(part, change) for part in value) if type(value) in (list, tuple) else value
+    if isinstance(value, dict):
+        return {name: _mapped(part, change) for name, part in value.items()}
+    return value
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (value.shape, value.stride(), value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(_key(part) for part in value)
+    return (type(value), str(value)) if isinstance(value, torch.Generator) else (type(value), value)
+
+
+def _forms(value: Any) -> Any:
+    """What it takes to make the tensors of a result again."""
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), tuple(value.stride()), value.dtype)
+    return [_forms(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _rebuilt(forms: Any, make: Callable[[_Form], Tensor]) -> Any:
+    if isinstance(forms, tuple):
+        return make(forms)
+    return tuple(_rebuilt(form, make) for form in forms) if isinstance(forms, list) else forms

@@ -1,0 +1,196 @@
+"""Ranks that are not there: one process stands for all, so that a step of thousands of ranks can be looked at.
+
+Along every axis but the pipeline's this rank is the first, and the others say what it says. The stages of a pipeline
+do different things: each is a thread, and they meet for real.
+"""
+
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.measure.hollow import Emptied
+from paceline.place.meeting import Meeting
+from paceline.plan.mesh import Mesh
+from paceline.torch_modes import unseen
+from paceline.world import Op, World
+
+_COPIED_BYTES = 1 << 16  # of a message: what describes it is there, the numbers of what it brings are not
+_TIMEOUT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What the stages of one imagined run have in common."""
+
+    mesh: Mesh
+    emptied: Emptied = field(default_factory=Emptied)
+    meetings: dict[tuple[int, ...], Meeting] = field(default_factory=dict)
+    queues: "dict[tuple[Any, ...], SimpleQueue[_Message]]" = field(default_factory=lambda: defaultdict(SimpleQueue))
+    groups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def in_stage(self) -> int:
+        """Ranks of each stage."""
+        return self.mesh.ranks // self.mesh.pp
+
+    def world(self, stage: int, *, backend: str) -> "ImaginedWorld":
+        """Everybody, as the first rank of a stage sees it."""
+        ranks = self.mesh.ranks
+        return ImaginedWorld(
+            rank=stage * self.in_stage,
+            world_size=ranks,
+            backend=backend if ranks > 1 else "none",
+            group=self.group(ranks),
+            is_imagined=True,
+            scene=self,
+            stages=tuple(range(self.mesh.pp)),
+            stage=stage,
+        )
+
+    def group(self, size: int) -> dist.ProcessGroup | None:
+        """A group in which nothing arrives."""
+        if size == 1:
+            return None
+        with self.lock:
+            if size not in self.groups:
+                self.groups[size] = dist.new_group(list(range(size)))
+            return self.groups[size]
+
+    def meeting(self, stages: tuple[int, ...]) -> Meeting:
+        """Where these stages speak with each other."""
+        with self.lock:
+            if stages not in self.meetings:
+                self.meetings[stages] = Meeting(replicas=len(stages), timeout_seconds=_TIMEOUT_SECONDS)
+            return self.meetings[stages]
+
+    def leave(self) -> None:
+        """One stage has failed: let no other wait for it."""
+        with self.lock:
+            for meeting in self.meetings.values():
+                meeting.leave()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImaginedWorld(World):
+    """Ranks of which this one alone is there, and where it has `stages`, one of each."""
+
+    scene: Scene = field(repr=False)
+    stages: tuple[int, ...] = (0,)
+    stage: int = 0
+
+    def part(self, groups: Sequence[Sequence[int]]) -> World:
+        """As `World.part`: the group that this rank stands in, as many ranks of each stage."""
+        mine = next(list(ranks) for ranks in groups if self.rank in ranks)
+        if len(mine) == self.world_size:
+            return self
+        stages = tuple(sorted({rank // self.scene.in_stage for rank in mine}))
+        group = self.scene.group(len(mine))
+        return replace(self, rank=mine.index(self.rank), world_size=len(mine), group=group, stages=stages, parts={})
+
+    def all_reduce(self, tensor: Tensor, *, op: Op = "sum") -> Tensor:
+        """The others have the same, but other stages what they have."""
+        if self.group is not None:
+            super().all_reduce(tensor, op=op)
+            self._reduced(tensor, op)
+        return tensor
+
+    def start_all_reduce(self, tensor: Tensor, *, op: Op = "sum") -> Callable[[], object]:
+        """The same; it is done at once."""
+        if self.group is not None:
+            super().start_all_reduce(tensor, op=op)()
+            self._reduced(tensor, op)
+        return _nothing
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
+        """The others have the same."""
+        if self.group is not None and len(self.stages) > 1:
+            values = self._exchange(tensor)
+            tensor.copy_(values[self._place(source)])
+        return super().broadcast(tensor, source=source)
+
+    def start_send(self, tensor: Tensor, *, to: int, tag: int) -> "_Message":
+        """To another stage."""
+        self.sends("send", tensor)
+        message = _Message(tensor=tensor, tells=self.backend != "gloo")
+        self.scene.queues[self.stage, self.stages[to], tag].put(message)
+        return message
+
+    def start_receive(self, tensor: Tensor, *, source: int, tag: int) -> "_Arrival":
+        """From another stage."""
+        queue = self.scene.queues[self.stages[source], self.stage, tag]
+
+        def wait() -> None:
+            message = queue.get(timeout=_TIMEOUT_SECONDS)
+            sent = message.tensor
+            with unseen(), torch.no_grad():
+                tensor.view(-1)[:_COPIED_BYTES].copy_(sent.reshape(-1)[:_COPIED_BYTES])
+            if self.scene.emptied.has(sent):
+                self.scene.emptied.add(tensor)
+            message.arrived.set()
+
+        return _Arrival(wait)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Everybody's value: what this rank says, the others say."""
+        if self.group is None:
+            return [value]
+        each = self._exchange(value) if len(self.stages) > 1 else [value]
+        copies = self.world_size // len(each)
+        return [json.loads(json.dumps(one)) for one in each for _ in range(copies)]
+
+    def share_json(self, value: Any, *, source: int = 0) -> Any:
+        """What the source's stage says."""
+        each = self._exchange(value) if self.group is not None and len(self.stages) > 1 else [value]
+        return each[self._place(source)] if len(each) > 1 else value
+
+    def _place(self, rank: int) -> int:
+        return rank // (self.world_size // len(self.stages))
+
+    def _reduced(self, tensor: Tensor, op: Op) -> None:
+        if len(self.stages) > 1:
+            values = self._exchange(tensor.clone())
+            tensor.copy_(values[0])
+            for value in values[1:]:
+                tensor.add_(value) if op == "sum" else tensor.copy_(getattr(torch, f"{op}imum")(tensor, value))
+        if op == "sum":
+            tensor.mul_(self.world_size // len(self.stages))
+
+    def _exchange(self, value: Any) -> list[Any]:
+        place = self.stages.index(self.stage)
+        return self.scene.meeting(self.stages).post(value, replica=place)()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Message:
+    """On its way until the other stage has taken it; gloo does not tell so before it is waited for."""
+
+    tensor: Tensor
+    tells: bool
+    arrived: threading.Event = field(default_factory=threading.Event)
+
+    def is_completed(self) -> bool:
+        return self.tells and self.arrived.is_set()
+
+    def wait(self) -> object:
+        return self.arrived.wait(_TIMEOUT_SECONDS)
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    wait: Callable[[], object]
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,125 @@
+"""A run's own step, placed as it would be, on memory without numbers and ranks that are not there: what it holds."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from paceline.errors import PacelineError
+from paceline.feed.feed import make_feed
+from paceline.feed.types import Cut
+from paceline.job import Job
+from paceline.measure.held import Held, Watch, held_now
+from paceline.measure.hollow import Hollow
+from paceline.measure.sent import Sent
+from paceline.order.cursor import Cursor
+from paceline.plan.settle import Plan
+from paceline.spec.settings import Settings
+from paceline.streams import preserved
+from paceline.train.built import build
+from paceline.train.imagined import Scene
+
+_MOST_MICRO = 2  # beside the stages of a pipeline: from the second one on all are alike
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """Of one stage: what lies between steps, the most at once and what that was, and what backward began with."""
+
+    between: Held
+    peak: Held
+    kept_bytes: int
+    sent: dict[str, Any]
+
+
+def replay(job: Job, settings: Settings, plan: Plan) -> list[Replayed]:
+    """Two steps of every stage, the second one under watch.
+
+    Raises:
+        PacelineError: what the run itself would refuse.
+    """
+    plan = _shortened(plan)
+    scene = Scene(mesh=plan.mesh)
+    with _imagined(plan.mesh.ranks), preserved():
+        if plan.mesh.pp == 1:
+            return [_stage(job, settings, plan, scene, 0)]
+        return _together(job, settings, plan, scene)
+
+
+def _together(job: Job, settings: Settings, plan: Plan, scene: Scene) -> list[Replayed]:
+    found: dict[int, Replayed | BaseException] = {}
+
+    def run(stage: int) -> None:
+        try:
+            found[stage] = _stage(job, settings, plan, scene, stage)
+        except BaseException as error:
+            found[stage] = error
+            scene.leave()
+
+    threads = [threading.Thread(target=run, args=(stage,), daemon=True) for stage in range(plan.mesh.pp)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [found[stage] for stage in sorted(found) if isinstance(found[stage], BaseException)]
+    first = next((error for error in errors if isinstance(error, PacelineError)), next(iter(errors), None))
+    if isinstance(first, BaseException):
+        raise first
+    return [one for stage in sorted(found) if isinstance(one := found[stage], Replayed)]
+
+
+def _stage(job: Job, settings: Settings, plan: Plan, scene: Scene, stage: int) -> Replayed:
+    world = scene.world(stage, backend=plan.backend)
+    hollow = Hollow(emptied=scene.emptied)
+    with hollow:
+        hollow.holds = False
+        built = build(job=job, settings=settings, plan=plan, world=world)
+        hollow.holds = True
+        feed = make_feed(
+            data=job.train_data,
+            collate=job.collate,
+            order=job.order,
+            seed=settings.seed,
+            cut=Cut(
+                global_batch_size=plan.global_batch_size,
+                micro_batch_size=plan.micro_batch_size,
+                replicas=plan.replicas,
+            ),
+            cursor=Cursor(),
+        )
+        given = iter(feed)
+        shares = [member.parameter for member in built.named]
+        optimizers = built.update.optimizers
+        built.step.run(next(given))
+        second = next(given)
+        with Sent() as sent, Watch(model=built.model, optimizers=optimizers, shares=shares) as watch:
+            built.step.run(second)
+        between = held_now(model=built.model, optimizers=optimizers, shares=shares)
+        built.close()
+    return Replayed(between=between, peak=watch.peak, kept_bytes=watch.kept_bytes, sent=sent.as_json())
+
+
+def _shortened(plan: Plan) -> Plan:
+    """The same with fewer microbatches, where more of them hold nothing more."""
+    if plan.mesh.pp > 1:
+        return plan
+    rounds = min(_MOST_MICRO, -(-plan.num_micro // plan.replicas))
+    num_micro = rounds * plan.replicas
+    return replace(plan, num_micro=num_micro, global_batch_size=num_micro * plan.micro_batch_size)
+
+
+@contextmanager
+def _imagined(ranks: int) -> Iterator[None]:
+    """A default group of so many ranks, of which this is the first."""
+    if ranks == 1:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
