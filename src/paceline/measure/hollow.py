@@ -74,6 +74,8 @@ class Hollow(DispatchMode):
         name = func._schema.name
         if _is_on_meta(given, kwargs):
             return func(*args, **kwargs)
+        if name.startswith("c10d::") and hollow:
+            return self._told(func, args, kwargs)
         if _is_view(func) or name.startswith(_PASSED):
             result = func(*args, **kwargs)
             for tensor in _tensors(result) if hollow else ():
@@ -90,6 +92,14 @@ class Hollow(DispatchMode):
         if targets:
             return self._wrote(func, args, kwargs, targets)
         return self._made(func, args, kwargs)
+
+    def _told(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A collective of nothing in its place; what it gives comes first among what it is given."""
+        nothing = _mapped(args, lambda tensor: tensor.new_empty(0))
+        result = func(*nothing, **kwargs)
+        for tensor in _tensors(args[0]):
+            self._emptied.add(tensor)
+        return (args[0], *result[1:]) if isinstance(result, tuple) else result
 
     def _is_large(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
         """Whether it computes more floating-point numbers than are worth it."""

@@ -180,8 +180,8 @@ class _Message:
     def is_completed(self) -> bool:
         return self.tells and self.arrived.is_set()
 
-    def wait(self) -> object:
-        return self.arrived.wait(_TIMEOUT_SECONDS)
+    def wait(self) -> None:
+        """It has been handed over."""
 
 
 @dataclass(frozen=True)
