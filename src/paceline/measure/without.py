@@ -71,8 +71,10 @@ _FEW, _MORE, _PAGE = 8, 24, 4096
 def _recurrent(func: Any, args: Any, kwargs: Any) -> Any:
     """Its workspace is left out without memory: found on few positions, since it grows by the same with each."""
     inputs, rest = args[0], args[1:]
-    output, hidden, cell, _ = func(*args, **kwargs)
+    output, hidden, cell, kept = func(*args, **kwargs)
     positions = inputs.shape[0]
+    if not args[-1]:  # without gradients nothing is kept
+        return output, hidden, cell, kept
 
     def workspace(length: int) -> int:
         real = [_real(inputs[:length]), *(_real(arg) if isinstance(arg, Tensor) else arg for arg in rest)]

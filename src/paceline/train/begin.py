@@ -76,7 +76,9 @@ def begin(build: Build, *, seed: int, limit_bytes: int, worlds: Worlds, stored: 
     Raises:
         JobError, UsageError, DesyncError: no model, one that can't be had so, or another one on other ranks.
     """
-    if worlds.every.is_imagined or not holds_parts(worlds.mesh):
+    if worlds.every.is_imagined:
+        return Begun(model=build())
+    if not holds_parts(worlds.mesh):
         return _whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored)
     model = _built(build, most=min(SMALL_BYTES, limit_bytes))
     if model is not None and tensor_bytes(model) > limit_bytes:

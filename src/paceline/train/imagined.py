@@ -23,7 +23,7 @@ from paceline.torch_modes import unseen
 from paceline.world import Op, World
 
 _COPIED_BYTES = 1 << 16  # of a message: what describes it is there, the numbers of what it brings are not
-_TIMEOUT_SECONDS = 120.0
+_TIMEOUT_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
