@@ -1,6 +1,6 @@
 """Walk through a program as its runtime would: each rank in order, sends posted, receives waited for."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,24 +32,26 @@ class Costs:
     def seconds(self, action: Action) -> float:
         """Of a compute."""
         if action.op is Op.FORWARD:
-            return _at(self.forward, action.stage)
+            return of_stage(self.forward, action.stage)
         if action.op is Op.BACKWARD and self.backward is not None:
-            return _at(self.backward, action.stage)
+            return of_stage(self.backward, action.stage)
         alone = {Op.INPUT: self.input, Op.WEIGHT: self.weight, Op.UPDATE: self.update}
         parts = (alone[action.op],) if action.op in alone else (self.input, self.weight)
-        return sum(_at(part, action.stage) for part in parts)
+        return sum(of_stage(part, action.stage) for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Followed:
     """How it went: of each action, in the order they were done, (rank, place in its line, start, stop).
 
-    `reached[rank]` is the first action that was not done, past the end where all were.
+    `reached[rank]` is the first action that was not done, past the end where all were; `ends[rank]` is when it got
+    there.
     """
 
     program: Program
     done: tuple[Done, ...]
     reached: tuple[int, ...]
+    ends: tuple[float, ...]
 
     @property
     def is_whole(self) -> bool:
@@ -70,7 +72,7 @@ def follow(program: Program, *, costs: Costs) -> Followed:
     walk = _Walk(program, costs)
     while walk.goes_on():
         pass
-    return Followed(program=program, done=tuple(walk.done), reached=tuple(walk.reached))
+    return Followed(program=program, done=tuple(walk.done), reached=tuple(walk.reached), ends=tuple(walk.now))
 
 
 class _Walk:
@@ -82,6 +84,7 @@ class _Walk:
         self.done: list[Done] = []
         self.reached = [0] * program.num_ranks
         self.now = [0.0] * program.num_ranks
+        self.ready, self.transfer = _lookup(costs.ready), _lookup(costs.transfer)
         self.seconds: dict[tuple[Op, int], float] = {}
         self.arrives: dict[_Key, float] = {}
         self.link_is_free: dict[tuple[int, int | None], float] = {}
@@ -107,7 +110,7 @@ class _Walk:
                     break
                 now = max(now, arrival)
             else:
-                start = max(now, _at(self.costs.ready, action.stage))
+                start = max(now, self.ready(action.stage))
                 now = start + self._seconds(action)
             done.append((rank, place, start, now))
             place += 1
@@ -117,7 +120,7 @@ class _Walk:
         peer, forward = action.peer, action.op is _SEND_F
         border = action.stage if forward else action.stage - 1
         link = (rank, peer)
-        leaves = max(now, self.link_is_free.get(link, 0.0)) + _at(self.costs.transfer, border)
+        leaves = max(now, self.link_is_free.get(link, 0.0)) + self.transfer(border)
         self.link_is_free[link] = leaves
         if peer is not None:
             self.arrives[peer, rank, forward, action.stage, action.microbatch] = leaves + self.costs.latency
@@ -133,5 +136,10 @@ class _Walk:
 _SEND_F, _SEND_B, _RECV_F, _RECV_B = Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B
 
 
-def _at(value: PerStage, stage: int) -> float:
+def _lookup(value: PerStage) -> Callable[[int], float]:
+    return value.__getitem__ if isinstance(value, Sequence) else lambda _: value
+
+
+def of_stage(value: PerStage, stage: int) -> float:
+    """What holds for a stage."""
     return value[stage] if isinstance(value, Sequence) else value
