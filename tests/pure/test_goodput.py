@@ -7,18 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.plan.goodput import (
-    DAY_SECONDS,
-    Failing,
-    Hazard,
-    best_interval,
-    by_chance,
-    daly,
-    goodput,
-    in_steps,
-    together,
-    young,
-)
+from paceline.plan.goodput import DAY_SECONDS, Failing, Hazard, by_chance, goodput, together
+from paceline.plan.interval import best_interval, daly, in_steps, young
 
 many = settings(max_examples=200, deadline=None)
 
@@ -145,6 +135,16 @@ def test_whole_steps() -> None:
     assert in_steps(hazard=slow, step_seconds=300) == 4, "the write has to be done"
     with pytest.raises(UsageError, match="nothing ever fails"):
         in_steps(hazard=Hazard(mean_seconds=inf, stall_seconds=1), step_seconds=1)
+
+
+@many
+@given(hazard=hazards(), step=st.floats(1e-3, 1e3))
+def test_no_other_number_of_steps_is_better(hazard: Hazard, step: float) -> None:
+    steps = in_steps(hazard=hazard, step_seconds=step)
+    here = useful(hazard, steps * step)
+    for other in (steps - 1, steps + 1, 2 * steps):
+        if other and other * step >= hazard.write_seconds:
+            assert here >= useful(hazard, other * step) * (1 - 1e-9)
 
 
 def test_rates_of_parts_add_up() -> None:

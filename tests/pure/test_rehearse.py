@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from paceline.errors import PacelineError, UsageError
 from paceline.plan import rehearse as module
 from paceline.plan.collectives import Collective, When
-from paceline.plan.goodput import DAY_SECONDS, Hazard, best_interval, goodput
+from paceline.plan.goodput import DAY_SECONDS, Hazard, goodput
+from paceline.plan.interval import best_interval
 from paceline.plan.rehearse import Rehearsal, SlowRank, rehearse
 from paceline.schedule import SCHEDULES, Costs, Program, ScheduleError, build, draw, forward_only, simulate
 from paceline.schedule.theory import Case, bubble_of
