@@ -1,5 +1,6 @@
 """Goodput under failures: the exact form against chance, the best interval against trying, the papers' against both."""
 
+from dataclasses import replace
 from math import inf, sqrt
 
 import pytest
@@ -10,12 +11,13 @@ from paceline.errors import UsageError
 from paceline.plan.goodput import DAY_SECONDS, Failing, Hazard, by_chance, goodput, together
 from paceline.plan.interval import best_interval, daly, in_steps, young
 
+MEANS = st.floats(10, 1e7)
 many = settings(max_examples=200, deadline=None)
 
 
 @st.composite
 def hazards(draw: st.DrawFn) -> Hazard:
-    mean = draw(st.floats(10, 1e7))
+    mean = draw(MEANS)
     return Hazard(
         mean_seconds=mean,
         stall_seconds=draw(st.floats(1e-6, 1)) * mean,
@@ -96,6 +98,37 @@ def test_less_trouble_is_never_worse(hazard: Hazard, share: float, factor: float
     assert useful(Hazard(**of | {"mean_seconds": factor * of["mean_seconds"]}), interval) > now
     for name in ("stall_seconds", "restart_seconds", "write_seconds"):
         assert useful(Hazard(**of | {name: factor * of[name]}), interval) <= now
+
+
+@many
+@given(hazard=hazards(), factor=st.floats(1.01, 10))
+def test_dearer_checkpoints_and_calmer_machines_want_them_further_apart(hazard: Hazard, factor: float) -> None:
+    plain = replace(hazard, write_seconds=0.0)
+    best = best_interval(hazard=plain)
+    assert best_interval(hazard=replace(plain, stall_seconds=factor * plain.stall_seconds)) > best
+    assert best_interval(hazard=replace(plain, mean_seconds=factor * plain.mean_seconds)) > best
+    assert best_interval(hazard=replace(plain, restart_seconds=factor * plain.restart_seconds)) == best
+    assert best < plain.mean_seconds * (1 + 1e-12), "never longer than what lies between two failures"
+
+
+@many
+@given(hazard=hazards(), share=st.floats(0.01, 3), scale=st.floats(1e-3, 1e3))
+def test_the_clock_does_not_matter(hazard: Hazard, share: float, scale: float) -> None:
+    """Hours for seconds everywhere change no fraction."""
+    interval = max(share * hazard.mean_seconds, 1.001 * hazard.write_seconds)
+    of = ("mean_seconds", "stall_seconds", "restart_seconds", "write_seconds")
+    other = Hazard(**{name: scale * getattr(hazard, name) for name in of})
+    assert useful(other, scale * interval) == pytest.approx(useful(hazard, interval), rel=1e-9)
+    assert best_interval(hazard=other) == pytest.approx(scale * best_interval(hazard=hazard), rel=1e-9)
+
+
+@many
+@given(counts=st.lists(st.tuples(st.integers(0, 10_000), MEANS), max_size=5), more=st.integers(1, 1000), mean=MEANS)
+def test_more_parts_fail_more_often_in_any_order(counts: list[tuple[int, float]], more: int, mean: float) -> None:
+    parts = [Failing(name=f"part {n}", count=count, mean_seconds=each) for n, (count, each) in enumerate(counts)]
+    alone = together(parts)
+    assert together(parts[::-1]) == pytest.approx(alone)
+    assert together([*parts, Failing(name="more", count=more, mean_seconds=mean)]) < alone
 
 
 def test_the_papers_approximations_lie_where_they_are_said_to() -> None:

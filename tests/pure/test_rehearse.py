@@ -175,6 +175,43 @@ def test_a_slower_rank_is_never_faster_and_any_replica_does(
     assert step(1.5, 0) == step(1.5, 3) == step(1.5, 0, 2, 1, 3)
 
 
+@many
+@given(program=programs(), costs=times(), collectives=exchanges(), scale=st.sampled_from([0.25, 2.0, 8.0]))
+def test_the_clock_does_not_matter(program: Program, costs: Costs, collectives: list[Collective], scale: float) -> None:
+    def times_scale(value: object) -> float:
+        assert isinstance(value, float)
+        return scale * value
+
+    names = ("forward", "input", "weight", "transfer", "latency")
+    slower = replace(costs, **{name: times_scale(getattr(costs, name)) for name in names})
+    longer = [replace(c, seconds=times_scale(c.seconds)) for c in collectives]
+    before = rehearse(program, costs=costs, collectives=collectives, update_seconds=0.5)
+    after = rehearse(program, costs=slower, collectives=longer, update_seconds=0.5 * scale)
+    assert after.step_seconds == pytest.approx(scale * before.step_seconds)
+    assert (after.bubble, after.exposed) == pytest.approx((before.bubble, before.exposed), abs=1e-12)
+
+
+@many
+@given(program=programs(), costs=times(), collectives=exchanges(), replicas=st.integers(1, 10_000))
+def test_replicas_and_the_update_add_what_they_are(
+    program: Program, costs: Costs, collectives: list[Collective], replicas: int
+) -> None:
+    one = rehearse(program, costs=costs, collectives=collectives)
+    found = rehearse(program, costs=costs, collectives=collectives, replicas=replicas, update_seconds=0.75)
+    assert found.step_seconds == pytest.approx(one.step_seconds + 0.75)
+    assert found.ranks == replicas * one.ranks
+
+
+@many
+@given(ranks=RANKS, micro=MICRO, more=st.integers(1, 12), costs=times())
+def test_more_microbatches_take_longer_and_leave_less_bubble(ranks: int, micro: int, more: int, costs: Costs) -> None:
+    few, many_more = (rehearse(build("1f1b", ranks=ranks, micro=m), costs=costs) for m in (micro, micro + more))
+    assert many_more.step_seconds > few.step_seconds
+    alone = replace(costs, transfer=0.0, latency=0.0)
+    few, many_more = (rehearse(build("1f1b", ranks=ranks, micro=m), costs=alone) for m in (micro, micro + more))
+    assert many_more.bubble <= few.bubble + 1e-12
+
+
 def test_one_slow_rank_holds_up_a_long_pipeline_by_its_own_time() -> None:
     """Each of many microbatches takes 0.2 × 3 s longer; a little of that fits where the rank has to wait anyway."""
     program = build("1f1b", ranks=4, micro=100)
