@@ -228,3 +228,24 @@ def test_the_bubble_is_that_of_a_timeline_moved_in_time() -> None:
     timeline = simulate(build("1f1b", ranks=4, micro=8))
     moved = replace(timeline, spans=tuple(replace(s, start=s.start + 5, stop=s.stop + 5) for s in timeline.spans))
     assert moved.bubble == timeline.bubble and moved.makespan == timeline.makespan
+
+
+def test_a_stage_that_is_ready_late() -> None:
+    """By hand: the first stage may begin at 2, the second at 5; a forward takes 1 and a backward 2."""
+    timeline = simulate(build("gpipe", ranks=2, micro=2), costs=Costs(ready=[2.0, 5.0]))
+    times = {str(s.action): (s.start, s.stop) for s in timeline.computes}
+    assert times["F0.0"] == (2, 3) and times["F0.1"] == (3, 4)
+    assert times["F1.0"] == (5, 6) and times["F1.1"] == (6, 7) and times["B1.1"] == (9, 11)
+    assert timeline.start == 2 and timeline.makespan == 11
+
+
+@many
+@given(ranks=RANKS, micro=MICRO, late=st.lists(SECONDS, min_size=8, max_size=8))
+def test_ready_at_once_changes_no_bit_and_late_is_never_earlier(ranks: int, micro: int, late: list[float]) -> None:
+    program = build("1f1b", ranks=ranks, micro=micro)
+    costs = Costs(forward=0.3, backward=0.7, transfer=0.11, latency=0.01)
+    plain = simulate(program, costs=costs)
+    assert simulate(program, costs=replace(costs, ready=[0.0] * ranks)) == plain
+    held = simulate(program, costs=replace(costs, ready=late))
+    ends = {span.action: span.stop for span in plain.spans}
+    assert all(span.stop >= ends[span.action] for span in held.spans)

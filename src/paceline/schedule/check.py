@@ -21,7 +21,7 @@ def check(program: Program) -> Program:
         faults.sort(key=lambda found: (found.severity, not found.action.op.is_compute))
         raise ScheduleError(program, faults[0], more=len(faults) - 1)
     followed = follow(program, costs=Costs())
-    if any(reached < len(row) for reached, row in zip(followed.reached, program.actions, strict=True)):
+    if not followed.is_whole:
         raise ScheduleError(program, _deadlock(program, followed))
     return program
 
