@@ -117,7 +117,7 @@ def gpt2(
 
 
 def bert(
-    width: int = 256, depth: int = 4, length: int = 128, vocabulary: int = 4096, heads: int = 8, dropout: float = 0.1,
+    width: int = 256, depth: int = 4, length: int = 128, vocabulary: int = 1024, heads: int = 8, dropout: float = 0.1,
     optimizer: str = "adamw", clip: bool = True,
 ) -> pl.Job:  # fmt: skip
     """An encoder that guesses masked tokens; every third is one."""
@@ -227,7 +227,7 @@ def mlp(given: int = 256, width: int = 1024, depth: int = 6, optimizer: str = "a
 
 
 def nano(
-    width: int = 256, depth: int = 4, length: int = 128, vocabulary: int = 4096, heads: int = 8, dropout: float = 0.1,
+    width: int = 256, depth: int = 4, length: int = 128, vocabulary: int = 1024, heads: int = 8, dropout: float = 0.1,
     optimizer: str = "adamw", clip: bool = True,
 ) -> pl.Job:  # fmt: skip
     """A GPT of a few plain modules, tied."""

@@ -1,4 +1,13 @@
-"""One setting in a run of its own: a job, a layout, ranks, a batch; a row for each rank."""
+"""One setting in a run of its own: a job, a layout, ranks, a batch; a row for each rank.
+
+A row says what was asked (`name`, `family`, `layout`, `ranks`, `global_batch`, `micro_batch`, `precision`, `threads`,
+`update`: which optimizer, `job`: its parameters), whose it is (`rank`), and in bytes:
+
+- `parameters`, `gradients`, `optimizer`, `buffers`: elements that lie on this rank between two steps, exact;
+- `live_before`, `peak_live`, `live_after`: the allocator's sum before, at most during and after two steps; `peaks` of
+  each. `phase` and `inside` say what ran at the peak; `unseen` how many bytes moved in other threads;
+- `rss_base`, `rss_before`, `rss_peak`: resident with the job's libraries but no model, between two steps, at most.
+"""
 
 import os
 import tempfile

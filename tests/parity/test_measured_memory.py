@@ -9,6 +9,7 @@ import pytest
 import torch
 from benchmarks.memory.allocator import Event, count_all_threads, replay, watch
 from benchmarks.memory.measured import Setting, measure
+from benchmarks.memory.resident import forget_most, resident_most, resident_now
 from benchmarks.memory.settings import settings
 from torch import Tensor, nn
 
@@ -142,6 +143,41 @@ def test_two_runs_of_one_setting_hold_the_same() -> None:
         assert 0 <= row["live_before"] - between < 200_000  # the batch that the loop still has, what DDP keeps
         assert row["peak_live"] == other["peak_live"] > row["live_before"]
         assert row["rss_peak"] >= row["rss_before"] > row["peak_live"]
+
+
+def test_the_kernels_most_can_begin_anew() -> None:
+    if not forget_most():
+        pytest.skip("/proc/self/clear_refs can't be written here")
+    before = resident_now()
+    held = bytearray(b"1") * (64 * MB)
+    assert resident_now() - before > 60 * MB
+    del held
+    assert resident_most() - before > 60 * MB
+    assert forget_most() and resident_most() - before < 30 * MB
+
+
+GROWS = [
+    ("ddp", {}),
+    ("zero1", {}),
+    ("zero2", {}),
+    ("fsdp", {}),
+    ("tp", {}),
+    ("pp", {"micro": 2}),
+    ("cp", {}),
+    ("ep", {}),
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("layout", "more"), GROWS, ids=[layout for layout, _ in GROWS])
+def test_no_step_leaves_more_than_the_one_before(layout: str, more: dict[str, int]) -> None:
+    family = "mixtral" if layout == "ep" else "llama"
+    sizes = {"width": 64, "depth": 2, "length": 32, "vocabulary": 128, "heads": 4}
+    for row in measure(Setting(family=family, layout=layout, ranks=2, job=sizes, **more)):
+        first, second = row["peaks"]
+        assert abs(second - first) < (0.1 if layout == "ep" else 0.02) * first, (
+            row
+        )  # experts get as many tokens as come
 
 
 def test_the_list_names_every_family_and_kind_of_layout_once() -> None:
