@@ -73,7 +73,7 @@ class Account:
 
     @property
     def phase(self) -> str:
-        """In what part of a step the peak was."""
+        """In what part of a step the peak was; `forward` is all the rest: loss, clipping, gathering new weights."""
         if any(name.startswith(_OPTIMIZER) for name in self.inside):
             return "optimizer"
         return "backward" if any(name.startswith(_BACKWARD) for name in self.inside) else "forward"
