@@ -1,5 +1,7 @@
 """The single functions on cut tensors: equal to the same on the whole, gradients too; losses never see the whole."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from paceline.place.tensor.cut import even_cut
 from paceline.place.tensor.rules_math import own_draws
 from paceline.place.tensor.split import RULES, Split
 from paceline.place.tensor.trial import ThreadWire, together
-from paceline.place.tensor.wire import take_own
+from paceline.place.tensor.wire import copy_in, take_own
 
 assert placed
 CLASSES, ROWS = 11, 6
@@ -291,3 +293,16 @@ def test_what_was_put_together_without_gradients_is_not_used_with_them() -> None
         return x.flip(1) * seen
 
     assert len(compare(work, random(4, 6, 5), dim=1)) == 3
+
+
+def test_a_value_that_cut_work_has_read_does_not_stay_for_ever() -> None:
+    def work(wire: ThreadWire) -> bool:
+        whole = random(4).requires_grad_() * 2
+        assert copy_in(whole, wire) is copy_in(whole, wire)
+        copy_in(whole, wire).sum().backward()
+        gone = weakref.ref(whole)
+        del whole
+        gc.collect()
+        return gone() is None
+
+    assert together(work, ranks=2) == [True, True]

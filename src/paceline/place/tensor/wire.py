@@ -110,7 +110,7 @@ class _CopyIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, wire: Wire) -> Tensor:
         ctx.wire = wire
-        return whole.view_as(whole)
+        return whole.detach()  # no view: it would hold `whole`, which remembers it, and neither would ever go
 
     @staticmethod
     @once
