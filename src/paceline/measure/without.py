@@ -73,12 +73,11 @@ def _recurrent(func: Any, args: Any, kwargs: Any) -> Any:
     inputs, rest = args[0], args[1:]
     output, hidden, cell, kept = func(*args, **kwargs)
     positions = inputs.shape[0]
-    if not args[-1]:  # without gradients nothing is kept
-        return output, hidden, cell, kept
 
     def workspace(length: int) -> int:
         real = [_real(inputs[:length]), *(_real(arg) if isinstance(arg, Tensor) else arg for arg in rest)]
-        return int(func(*real, **kwargs)[3].numel())
+        found = func(*real, **kwargs)[3]
+        return 0 if found is None else int(found.numel())  # without gradients there is none
 
     if positions <= _MORE:
         num_bytes = workspace(positions)
@@ -86,7 +85,7 @@ def _recurrent(func: Any, args: Any, kwargs: Any) -> Any:
         few, more = workspace(_FEW), workspace(_MORE)
         num_bytes = more + (more - few) * (positions - _MORE) // (_MORE - _FEW)
         num_bytes = -(-num_bytes // _PAGE) * _PAGE
-    return output, hidden, cell, torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+    return output, hidden, cell, torch.empty(num_bytes, dtype=torch.uint8, device="meta") if num_bytes else kept
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ do different things: each is a thread, and they meet for real.
 import json
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.measure.hollow import Emptied
-from paceline.place.meeting import Meeting
+from paceline.place.meeting import Meeting, PeerLeft
 from paceline.plan.mesh import Mesh
 from paceline.torch_modes import unseen
 from paceline.world import Op, World
 
 _COPIED_BYTES = 1 << 16  # of a message: what describes it is there, the numbers of what it brings are not
 _TIMEOUT_SECONDS = 3600.0
+_LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,9 @@ class Scene:
     queues: "dict[tuple[Any, ...], SimpleQueue[_Message]]" = field(default_factory=lambda: defaultdict(SimpleQueue))
     groups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    baton: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the one stage that runs: much of what a step touches is the whole process's."""
+    is_over: threading.Event = field(default_factory=threading.Event)
 
     @property
     def in_stage(self) -> int:
@@ -72,8 +77,32 @@ class Scene:
                 self.meetings[stages] = Meeting(replicas=len(stages), timeout_seconds=_TIMEOUT_SECONDS)
             return self.meetings[stages]
 
+    def next_of(self, queue: "SimpleQueue[_Message]") -> "_Message":
+        """The next message of an edge.
+
+        Raises:
+            PeerLeft: another stage has failed.
+        """
+        with suppress(Empty):
+            return queue.get_nowait()
+        with self.others():
+            while not self.is_over.is_set():
+                with suppress(Empty):
+                    return queue.get(timeout=_LOOK_SECONDS)
+        raise PeerLeft
+
+    @contextmanager
+    def others(self) -> Iterator[None]:
+        """Let other stages run meanwhile."""
+        self.baton.release()
+        try:
+            yield
+        finally:
+            self.baton.acquire()
+
     def leave(self) -> None:
         """One stage has failed: let no other wait for it."""
+        self.is_over.set()
         with self.lock:
             for meeting in self.meetings.values():
                 meeting.leave()
@@ -129,7 +158,7 @@ class ImaginedWorld(World):
         queue = self.scene.queues[self.stages[source], self.stage, tag]
 
         def wait() -> None:
-            message = queue.get(timeout=_TIMEOUT_SECONDS)
+            message = self.scene.next_of(queue)
             sent = message.tensor
             with unseen(), torch.no_grad():
                 tensor.view(-1)[:_COPIED_BYTES].copy_(sent.reshape(-1)[:_COPIED_BYTES])
@@ -166,7 +195,9 @@ class ImaginedWorld(World):
 
     def _exchange(self, value: Any) -> list[Any]:
         place = self.stages.index(self.stage)
-        return self.scene.meeting(self.stages).post(value, replica=place)()
+        collect = self.scene.meeting(self.stages).post(value, replica=place)
+        with self.scene.others():
+            return collect()
 
 
 @dataclass(frozen=True, kw_only=True)

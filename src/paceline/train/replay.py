@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from paceline.errors import PacelineError
 from paceline.feed.feed import make_feed
 from paceline.feed.types import Cut
 from paceline.job import Job
@@ -17,6 +16,7 @@ from paceline.measure.held import Held, Watch, held_now
 from paceline.measure.hollow import Hollow
 from paceline.measure.sent import Sent
 from paceline.order.cursor import Cursor
+from paceline.place.meeting import PeerLeft
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.streams import preserved
@@ -46,7 +46,8 @@ def replay(job: Job, settings: Settings, plan: Plan) -> list[Replayed]:
     scene = Scene(mesh=plan.mesh)
     with _imagined(plan.mesh.ranks), preserved():
         if plan.mesh.pp == 1:
-            return [_stage(job, settings, plan, scene, 0)]
+            with scene.baton:
+                return [_stage(job, settings, plan, scene, 0)]
         return _together(job, settings, plan, scene)
 
 
@@ -55,7 +56,8 @@ def _together(job: Job, settings: Settings, plan: Plan, scene: Scene) -> list[Re
 
     def run(stage: int) -> None:
         try:
-            found[stage] = _stage(job, settings, plan, scene, stage)
+            with scene.baton:
+                found[stage] = _stage(job, settings, plan, scene, stage)
         except BaseException as error:
             found[stage] = error
             scene.leave()
@@ -66,7 +68,7 @@ def _together(job: Job, settings: Settings, plan: Plan, scene: Scene) -> list[Re
     for thread in threads:
         thread.join()
     errors = [found[stage] for stage in sorted(found) if isinstance(found[stage], BaseException)]
-    first = next((error for error in errors if isinstance(error, PacelineError)), next(iter(errors), None))
+    first = next((error for error in errors if not isinstance(error, PeerLeft)), None)
     if isinstance(first, BaseException):
         raise first
     return [one for stage in sorted(found) if isinstance(one := found[stage], Replayed)]
