@@ -1,7 +1,11 @@
 """What this machine offers, found without torch."""
 
 import os
+import platform
+import subprocess
 from pathlib import Path
+
+_SMI_SECONDS = 20
 
 
 def usable_cores() -> int:
@@ -18,6 +22,33 @@ def visible_gpus() -> int:
         return len([part for part in asked.split(",") if part.strip() not in ("", "-1")])
     folder = Path("/proc/driver/nvidia/gpus")
     return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def cpu_name() -> str:
+    """The kind of CPU, as its maker calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def gpu_models() -> tuple[str, ...]:
+    """The kinds of all GPUs of this machine, sorted, without starting CUDA; empty where none is visible."""
+    if not visible_gpus():
+        return ()
+    files = Path("/proc/driver/nvidia/gpus").glob("*/information")
+    told = [line for file in files for line in file.read_text().splitlines() if line.startswith("Model:")]
+    return tuple(sorted(line.partition(":")[2].strip() for line in told)) or _told_by_smi()
+
+
+def _told_by_smi() -> tuple[str, ...]:
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ("unknown",)
+    return tuple(sorted(filter(None, map(str.strip, done.stdout.splitlines())))) or ("unknown",)
 
 
 def _quota(path: Path) -> int | None:

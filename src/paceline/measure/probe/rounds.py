@@ -1,0 +1,155 @@
+"""Timing many things in turn, on all ranks at the same time, until the time that there is for it is over."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from statistics import median
+
+import torch
+
+from paceline.plan.curve import Curve, Point
+from paceline.world import World
+
+Call = Callable[[], object]
+Key = tuple[str, ...]
+ROUNDS = 5
+_MOST_ROUNDS = 25
+_MOST_CALLS = 2000
+_SHORT = 1e-3  # what takes less is looked at again
+_LOOKS = 3
+_NO_TIME = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """An amount of work, and what makes the call that does it; each call does it `times` times."""
+
+    amount: float
+    make: Callable[[], Call]
+    times: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One thing in several sizes, the smallest first."""
+
+    key: Key
+    sizes: Sequence[Size]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What will be timed; `seconds` is about what one call takes, the same number on all ranks."""
+
+    key: Key
+    size: Size
+    call: Call
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """The ranks that measure at the same time, each with the same families."""
+
+    world: World
+
+    def now(self) -> float:
+        """When all that was asked of the device is done."""
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+        return time.perf_counter()
+
+    def agree(self, value: float) -> float:
+        """The most that any rank says; all wait for it."""
+        return float(self.world.all_reduce(torch.tensor([value], device=self.world.device), op="max"))
+
+
+def time_all(
+    families: Sequence[Family],
+    *,
+    world: World,
+    seconds: float,
+    limit: float,
+    join: Callable[[Sequence[float]], float],
+) -> dict[Key, Curve]:
+    """A curve for each family that can be had here. All ranks of `world` call this, with the same families.
+
+    No size is taken of which one call would take more than `limit` seconds, except for the first. Then all trials take
+    their turns, `ROUNDS` times or, if `seconds` are over, less often. `join` makes one number of what the ranks have
+    measured in the same round.
+    """
+    together = Together(world=world)
+    began = time.perf_counter()
+    trials = [trial for family in families for trial in _grown(family, together, limit)]
+    left = max(seconds - (time.perf_counter() - began), seconds / 4)
+    found = _rounds(trials, together, together.agree(left))
+    everybody = world.gather_json(found)
+    points: dict[Key, list[Point]] = {}
+    for at, trial in enumerate(trials):
+        rounds = [join(one) for one in zip(*(rank[at] for rank in everybody), strict=True)]
+        points.setdefault(trial.key, []).append(_point(trial.size, rounds))
+    return {key: Curve.of(own) for key, own in points.items()}
+
+
+def _grown(family: Family, together: Together, limit: float) -> list[Trial]:
+    """The sizes that are not too slow, as far as those before them tell."""
+    found: list[Trial] = []
+    for size in family.sizes:
+        if found and _expected(found, size.amount) > limit:
+            break
+        call = _made(size)
+        seconds = together.agree(inf if call is None else _spent(call, 1, together))
+        if call is None or seconds == inf:
+            break
+        if seconds < _SHORT:
+            seconds = together.agree(min(_spent(call, 1, together) for _ in range(_LOOKS)))
+        found.append(Trial(key=family.key, size=size, call=call, seconds=max(seconds, _NO_TIME)))
+    return found
+
+
+def _expected(found: Sequence[Trial], amount: float) -> float:
+    """Seconds, on the straight line through the last two."""
+    last = found[-1]
+    if len(found) == 1:
+        return last.seconds
+    before = found[-2]
+    slope = (last.seconds - before.seconds) / (last.size.amount - before.size.amount)
+    return last.seconds + max(slope, 0.0) * (amount - last.size.amount)
+
+
+def _made(size: Size) -> Call | None:
+    """The call, after it was made once; None where this device or build can't do it."""
+    try:
+        call = size.make()
+        call()
+    except (RuntimeError, NotImplementedError):
+        return None
+    return call
+
+
+def _rounds(trials: Sequence[Trial], together: Together, seconds: float) -> list[list[float]]:
+    """Of each trial what one size took in each round that was completed."""
+    found: list[list[float]] = [[] for _ in trials]
+    window = seconds / (ROUNDS * max(len(trials), 1))
+    ends = time.perf_counter() + seconds
+    for number in range(_MOST_ROUNDS):
+        for trial, own in zip(trials, found, strict=True):
+            if together.agree(time.perf_counter() > ends) and number:
+                complete = min(map(len, found))
+                return [own[:complete] for own in found]
+            calls = round(min(max(window / trial.seconds, 1), _MOST_CALLS))
+            own.append(_spent(trial.call, calls, together) / (calls * trial.size.times))
+    return found
+
+
+def _spent(call: Call, calls: int, together: Together) -> float:
+    began = together.now()
+    for _ in range(calls):
+        call()
+    return together.now() - began
+
+
+def _point(size: Size, rounds: Sequence[float]) -> Point:
+    middle = max(median(rounds), _NO_TIME)
+    return Point(amount=size.amount, seconds=middle, spread=median(abs(one - middle) for one in rounds) / middle)
