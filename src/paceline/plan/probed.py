@@ -149,15 +149,10 @@ class Probe:
     copies: Mapping[str, Curve] = field(default_factory=dict)
     disk: Disk | None = None
 
-    def of_busy(self, busy: int, *, threads: int | None = None) -> Rates:
-        """The rates while so many processes compute: exactly so many, else the next more, else the most measured.
-
-        Of several with other numbers of threads the one with most, or the one that is asked for, where it is there.
-        """
-        enough = [each for each in self.rates if each.busy >= busy] or list(self.rates)
-        nearest = min(enough, key=lambda each: abs(each.busy - busy)).busy
-        same = [each for each in self.rates if each.busy == nearest]
-        return max(same, key=lambda each: (each.threads == threads, each.threads))
+    def of_busy(self, busy: int) -> Rates:
+        """The rates while so many processes of a machine compute: of so many, else of the next more, else of most."""
+        enough = [each for each in self.rates if each.busy >= busy]
+        return min(enough, key=lambda each: each.busy) if enough else max(self.rates, key=lambda each: each.busy)
 
     def collective_seconds(self, kind: str, *, num_bytes: float, ranks: int) -> float:
         """Of one that hands over `num_bytes`. Groups of another size than those measured are reckoned from the nearest.

@@ -14,9 +14,10 @@ from paceline.plan.probed import Products, Rates
 from paceline.world import World
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NARROW = (4, 16, 64, 256)
+_NARROW = (4, 16, 64, 256, 1024)
+_NARROWER = 8  # than the other edges, at least
 _MOST_SECONDS = 0.1  # of one call
-_CALLS_IN_BUDGET = 60  # of the slowest kind
+_CALLS_IN_BUDGET = 100  # of the slowest kind
 _CHAIN = 32
 _TENSORS = 8
 _ADAMW_BYTES = 28  # an element: parameter, gradient and two moments are read, all but the gradient written
@@ -62,11 +63,12 @@ def measure_copies(world: World, *, seconds: float) -> dict[str, Curve]:
 def _products(precision: str, square: Curve, found: Mapping[Key, Curve]) -> Products:
     """Narrow ones, beside a square one with as many FLOPs."""
     narrow = []
-    for least in NARROW:
-        curve = found.get(("narrow", precision, str(least)))
-        if curve is not None:
+    for key, curve in found.items():
+        if key[:2] == ("narrow", precision):
             one = curve.points[0]
-            narrow.append((least, one.seconds / square.seconds(one.amount)))
+            narrow.append((int(key[2]), one.seconds / square.seconds(one.amount)))
+    if narrow:
+        narrow.append((_NARROWER * narrow[-1][0], 1.0))
     return Products(square=square, narrow=tuple(narrow))
 
 
@@ -78,7 +80,7 @@ def _families(device: torch.device) -> Iterator[Family]:
     for name, dtype in PRECISIONS.items():
         cubes = [Size(amount=2.0 * n**3, make=partial(_product, n, n, dtype, device), times=3) for n in edges]
         yield Family(key=("product", name), sizes=cubes)
-        for least in NARROW:
+        for least in (each for each in _NARROW if _NARROWER * each <= wide):
             make = partial(_product, least, wide, dtype, device)
             yield Family(
                 key=("narrow", name, str(least)), sizes=[Size(amount=2.0 * least * wide**2, make=make, times=3)]

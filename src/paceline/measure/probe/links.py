@@ -11,7 +11,7 @@ from paceline.plan.probed import Collective
 from paceline.world import World
 
 _MOST_SECONDS = 0.3  # of one call
-_CALLS_IN_BUDGET = 12  # of the slowest size of each kind
+_CALLS_IN_BUDGET = 20  # of the slowest size of each kind
 _FLOAT = 4
 _AMOUNTS = (2**8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**25)
 _AMOUNTS_GPU = (*_AMOUNTS, 2**28)
@@ -25,7 +25,7 @@ def measure_links(world: World, *, seconds: float) -> tuple[Collective, ...]:
     for size in sizes:
         part = world.part(neighbours(world.world_size, size=size))
         families = list(_families(part, size=size))
-        curves = time_all(families, world=world, seconds=seconds / len(sizes), limit=limit, join=max)
+        curves = time_all(families, world=world, seconds=seconds / len(sizes), limit=limit, join=max, lead=True)
         found += [Collective(kind=key[0], ranks=size, curve=curve) for key, curve in curves.items()]
     return tuple(found)
 

@@ -16,8 +16,9 @@ Key = tuple[str, ...]
 ROUNDS = 5
 _MOST_ROUNDS = 25
 _MOST_CALLS = 2000
-_SHORT = 1e-3  # what takes less is looked at again
+_SHORT = 1e-2  # what takes less is looked at more often
 _LOOKS = 3
+_LEAST_WINDOW = 1e-3
 _NO_TIME = 1e-9
 
 
@@ -72,18 +73,22 @@ def time_all(
     seconds: float,
     limit: float,
     join: Callable[[Sequence[float]], float],
+    lead: bool = False,
 ) -> dict[Key, Curve]:
     """A curve for each family that can be had here. All ranks of `world` call this, with the same families.
 
-    No size is taken of which one call would take more than `limit` seconds, except for the first. Then all trials take
-    their turns, `ROUNDS` times or, if `seconds` are over, less often. `join` makes one number of what the ranks have
-    measured in the same round.
+    No size is taken of which one call would take more than `limit` seconds, except for the first; and none but the
+    first once half of the time is over. Then all trials take their turns, `ROUNDS` times or, if `seconds` are over,
+    less often. With `lead` each begins with a call that is not timed: a link lets the first bytes after a pause pass
+    more quickly. `join` makes one number of what the ranks have measured in the same round.
     """
     together = Together(world=world)
-    began = time.perf_counter()
-    trials = [trial for family in families for trial in _grown(family, together, limit)]
-    left = max(seconds - (time.perf_counter() - began), seconds / 4)
-    found = _rounds(trials, together, together.agree(left))
+    ends = time.perf_counter() + seconds
+    trials: list[Trial] = []
+    for family in families:
+        trials += _grown(family, together, limit=limit, ends=ends - seconds / 2)
+    left = max(ends - time.perf_counter(), seconds / 4)
+    found = _rounds(trials, together, seconds=together.agree(left), lead=lead)
     everybody = world.gather_json(found)
     points: dict[Key, list[Point]] = {}
     for at, trial in enumerate(trials):
@@ -92,18 +97,18 @@ def time_all(
     return {key: Curve.of(own) for key, own in points.items()}
 
 
-def _grown(family: Family, together: Together, limit: float) -> list[Trial]:
+def _grown(family: Family, together: Together, *, limit: float, ends: float) -> list[Trial]:
     """The sizes that are not too slow, as far as those before them tell."""
     found: list[Trial] = []
     for size in family.sizes:
-        if found and _expected(found, size.amount) > limit:
+        if found and (_expected(found, size.amount) > limit or together.agree(time.perf_counter() > ends)):
             break
         call = _made(size)
         seconds = together.agree(inf if call is None else _spent(call, 1, together))
         if call is None or seconds == inf:
             break
-        if seconds < _SHORT:
-            seconds = together.agree(min(_spent(call, 1, together) for _ in range(_LOOKS)))
+        looks = _LOOKS if seconds < _SHORT else 1  # more than one: a disturbance must not end the growing
+        seconds = min(seconds, together.agree(min(_spent(call, 1, together) for _ in range(looks))))
         found.append(Trial(key=family.key, size=size, call=call, seconds=max(seconds, _NO_TIME)))
     return found
 
@@ -128,16 +133,19 @@ def _made(size: Size) -> Call | None:
     return call
 
 
-def _rounds(trials: Sequence[Trial], together: Together, seconds: float) -> list[list[float]]:
+def _rounds(trials: Sequence[Trial], together: Together, *, seconds: float, lead: bool) -> list[list[float]]:
     """Of each trial what one size took in each round that was completed."""
     found: list[list[float]] = [[] for _ in trials]
-    window = seconds / (ROUNDS * max(len(trials), 1))
+    slow = sum(trial.seconds for trial in trials) * (1 + lead)
+    window = max((seconds / ROUNDS - slow) / max(len(trials), 1), _LEAST_WINDOW)
     ends = time.perf_counter() + seconds
     for number in range(_MOST_ROUNDS):
         for trial, own in zip(trials, found, strict=True):
             if together.agree(time.perf_counter() > ends) and number:
                 complete = min(map(len, found))
                 return [own[:complete] for own in found]
+            if lead:
+                trial.call()
             calls = round(min(max(window / trial.seconds, 1), _MOST_CALLS))
             own.append(_spent(trial.call, calls, together) / (calls * trial.size.times))
     return found
