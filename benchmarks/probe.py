@@ -2,11 +2,14 @@
 
     python benchmarks/probe.py --ranks 2              # what was kept of this machine, or measured and kept
     python benchmarks/probe.py --ranks 2 --again      # measured anew
+    python benchmarks/probe.py --ranks 2 --check      # measured twice, and one held against the other
     torchrun --nproc-per-node 2 benchmarks/probe.py   # the ranks of a launcher, also on several machines
     python benchmarks/probe.py --line 100mbit         # as root: two ranks in network namespaces, a token bucket between
 
 A number of busy processes, with their threads, is a table of its own: they share memory and caches. `fit` is the worst
-distance of a measured point from a line of a fixed time and a rate; what is predicted is read between the points.
+distance of a measured point from a line of a fixed time and a rate; what is predicted is read between the points. With
+`--check` the second probe's points are held against the first's prediction, and each point of the second against what
+its own neighbours say of it.
 """
 
 import argparse
@@ -77,6 +80,41 @@ def table(probe: Probe) -> str:
     return "\n".join([*lines, f"measured in {probe.took_seconds:.1f} s, backend {probe.backend}"])
 
 
+def all_curves(probe: Probe) -> dict[str, Curve]:
+    """By a name of their own."""
+    found = {f"{each.kind} {each.ranks}": each.curve for each in probe.collectives}
+    for own in probe.rates:
+        products = {name: each.square for name, each in own.products.items()}
+        for kinds in (products, own.attention, own.attention_trained, own.streams, own.optimizers):
+            found |= {f"{own.busy} {len(found)} {name}": curve for name, curve in kinds.items()}
+    return found
+
+
+def ratios(first: Probe, second: Probe) -> Iterator[tuple[float, float | None]]:
+    """Of each point: by what the other probe predicts, and by what its neighbours do."""
+    others = all_curves(first)
+    for name, curve in all_curves(second).items():
+        for at, point in enumerate(curve.points):
+            left = [each for each in curve.points if each is not point]
+            inner = 0 < at < len(curve.points) - 1
+            between = Curve.of(left).seconds(point.amount) / point.seconds if inner else None
+            if name in others:
+                yield others[name].seconds(point.amount) / point.seconds, between
+
+
+def check(first: Probe, second: Probe) -> str:
+    """How far off they are, in words."""
+    pairs = list(ratios(first, second))
+    lines = []
+    for title, found in (
+        ("predicted by the probe before", [one for one, _ in pairs]),
+        ("predicted by the neighbours", [other for _, other in pairs if other is not None]),
+    ):
+        off = sorted(max(ratio, 1 / ratio) - 1 for ratio in found)
+        lines.append(f"{title}: {len(off)} points, middle {off[len(off) // 2]:.1%}, worst {off[-1]:.0%}")
+    return "\n".join(lines)
+
+
 def over_line(rate: str, words: Sequence[str]) -> int:
     """The same command in two namespaces."""
     with line(rate):
@@ -97,6 +135,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="whose disk is tried")
     parser.add_argument("--again", action="store_true", help="measure, whatever is kept")
+    parser.add_argument("--check", action="store_true", help="measure twice")
     parser.add_argument("--line", help="as 100mbit: what two namespaces are joined by")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
@@ -110,6 +149,8 @@ def main() -> int:
         probe = probe_here(ranks=asked.ranks, device=asked.device, asked=own, again=asked.again)
     if probe is not None:
         print(json.dumps(probe.as_json(), indent=1) if asked.json else table(probe))
+    if asked.check and probe is not None and joined is None:
+        print(check(probe, probe_here(ranks=asked.ranks, device=asked.device, asked=own, again=True)))
     return 0
 
 

@@ -3,12 +3,17 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import exp, hypot, inf, log
 from statistics import median
 from typing import Any
 
-_ROUNDS = 60
-_LEAST = 1e-3  # of the line's slope through the last point: a curve that is flat has a rate all the same
-_CLOSE = 1e-3  # residuals below this count alike, or the points that happen to be met would hold the line
+_ROUNDS = 100
+_LEAST = 1e-3
+_LEAST_END = 0.1
+_CLOSE = 0.03  # residuals below this count by their squares, or the points that happen to be met would hold the line
+_GAIN = 1e-9
+_MOST_DAMPING = 1e9
+_FAR = 200.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +27,10 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """`fixed_seconds + amount * each_seconds`. `residual` is the worst `|line / measured - 1|`, `middle` the median."""
+    """`fixed_seconds + amount * each_seconds`, and how far off it is: at the worst point, and at the middle one.
+
+    A residual of 0.2 is a line 1.2 times as high as what was measured, or the other way round.
+    """
 
     fixed_seconds: float
     each_seconds: float
@@ -59,11 +67,14 @@ class Curve:
         return Curve(points=_never_less(own), line=fit(own))
 
     def seconds(self, amount: float) -> float:
-        """Straight from point to point; beyond them on with the slope of the end, the line or the mean: the middle."""
+        """Straight from point to point, and on below the first, where at least half of its seconds are left.
+
+        Beyond the last on with the slope of the end, of the line or of the mean, whichever is the middle one; as much
+        again as the last one takes at least a tenth of its seconds, though up to there it was all the same.
+        """
         first, last = self.points[0], self.points[-1]
         if amount <= first.amount:
-            fixed = min(self.line.fixed_seconds, first.seconds)
-            return fixed + (first.seconds - fixed) * max(amount, 0) / first.amount
+            return first.seconds - self._start_slope() * (first.amount - max(amount, 0.0))
         if amount >= last.amount:
             return last.seconds + (amount - last.amount) * self._end_slope()
         at = bisect_left(self.points, amount, key=lambda point: point.amount)
@@ -85,48 +96,79 @@ class Curve:
         """Of the largest point: of a stream, where no cache holds it."""
         return self.points[-1].amount / self.points[-1].seconds
 
+    def _start_slope(self) -> float:
+        if len(self.points) == 1:
+            return 0.0
+        first, second = self.points[:2]
+        slope = (second.seconds - first.seconds) / (second.amount - first.amount)
+        return min(slope, first.seconds / 2 / first.amount)
+
     def _end_slope(self) -> float:
         last = self.points[-1]
         slopes = [self.line.each_seconds, (last.seconds - min(self.line.fixed_seconds, last.seconds)) / last.amount]
         if len(self.points) > 1:
             before = self.points[-2]
             slopes.append((last.seconds - before.seconds) / (last.amount - before.amount))
-        return median(slopes)
+        return max(median(slopes), _LEAST_END * last.seconds / last.amount)
 
 
 def fit(points: Sequence[Point]) -> Line:
-    """The line whose relative residuals are least in sum: one point that was disturbed does not draw it.
+    """The line that is the fewest times too high or too low: one point that was disturbed does not draw it.
 
-    Least absolute deviations by weights that are set again and again (Schlossmacher, "An iterative technique for
-    absolute deviations curve fitting", 1973). Neither number is below zero.
+    Logarithms of line by measured are made small by damped least squares (Marquardt, "An algorithm for least-squares
+    estimation of nonlinear parameters", 1963), weighted so that far ones count by their distance, not its square.
     """
-    weights = [1.0] * len(points)
-    fixed, each = 0.0, 0.0
-    for _ in range(_ROUNDS):
-        fixed, each = _weighted(points, weights)
-        off = [abs((fixed + each * point.amount) / point.seconds - 1) for point in points]
-        weights = [1 / max(one, _CLOSE) for one in off]
-    off = [abs((fixed + each * point.amount) / point.seconds - 1) for point in points]
+    first, last = points[0], points[-1]
+    slope = last.seconds / last.amount
+    if len(points) == 1:
+        return _line(points, 0.0, slope)
+    starts = ((first.seconds / 2, slope / 2), (first.seconds, slope * _LEAST), (first.seconds * _LEAST, slope))
+    found = [_descend(points, log(fixed), log(each)) for fixed, each in starts]
+    _, fixed, each = min(found)
+    least = _LEAST * min(point.seconds / point.amount for point in points)
+    return _line(points, fixed, max(each, least))
+
+
+def _line(points: Sequence[Point], fixed: float, each: float) -> Line:
+    off = [exp(abs(log((fixed + each * point.amount) / point.seconds))) - 1 for point in points]
     return Line(fixed_seconds=fixed, each_seconds=each, residual=max(off), middle=median(off))
 
 
-def _weighted(points: Sequence[Point], weights: Sequence[float]) -> tuple[float, float]:
-    """Least squares of `fixed * u + each * v = 1`, where u is one by seconds and v amount by seconds."""
-    rows = [(1 / p.seconds, p.amount / p.seconds, w) for p, w in zip(points, weights, strict=True)]
-    uu, uv, vv = (
-        sum(w * u * u for u, _, w in rows),
-        sum(w * u * v for u, v, w in rows),
-        sum(w * v * v for _, v, w in rows),
-    )
-    u1, v1 = sum(w * u for u, _, w in rows), sum(w * v for _, v, w in rows)
+def _descend(points: Sequence[Point], p: float, q: float) -> tuple[float, float, float]:
+    """From the logarithms of both numbers: the cost at the end, and both numbers."""
+    damping, cost = 1e-2, _cost(points, p, q)
+    for _ in range(_ROUNDS):
+        dp, dq = _move(points, p, q, damping)
+        better = _cost(points, p + dp, q + dq)
+        if better >= cost:
+            damping *= 5
+            if damping > _MOST_DAMPING:
+                break
+            continue
+        p, q, gained, cost, damping = p + dp, q + dq, cost - better, better, damping / 3
+        if gained < _GAIN * cost:
+            break
+    return cost, exp(p), exp(q)
+
+
+def _cost(points: Sequence[Point], p: float, q: float) -> float:
+    """How far off it is, in all; a number far from all others counts as a bad one."""
+    if max(abs(p), abs(q)) > _FAR:
+        return inf
+    return sum(hypot(log((exp(p) + exp(q) * each.amount) / each.seconds), _CLOSE) for each in points)
+
+
+def _move(points: Sequence[Point], p: float, q: float, damping: float) -> tuple[float, float]:
+    fixed, each = exp(p), exp(q)
+    uu, uv, vv, ur, vr = damping, 0.0, damping, 0.0, 0.0
+    for point in points:
+        line = fixed + each * point.amount
+        r, u, v = log(line / point.seconds), fixed / line, each * point.amount / line
+        weight = 1 / hypot(r, _CLOSE)
+        uu, uv, vv = uu + weight * u * u, uv + weight * u * v, vv + weight * v * v
+        ur, vr = ur + weight * u * r, vr + weight * v * r
     determinant = uu * vv - uv * uv
-    if determinant <= 1e-12 * uu * vv:
-        return 0.0, v1 / vv
-    fixed, each = (u1 * vv - v1 * uv) / determinant, (v1 * uu - u1 * uv) / determinant
-    if fixed < 0:
-        return 0.0, v1 / vv
-    least = _LEAST * min(point.seconds / point.amount for point in points)
-    return (max(0.0, (u1 - least * uv) / uu), least) if each < least else (fixed, each)
+    return (uv * vr - vv * ur) / determinant, (uv * ur - uu * vr) / determinant
 
 
 def _never_less(points: Sequence[Point]) -> tuple[Point, ...]:

@@ -18,6 +18,7 @@ _MOST_ROUNDS = 25
 _MOST_CALLS = 2000
 _SHORT = 1e-2  # what takes less is looked at more often
 _LOOKS = 3
+_FEW = 3
 _LEAST_WINDOW = 1e-3
 _NO_TIME = 1e-9
 
@@ -63,7 +64,8 @@ class Together:
 
     def agree(self, value: float) -> float:
         """The most that any rank says; all wait for it."""
-        return float(self.world.all_reduce(torch.tensor([value], device=self.world.device), op="max"))
+        told = torch.tensor([value], dtype=torch.float64, device=self.world.device)
+        return float(self.world.all_reduce(told, op="max"))
 
 
 def time_all(
@@ -77,8 +79,8 @@ def time_all(
 ) -> dict[Key, Curve]:
     """A curve for each family that can be had here. All ranks of `world` call this, with the same families.
 
-    No size is taken of which one call would take more than `limit` seconds, except for the first; and none but the
-    first once half of the time is over. Then all trials take their turns, `ROUNDS` times or, if `seconds` are over,
+    No size is taken of which one call would take more than `limit` seconds, except for the first; and no more than a
+    few once half of the time is over. Then all trials take their turns, `ROUNDS` times or, if `seconds` are over,
     less often. With `lead` each begins with a call that is not timed: a link lets the first bytes after a pause pass
     more quickly. `join` makes one number of what the ranks have measured in the same round.
     """
@@ -101,7 +103,9 @@ def _grown(family: Family, together: Together, *, limit: float, ends: float) -> 
     """The sizes that are not too slow, as far as those before them tell."""
     found: list[Trial] = []
     for size in family.sizes:
-        if found and (_expected(found, size.amount) > limit or together.agree(time.perf_counter() > ends)):
+        if found and _expected(found, size.amount) > limit:
+            break
+        if len(found) >= _FEW and together.agree(time.perf_counter() > ends):
             break
         call = _made(size)
         seconds = together.agree(inf if call is None else _spent(call, 1, together))
