@@ -73,7 +73,8 @@ def table(probe: Probe) -> str:
     for own in probe.rates:
         lines += list(rates(own))
     for each in probe.collectives:
-        lines.append(row(f"{each.kind} of {each.ranks}", each.curve, "B/s"))
+        leaves = f", {short(8 * each.line_rate, 'bit/s')} leave a rank"
+        lines.append(row(f"{each.kind} of {each.ranks}", each.curve, "B/s") + leaves)
     lines += [row(way, curve, "B/s") for way, curve in probe.copies.items()]
     if probe.disk is not None:
         lines.append(f"disk: {short(probe.disk.write_rate, 'B/s')} written, {short(probe.disk.read_rate, 'B/s')} read")

@@ -20,7 +20,7 @@ from paceline.measure.probe.cache import cache_file
 from paceline.measure.probe.disk import measure_disk
 from paceline.measure.probe.here import Asked, probe_here
 from paceline.measure.probe.links import KINDS, group_sizes, neighbours
-from paceline.measure.probe.rounds import Family, Size, time_all
+from paceline.measure.probe.rounds import Family, Size, Trial, _expected, time_all
 from paceline.measure.probe.worker import levels
 from paceline.plan.curve import Curve
 from paceline.plan.probed import Probe
@@ -82,6 +82,39 @@ def test_trials_take_turns_and_one_disturbance_does_not_count() -> None:
     found = timed(noting("a"), noting("b"), seconds=0.6)
     assert "".join(calls).count("ab") >= 3, calls
     assert found["a"].points[0].seconds < 0.02
+
+
+def test_the_first_call_after_a_pause_is_not_timed_on_a_link() -> None:
+    """A bucket that fills while nothing is sent, the other way round so that it shows: the first call is slow."""
+
+    def measured(*, lead: bool) -> float:
+        last = [0.0]
+
+        def call() -> None:
+            paused = time.perf_counter() - last[0] > 0.02
+            time.sleep(0.05 if paused else 0.001)
+            last[0] = time.perf_counter()
+
+        link = Family(key=("link",), sizes=[Size(amount=1, make=lambda: call)])
+        families, world = (link, sleeps(0.03)), World.alone()
+        found = time_all(families, world=world, seconds=0.3, limit=0.3, join=fmean, lead=lead)
+        return found[("link",)].points[0].seconds
+
+    assert measured(lead=True) < 0.5 * measured(lead=False)
+
+
+def test_a_size_is_not_left_out_for_a_disturbance_of_the_one_before() -> None:
+    """What was looked at last counts as steep as from nothing, not as from one that happened to be quick."""
+
+    def looked(amount: float, seconds: float) -> Trial:
+        size = Size(amount=amount, make=lambda: lambda: None)
+        return Trial(key=("x",), size=size, call=lambda: None, seconds=seconds)
+
+    assert _expected([looked(1, 0.001)], 16) == 0.001
+    assert _expected([looked(1, 0.001), looked(2, 0.002)], 4) == pytest.approx(0.004)
+    assert _expected([looked(1, 0.001), looked(2, 0.0015)], 4) == pytest.approx(0.0025)
+    assert _expected([looked(1, 0.0001), looked(2, 0.03)], 4) == pytest.approx(0.06)
+    assert _expected([looked(1, 0.003), looked(2, 0.001)], 400) == 0.001
 
 
 def test_the_time_holds_though_there_is_much_to_do() -> None:
@@ -152,7 +185,7 @@ def test_two_ranks_find_all_of_it(measured: tuple[Probe, Path, float]) -> None:
     for rates in found.rates:
         assert {"fp32", "bf16"} <= set(rates.products) and {"fp32", "bf16"} <= set(rates.attention)
         assert set(rates.streams) == {"copy", "add", "gelu", "norm"} and "adamw" in rates.optimizers
-        assert 0 < rates.operation_seconds < rates.trained_operation_seconds < 1
+        assert 0 < rates.operation_seconds < 1 and 0 < rates.trained_operation_seconds < 1
         assert all(slow > 0 for products in rates.products.values() for _, slow in products.narrow)
     assert [(one.kind, one.ranks) for one in found.collectives] == [(kind, 2) for kind in KINDS]
     assert found.disk is not None and found.disk.write_rate > 0 and found.copies == {}

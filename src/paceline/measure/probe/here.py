@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import MachineError
+from paceline.errors import ExitCode, MachineError
 from paceline.launch.environments import Joined
 from paceline.launch.meet import adopt
 from paceline.measure.probe.cache import fingerprint, keep, read_cached
@@ -57,6 +57,8 @@ def probe_here(*, ranks: int, device: str = "cpu", asked: Asked | None = None, a
             ranks=ranks, run=RunFolder(Path(name)), entry=ENTRY, payload=payload, threads=mark.threads, saves=False
         )
         outcome = start(request)
+        if outcome.exit_code == ExitCode.INTERRUPTED:
+            raise KeyboardInterrupt
         if outcome.exit_code or not answer.exists():
             said = failure_screen(outcome)
             raise MachineError(

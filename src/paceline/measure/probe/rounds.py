@@ -118,13 +118,13 @@ def _grown(family: Family, together: Together, *, limit: float, ends: float) -> 
 
 
 def _expected(found: Sequence[Trial], amount: float) -> float:
-    """Seconds, on the straight line through the last two."""
+    """Seconds, on the straight line through the last two; at most in proportion to the last."""
     last = found[-1]
     if len(found) == 1:
         return last.seconds
     before = found[-2]
     slope = (last.seconds - before.seconds) / (last.size.amount - before.size.amount)
-    return last.seconds + max(slope, 0.0) * (amount - last.size.amount)
+    return last.seconds + min(max(slope, 0.0), last.seconds / last.size.amount) * (amount - last.size.amount)
 
 
 def _made(size: Size) -> Call | None:
@@ -138,7 +138,7 @@ def _made(size: Size) -> Call | None:
 
 
 def _rounds(trials: Sequence[Trial], together: Together, *, seconds: float, lead: bool) -> list[list[float]]:
-    """Of each trial what one size took in each round that was completed."""
+    """Of each trial what one of its size took, round by round; the last may have ended before its turn."""
     found: list[list[float]] = [[] for _ in trials]
     slow = sum(trial.seconds for trial in trials) * (1 + lead)
     window = max((seconds / ROUNDS - slow) / max(len(trials), 1), _LEAST_WINDOW)
@@ -146,8 +146,7 @@ def _rounds(trials: Sequence[Trial], together: Together, *, seconds: float, lead
     for number in range(_MOST_ROUNDS):
         for trial, own in zip(trials, found, strict=True):
             if together.agree(time.perf_counter() > ends) and number:
-                complete = min(map(len, found))
-                return [own[:complete] for own in found]
+                return found
             if lead:
                 trial.call()
             calls = round(min(max(window / trial.seconds, 1), _MOST_CALLS))

@@ -93,7 +93,7 @@ def _probe(world: World, mark: Fingerprint, payload: Mapping[str, Any]) -> Probe
 def _rates(purse: Purse, mark: Fingerprint, local: int) -> tuple[Rates, ...]:
     """Level by level; rank 0 is busy in all of them. Ranks of a machine are neighbours, `local` of them."""
     world, found = purse.world, []
-    wanted = levels(ranks=local, cores=mark.cores, device=mark.device)
+    local, wanted = world.share_json([local, levels(ranks=local, cores=mark.cores, device=mark.device)])
     for number, (busy, threads) in enumerate(wanted):
         seconds = purse.share(1, of=len(wanted) - number)
         ranks = [rank for rank in range(world.world_size) if rank % local < busy]
