@@ -163,8 +163,10 @@ def test_a_product_is_timed_by_its_work_and_its_narrowest_side() -> None:
 
 def test_the_other_parts_of_a_step() -> None:
     own = rates()
-    assert own.attention_seconds(flops=1e9) == pytest.approx(law(1e9))
-    assert own.attention_seconds(flops=1e9, trained=True) == pytest.approx(1e-4 + 1.0)
+    flops = 4.0 * 6 * 128**2 * 64
+    assert own.attention_seconds(flops=flops, length=128) == pytest.approx(6 * law(flops / 6))
+    backward = own.attention_seconds(flops=2 * flops, length=128, trained=True)
+    assert backward == pytest.approx(12 * (1e-4 + EACH * 3.5 * flops / 6))
     assert own.stream_seconds(num_bytes=1e7) == pytest.approx(law(1e7))
     assert own.optimizer_seconds(tensors=10, num_bytes=1e7) == pytest.approx(10 * FIXED + EACH * 1e7)
     with pytest.raises(MachineError, match="no stream softmax"):

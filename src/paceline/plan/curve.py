@@ -96,6 +96,11 @@ class Curve:
         """Of the largest point: of a stream, where no cache holds it."""
         return self.points[-1].amount / self.points[-1].seconds
 
+    @property
+    def end_rate(self) -> float:
+        """Amount a second of what is beyond the last point."""
+        return 1 / self._end_slope()
+
     def _start_slope(self) -> float:
         if len(self.points) == 1:
             return 0.0
@@ -113,7 +118,7 @@ class Curve:
 
 
 def fit(points: Sequence[Point]) -> Line:
-    """The line that is the fewest times too high or too low: one point that was disturbed does not draw it.
+    """The line that is as few times as can be too high or too low: one point that was disturbed does not draw it.
 
     Logarithms of line by measured are made small by damped least squares (Marquardt, "An algorithm for least-squares
     estimation of nonlinear parameters", 1963), weighted so that far ones count by their distance, not its square.

@@ -11,6 +11,8 @@ from paceline.plan.curve import Curve, read_curve
 from paceline.traffic import SHARES
 
 FORMAT = 1
+HEAD_WIDTH = 64  # of what was measured; other widths count as more heads, or fewer
+ATTENTION_WORK, TRAINED_WORK = 4, 14  # FLOPs of a head are so many times its length squared by its width
 _AGAIN = "probe_here(ranks=N, again=True) measures anew"
 _Kept = TypeVar("_Kept")
 
@@ -60,7 +62,7 @@ class Products:
 class Rates:
     """Of each of `busy` processes that compute on a machine at the same time, with `threads` each.
 
-    `attention` and `attention_trained` (forward with backward) are seconds by the FLOPs of what is timed. `streams`
+    `attention` and `attention_trained` (forward with backward) are seconds of a head by its FLOPs. `streams`
     are operations that read and write much and compute little (`copy` into what is there, `add`, `gelu`, `norm` into
     new memory), seconds by bytes read and written. `optimizers` are seconds by bytes read and written for one tensor.
     `operation_seconds` is what an operation on almost nothing takes, `trained_operation_seconds` with its backward.
@@ -84,13 +86,18 @@ class Rates:
         """
         return _of(self.products, precision, "products in").seconds(rows=rows, inner=inner, columns=columns)
 
-    def attention_seconds(self, *, flops: float, precision: str = "fp32", trained: bool = False) -> float:
-        """Of fused attention: `4 * batch * heads * length^2 * width` FLOPs forward, and 2.5 times that in backward.
+    def attention_seconds(self, *, flops: float, length: int, precision: str = "fp32", trained: bool = False) -> float:
+        """Of fused attention whose forward has `flops` of `4 * batch * heads * length^2 * width`, over all positions.
+
+        `trained`: with its backward, which has 2.5 times as many.
 
         Raises:
             MachineError: the probe has no such precision.
         """
-        return _of(self.attention_trained if trained else self.attention, precision, "attention in").seconds(flops)
+        heads = flops / (ATTENTION_WORK * length**2 * HEAD_WIDTH)
+        work = TRAINED_WORK if trained else ATTENTION_WORK
+        curves = self.attention_trained if trained else self.attention
+        return heads * _of(curves, precision, "attention in").seconds(work * length**2 * HEAD_WIDTH)
 
     def stream_seconds(self, *, num_bytes: float, kind: str = "add") -> float:
         """Of one operation that reads and writes so many bytes.
@@ -125,7 +132,7 @@ class Collective:
     @property
     def line_rate(self) -> float:
         """Bytes a second that leave a rank, where much is handed over."""
-        return self.curve.line.rate * SHARES[self.kind](self.ranks)
+        return self.curve.end_rate * SHARES[self.kind](self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

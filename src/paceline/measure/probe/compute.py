@@ -1,6 +1,6 @@
 """What is timed on each rank's own device: products, attention, streams, optimizers, and next to nothing."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.measure.probe.rounds import Call, Family, Key, Size, time_all
 from paceline.plan.curve import Curve
-from paceline.plan.probed import Products, Rates
+from paceline.plan.probed import ATTENTION_WORK, HEAD_WIDTH, TRAINED_WORK, Products, Rates
 from paceline.world import World
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -21,8 +21,12 @@ _CALLS_IN_BUDGET = 100  # of the slowest kind
 _CHAIN = 32
 _TENSORS = 8
 _ADAMW_BYTES = 28  # an element: parameter, gradient and two moments are read, all but the gradient written
-_WIDTH = 64
 _NORMED = 512
+_ROW_BYTES = 4 * _NORMED
+_MIB = 2**20
+_STREAMS = (2**12, 2**16, 2**18, _MIB, 4 * _MIB, 16 * _MIB, 28 * _MIB, 36 * _MIB, 64 * _MIB)
+"""Around 32 MiB too: what is larger than that, glibc's malloc gets from the system anew each time, page by page."""
+_STREAMS_GPU = (2**12, 2**16, _MIB, 16 * _MIB, 64 * _MIB, 512 * _MIB)
 
 
 def measure_compute(world: World, *, busy: int, threads: int, seconds: float) -> Rates:
@@ -85,34 +89,31 @@ def _families(device: torch.device) -> Iterator[Family]:
             yield Family(
                 key=("narrow", name, str(least)), sizes=[Size(amount=2.0 * least * wide**2, make=make, times=3)]
             )
-        for kind, work in (("attention", 4), ("trained", 14)):
-            heads = 16 if big else 4
+        for kind, work in (("attention", ATTENTION_WORK), ("trained", TRAINED_WORK)):
+            heads = 128 if big else 4
             sizes = [
                 Size(
-                    amount=work * heads * length**2 * _WIDTH,
+                    amount=work * length**2 * HEAD_WIDTH,
                     make=partial(_attention, heads, length, dtype, device, trained=kind == "trained"),
+                    times=heads,
                 )
                 for length in lengths
             ]
             yield Family(key=(kind, name), sizes=sizes)
-    yield from _streams(device, most=2**29 if big else 2**26)
+    yield from _streams(device, sizes=_STREAMS_GPU if big else _STREAMS)
     yield from _optimizers(device, most=2**22 if big else 2**19)
     for kind in ("forward", "trained"):
         make_chain = partial(_chain, device, trained=kind == "trained")
         yield Family(key=("operation", kind), sizes=[Size(amount=1, make=make_chain, times=_CHAIN)])
 
 
-def _streams(device: torch.device, *, most: int) -> Iterator[Family]:
-    held: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def pair(size: int) -> tuple[Tensor, Tensor]:
-        if size not in held:
-            one = torch.rand(size // 4 // _NORMED, _NORMED, device=device)
-            held[size] = (one, torch.rand_like(one))
-        return held[size]
+def _streams(device: torch.device, *, sizes: Sequence[int]) -> Iterator[Family]:
+    held: list[Tensor] = []  # two, of which all sizes and kinds have their part
 
     def make(kind: Callable[[Tensor, Tensor], object], size: int) -> Call:
-        one, other = pair(size)
+        while len(held) < 2:
+            held.append(torch.rand(sizes[-1] // _ROW_BYTES, _NORMED, device=device))
+        one, other = (tensor[: size // _ROW_BYTES] for tensor in held)
         return partial(kind, one, other)
 
     kinds: dict[str, tuple[int, Callable[[Tensor, Tensor], object]]] = {
@@ -121,7 +122,6 @@ def _streams(device: torch.device, *, most: int) -> Iterator[Family]:
         "gelu": (2, lambda one, _: F.gelu(one)),
         "norm": (2, lambda one, _: F.layer_norm(one, (_NORMED,))),
     }
-    sizes = [size for size in (2**12, 2**16, 2**20, 2**23, 2**26, 2**29) if size <= most]
     for name, (moved, kind) in kinds.items():
         yield Family(
             key=("stream", name), sizes=[Size(amount=moved * size, make=partial(make, kind, size)) for size in sizes]
@@ -154,7 +154,7 @@ def _product(rows: int, edge: int, dtype: torch.dtype, device: torch.device) -> 
 
 def _attention(heads: int, length: int, dtype: torch.dtype, device: torch.device, *, trained: bool) -> Call:
     query, key, value, gradient = (
-        torch.rand(1, heads, length, _WIDTH, device=device).to(dtype).requires_grad_(trained) for _ in range(4)
+        torch.rand(1, heads, length, HEAD_WIDTH, device=device).to(dtype).requires_grad_(trained) for _ in range(4)
     )
 
     def call() -> None:
