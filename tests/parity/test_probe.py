@@ -84,6 +84,23 @@ def test_trials_take_turns_and_one_disturbance_does_not_count() -> None:
     assert found["a"].points[0].seconds < 0.02
 
 
+def test_others_may_disturb_some_parts_of_a_turn_but_ranks_that_share_cores_always_do() -> None:
+    """Every fourth call waits for a core."""
+
+    def measured(*, crowded: bool) -> float:
+        count = [0]
+
+        def call() -> None:
+            count[0] += 1
+            time.sleep(0.02 if count[0] % 4 == 0 else 0.001)
+
+        busy = Family(key=("busy",), sizes=[Size(amount=1, make=lambda: call)])
+        found = time_all([busy], world=World.alone(), seconds=0.5, limit=0.3, join=fmean, crowded=crowded)
+        return found[("busy",)].points[0].seconds
+
+    assert measured(crowded=False) < 0.003 < 0.004 < measured(crowded=True)
+
+
 def test_the_first_call_after_a_pause_is_not_timed_on_a_link() -> None:
     """A bucket that fills while nothing is sent, the other way round so that it shows: the first call is slow."""
 

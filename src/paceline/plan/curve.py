@@ -131,7 +131,7 @@ def fit(points: Sequence[Point]) -> Line:
     found = [_descend(points, log(fixed), log(each)) for fixed, each in starts]
     _, fixed, each = min(found)
     least = _LEAST * min(point.seconds / point.amount for point in points)
-    return _line(points, fixed, max(each, least))
+    return _line(points, fixed if fixed > _LEAST * first.seconds else 0.0, max(each, least))
 
 
 def _line(points: Sequence[Point], fixed: float, each: float) -> Line:

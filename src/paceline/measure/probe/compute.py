@@ -29,11 +29,13 @@ _STREAMS = (2**12, 2**16, 2**18, _MIB, 4 * _MIB, 16 * _MIB, 28 * _MIB, 36 * _MIB
 _STREAMS_GPU = (2**12, 2**16, _MIB, 16 * _MIB, 64 * _MIB, 512 * _MIB)
 
 
-def measure_compute(world: World, *, busy: int, threads: int, seconds: float) -> Rates:
-    """Every rank of `world` calls this while the others of its machine do nothing."""
+def measure_compute(world: World, *, busy: int, threads: int, seconds: float, crowded: bool = False) -> Rates:
+    """Every rank of `world` calls this while the others of its machine do nothing; `crowded`: they share cores."""
     torch.set_num_threads(threads)
     limit = min(_MOST_SECONDS, seconds / _CALLS_IN_BUDGET)
-    found = time_all(list(_families(world.device)), world=world, seconds=seconds, limit=limit, join=fmean)
+    found = time_all(
+        list(_families(world.device)), world=world, seconds=seconds, limit=limit, join=fmean, crowded=crowded
+    )
 
     def named(kind: str) -> dict[str, Curve]:
         return {key[1]: curve for key, curve in found.items() if key[0] == kind}

@@ -13,19 +13,22 @@ from paceline.world import World
 _MOST_SECONDS = 0.3  # of one call
 _CALLS_IN_BUDGET = 20  # of the slowest size of each kind
 _FLOAT = 4
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the same under two names
+_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _AMOUNTS = (2**8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**25)
 _AMOUNTS_GPU = (*_AMOUNTS, 2**28)
 
 
-def measure_links(world: World, *, seconds: float) -> tuple[Collective, ...]:
-    """Every rank calls this. Nothing where there is one process."""
+def measure_links(world: World, *, seconds: float, crowded: bool = False) -> tuple[Collective, ...]:
+    """Every rank calls this. Nothing where there is one process. `crowded`: ranks share cores."""
     sizes = group_sizes(world.world_size)
     limit = min(_MOST_SECONDS, seconds / (max(len(sizes), 1) * len(_MAKERS) * _CALLS_IN_BUDGET))
     found: list[Collective] = []
     for size in sizes:
         part = world.part(neighbours(world.world_size, size=size))
         families = list(_families(part, size=size))
-        curves = time_all(families, world=world, seconds=seconds / len(sizes), limit=limit, join=max, lead=True)
+        own = seconds / len(sizes)
+        curves = time_all(families, world=world, seconds=own, limit=limit, join=max, lead=True, crowded=crowded)
         found += [Collective(kind=key[0], ranks=size, curve=curve) for key, curve in curves.items()]
     return tuple(found)
 
@@ -73,12 +76,12 @@ def _all_reduce(part: World, number: int) -> Call:
 
 def _all_gather(part: World, number: int) -> Call:
     whole = _zeros(part, number * part.world_size)
-    return partial(dist.all_gather_into_tensor, whole, _zeros(part, number), group=part.group)
+    return partial(_GATHER, whole, _zeros(part, number), group=part.group)
 
 
 def _reduce_scatter(part: World, number: int) -> Call:
     own = _zeros(part, number // part.world_size)
-    return partial(dist.reduce_scatter_tensor, own, _zeros(part, number), group=part.group)
+    return partial(_SCATTER, own, _zeros(part, number), group=part.group)
 
 
 def _all_to_all(part: World, number: int) -> Call:

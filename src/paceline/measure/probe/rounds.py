@@ -19,7 +19,9 @@ _MOST_CALLS = 2000
 _SHORT = 1e-2  # what takes less is looked at more often
 _LOOKS = 3
 _FEW = 3
+_AHEAD = 0.3  # of the time to look at sizes, that the first families may take from the others
 _LEAST_WINDOW = 1e-3
+_PART = 5e-4  # of a turn: shorter than what a scheduler gives to others
 _NO_TIME = 1e-9
 
 
@@ -76,21 +78,28 @@ def time_all(
     limit: float,
     join: Callable[[Sequence[float]], float],
     lead: bool = False,
+    crowded: bool = False,
 ) -> dict[Key, Curve]:
     """A curve for each family that can be had here. All ranks of `world` call this, with the same families.
 
     No size is taken of which one call would take more than `limit` seconds, except for the first; and no more than a
-    few once half of the time is over. Then all trials take their turns, `ROUNDS` times or, if `seconds` are over,
+    few once a family's part of half of the time is over. Then all trials take their turns, `ROUNDS` times or, if `seconds` are over,
     less often. With `lead` each begins with a call that is not timed: a link lets the first bytes after a pause pass
-    more quickly. `join` makes one number of what the ranks have measured in the same round.
+    more quickly. A turn counts by the middle of its parts, since others may disturb some; by its whole length where it
+    is `crowded`, and ranks that wait for a core disturb each other. `join` makes one number of what the ranks have
+    measured in the same round.
     """
     together = Together(world=world)
-    ends = time.perf_counter() + seconds
+    began = time.perf_counter()
+    ends, whole, sizes = began + seconds, sum(len(family.sizes) for family in families), 0
     trials: list[Trial] = []
     for family in families:
-        trials += _grown(family, together, limit=limit, ends=ends - seconds / 2)
+        sizes += len(family.sizes)
+        until = began + seconds / 2 * (_AHEAD + (1 - _AHEAD) * sizes / whole)
+        trials += _grown(family, together, limit=limit, ends=until)
     left = max(ends - time.perf_counter(), seconds / 4)
-    found = _rounds(trials, together, seconds=together.agree(left), lead=lead)
+    part = inf if crowded or world.device.type == "cuda" else _PART
+    found = _rounds(trials, together, seconds=together.agree(left), lead=lead, part=part)
     everybody = world.gather_json(found)
     points: dict[Key, list[Point]] = {}
     for at, trial in enumerate(trials):
@@ -137,7 +146,9 @@ def _made(size: Size) -> Call | None:
     return call
 
 
-def _rounds(trials: Sequence[Trial], together: Together, *, seconds: float, lead: bool) -> list[list[float]]:
+def _rounds(
+    trials: Sequence[Trial], together: Together, *, seconds: float, lead: bool, part: float
+) -> list[list[float]]:
     """Of each trial what one of its size took, round by round; the last may have ended before its turn."""
     found: list[list[float]] = [[] for _ in trials]
     slow = sum(trial.seconds for trial in trials) * (1 + lead)
@@ -150,7 +161,9 @@ def _rounds(trials: Sequence[Trial], together: Together, *, seconds: float, lead
             if lead:
                 trial.call()
             calls = round(min(max(window / trial.seconds, 1), _MOST_CALLS))
-            own.append(_spent(trial.call, calls, together) / (calls * trial.size.times))
+            each = min(calls, max(1, round(min(part / trial.seconds, calls))))
+            parts = [_spent(trial.call, each, together) for _ in range(calls // each)]
+            own.append(median(parts) / (each * trial.size.times))
     return found
 
 

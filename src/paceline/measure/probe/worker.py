@@ -75,7 +75,8 @@ def _probe(world: World, mark: Fingerprint, payload: Mapping[str, Any]) -> Probe
     began = time.perf_counter()
     purse = Purse(world=world, ends=began + float(payload["seconds"]))
     links, copies = _LINKS * (world.world_size > 1), _COPIES * (world.device.type == "cuda")
-    collectives = measure_links(world, seconds=purse.share(links, of=1))
+    crowded = int(payload["ranks_per_node"]) > mark.cores
+    collectives = measure_links(world, seconds=purse.share(links, of=1), crowded=crowded)
     found = measure_copies(world, seconds=purse.share(copies, of=1 - links))
     disk = measure_disk(world, folder=Path(payload["folder"]), seconds=purse.share(_DISK, of=1 - links - copies))
     rates = _rates(purse, mark, int(payload["ranks_per_node"]))
@@ -99,6 +100,7 @@ def _rates(purse: Purse, mark: Fingerprint, local: int) -> tuple[Rates, ...]:
         ranks = [rank for rank in range(world.world_size) if rank % local < busy]
         part = world.part([ranks, *([rank] for rank in range(world.world_size) if rank not in ranks)])
         if world.rank in ranks:
-            found.append(measure_compute(part, busy=busy, threads=threads, seconds=seconds))
+            crowded = busy * threads > mark.cores
+            found.append(measure_compute(part, busy=busy, threads=threads, seconds=seconds, crowded=crowded))
         world.barrier()
     return tuple(found)
