@@ -16,8 +16,8 @@ Key = tuple[str, ...]
 ROUNDS = 5
 _MOST_ROUNDS = 25
 _MOST_CALLS = 2000
-_SHORT = 1e-2  # what takes less is looked at more often
-_LOOKS = 3
+_SHORT = 3e-3  # what takes less is looked at more often
+_LOOKS = 5
 _FEW = 3
 _AHEAD = 0.3  # of the time to look at sizes, that the first families may take from the others
 _LEAST_WINDOW = 1e-3
@@ -83,11 +83,11 @@ def time_all(
     """A curve for each family that can be had here. All ranks of `world` call this, with the same families.
 
     No size is taken of which one call would take more than `limit` seconds, except for the first; and no more than a
-    few once a family's part of half of the time is over. Then all trials take their turns, `ROUNDS` times or, if `seconds` are over,
-    less often. With `lead` each begins with a call that is not timed: a link lets the first bytes after a pause pass
-    more quickly. A turn counts by the middle of its parts, since others may disturb some; by its whole length where it
-    is `crowded`, and ranks that wait for a core disturb each other. `join` makes one number of what the ranks have
-    measured in the same round.
+    few once a family's part of half of the time is over. Then all trials take their turns, `ROUNDS` times or, if
+    `seconds` are over, less often. With `lead` each begins with a call that is not timed: a link lets the first bytes
+    after a pause pass more quickly. A turn counts by the middle of its parts, since others may disturb some; by its
+    whole length where it is `crowded`, and ranks that wait for a core disturb each other. `join` makes one number of
+    what the ranks have measured in the same round.
     """
     together = Together(world=world)
     began = time.perf_counter()
