@@ -78,7 +78,10 @@ def table(probe: Probe) -> str:
     lines += [row(way, curve, "B/s") for way, curve in probe.copies.items()]
     if probe.disk is not None:
         lines.append(f"disk: {short(probe.disk.write_rate, 'B/s')} written, {short(probe.disk.read_rate, 'B/s')} read")
-    return "\n".join([*lines, f"measured in {probe.took_seconds:.1f} s, backend {probe.backend}"])
+    lines.append(f"measured in {probe.took_seconds:.1f} s, backend {probe.backend}")
+    if not probe.is_quiet:
+        lines.append(f"others used {probe.others:.0%} of the cores just before: these figures are too low")
+    return "\n".join(lines)
 
 
 def all_curves(probe: Probe) -> dict[str, Curve]:

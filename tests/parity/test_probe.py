@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -23,7 +23,8 @@ from paceline.measure.probe.links import KINDS, group_sizes, neighbours
 from paceline.measure.probe.rounds import Family, Size, Trial, _expected, time_all
 from paceline.measure.probe.worker import levels
 from paceline.plan.curve import Curve
-from paceline.plan.probed import Probe
+from paceline.plan.machine import busy_share
+from paceline.plan.probed import Fingerprint, Probe
 from paceline.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -241,6 +242,37 @@ def test_it_is_kept_for_next_time(measured: tuple[Probe, Path, float], monkeypat
     assert probe_here(ranks=2) == found
     assert time.perf_counter() - began < took / 2
     assert took < 40  # on a machine that does much else
+
+
+def test_what_was_measured_on_a_busy_machine_holds_until_it_is_quiet(
+    measured: tuple[Probe, Path, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share, calls = [0.9], []
+
+    def fake(mark: Fingerprint, asked: Asked) -> Probe:
+        calls.append(mark)
+        return replace(measured[0], others=None, took_seconds=float(len(calls)))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("paceline.measure.probe.here._measured", fake)
+    monkeypatch.setattr("paceline.measure.probe.here.busy_share", lambda: share[0])
+    first = probe_here(ranks=2)
+    assert not first.is_quiet and probe_here(ranks=2) == first and len(calls) == 1
+    share[0] = 0.05
+    second = probe_here(ranks=2)
+    assert second.is_quiet and second.took_seconds == 2.0
+    share[0] = 0.9
+    assert probe_here(ranks=2) == second and len(calls) == 2
+    assert probe_here(ranks=2, again=True).took_seconds == 3.0 and calls[0] == measured[0].fingerprint
+
+
+def test_how_busy_the_machine_is() -> None:
+    spin = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        assert 0.5 / (os.cpu_count() or 1) < busy_share() <= 1
+    finally:
+        spin.kill()
+        spin.wait()
 
 
 def test_a_probe_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

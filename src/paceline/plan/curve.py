@@ -193,5 +193,14 @@ def _mean(pool: Sequence[Point]) -> float:
 
 
 def read_curve(found: Mapping[str, Any]) -> Curve:
-    """What `asdict` made of it."""
-    return Curve(points=tuple(Point(**point) for point in found["points"]), line=Line(**found["line"]))
+    """What `asdict` made of it.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is something else.
+    """
+    points = tuple(Point(**_numbers(point)) for point in found["points"])
+    return Curve(points=points, line=Line(**_numbers(found["line"])))
+
+
+def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in found.items()}

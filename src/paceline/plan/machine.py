@@ -3,9 +3,11 @@
 import os
 import platform
 import subprocess
+import time
 from pathlib import Path
 
 _SMI_SECONDS = 20
+_IDLE = 3
 
 
 def usable_cores() -> int:
@@ -49,6 +51,23 @@ def _told_by_smi() -> tuple[str, ...]:
     except (OSError, subprocess.SubprocessError):
         return ("unknown",)
     return tuple(sorted(filter(None, map(str.strip, done.stdout.splitlines())))) or ("unknown",)
+
+
+def busy_share(*, seconds: float = 0.3) -> float:
+    """How much of all cores is in use, as seen over a moment; nothing where it can't be known."""
+    before = _ticks()
+    time.sleep(seconds)
+    passed = [after - first for first, after in zip(before, _ticks(), strict=False)]
+    total = float(sum(passed))
+    return 1 - passed[_IDLE] / total if total and len(passed) > _IDLE else 0.0
+
+
+def _ticks() -> list[int]:
+    """Of all cores since the start, by what they did: Linux, proc(5)."""
+    try:
+        return [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except (OSError, ValueError, IndexError):
+        return []
 
 
 def _quota(path: Path) -> int | None:

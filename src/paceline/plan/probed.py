@@ -13,6 +13,7 @@ from paceline.traffic import SHARES
 FORMAT = 1
 HEAD_WIDTH = 64  # of what was measured; other widths count as more heads, or fewer
 ATTENTION_WORK, TRAINED_WORK = 4, 14  # FLOPs of a head are so many times its length squared by its width
+_QUIET = 0.2
 _AGAIN = "probe_here(ranks=N, again=True) measures anew"
 _Kept = TypeVar("_Kept")
 
@@ -146,7 +147,10 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """All of it. `copies` (`to_device`, `to_host`) are seconds by bytes from pinned memory, where there is a GPU."""
+    """All of it. `copies` (`to_device`, `to_host`) are seconds by bytes from pinned memory, where there is a GPU.
+
+    `others` is the share of the machine's cores that was in use just before, where that is known.
+    """
 
     fingerprint: Fingerprint
     backend: str
@@ -155,6 +159,12 @@ class Probe:
     collectives: tuple[Collective, ...] = ()
     copies: Mapping[str, Curve] = field(default_factory=dict)
     disk: Disk | None = None
+    others: float | None = None
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether little else ran on the machine, as far as is known: else the figures are too low."""
+        return self.others is None or self.others <= _QUIET
 
     def of_busy(self, busy: int) -> Rates:
         """The rates while so many processes of a machine compute: of so many, else of the next more, else of most."""
@@ -208,6 +218,8 @@ def read_probe(found: Mapping[str, Any]) -> Probe:
     )
     own["copies"] = _read_curves(own["copies"])
     own["disk"] = None if own["disk"] is None else Disk(**own["disk"])
+    own["others"] = None if own["others"] is None else float(own["others"])
+    own["took_seconds"] = float(own["took_seconds"])
     return Probe(**own)
 
 

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,10 @@ from paceline.errors import ExitCode, MachineError
 from paceline.launch.environments import Joined
 from paceline.launch.meet import adopt
 from paceline.measure.probe.cache import fingerprint, keep, read_cached
+from paceline.plan.machine import busy_share
 from paceline.plan.probed import Fingerprint, Probe, read_probe
 from paceline.plugins import resolve
+from paceline.spec.words import many
 from paceline.start import Request, failure_screen, start
 from paceline.store.disk import read_json
 from paceline.store.runs import ROOT, RunFolder
@@ -43,30 +45,40 @@ class Asked:
 def probe_here(*, ranks: int, device: str = "cpu", asked: Asked | None = None, again: bool = False) -> Probe:
     """What was kept of this machine, torch and number of ranks; else, or `again`, measured by new processes and kept.
 
+    What was measured while others used the machine holds until it is found quiet.
+
     Raises:
         MachineError: the processes did not start, or failed.
     """
     mark = fingerprint(ranks=ranks, device=device)
     kept = None if again else read_cached(mark)
-    if kept is not None:
+    if kept is not None and kept.is_quiet:
         return kept
+    others = busy_share()
+    if kept is not None and not replace(kept, others=others).is_quiet:
+        return kept
+    probe = replace(_measured(mark, asked or Asked()), others=others)
+    keep(probe)
+    return probe
+
+
+def _measured(mark: Fingerprint, asked: Asked) -> Probe:
     with tempfile.TemporaryDirectory(prefix="paceline-probe-") as name:
         answer = Path(name) / "answer.json"
-        payload = (asked or Asked()).payload(mark, answer=answer, ranks_per_node=ranks)
+        payload = asked.payload(mark, answer=answer, ranks_per_node=mark.ranks)
         request = Request(
-            ranks=ranks, run=RunFolder(Path(name)), entry=ENTRY, payload=payload, threads=mark.threads, saves=False
+            ranks=mark.ranks, run=RunFolder(Path(name)), entry=ENTRY, payload=payload, threads=mark.threads, saves=False
         )
         outcome = start(request)
         if outcome.exit_code == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt
         if outcome.exit_code or not answer.exists():
-            said = failure_screen(outcome)
             raise MachineError(
-                f"the probe of {ranks} ranks on {device} failed.", cause=said, hint="--ranks 1 to see whether one works"
+                f"the probe of {many(mark.ranks, 'rank')} on {mark.device} failed.",
+                cause=failure_screen(outcome),
+                hint="--ranks 1 to see whether one works",
             )
-        probe = read_probe(read_json(answer))
-    keep(probe)
-    return probe
+        return read_probe(read_json(answer))
 
 
 def probe_joined(joined: Joined, *, device: str = "cpu", asked: Asked | None = None) -> Probe | None:
