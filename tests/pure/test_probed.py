@@ -1,7 +1,10 @@
 """What a probe found is read right: lines through points, seconds between them, JSON, and what is kept for next time."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -88,7 +91,7 @@ points = st.lists(
 @given(points, st.lists(st.floats(0, 1e14), min_size=2, max_size=8))
 def test_more_never_takes_less(pairs: list[tuple[float, float]], asked: list[float]) -> None:
     found = Curve.of(Point(amount=amount, seconds=seconds) for amount, seconds in pairs)
-    for wrong in ({"points": [{"amount": "x"}]}, {"line": {"residual": None}}, {"points": 3}):
+    for wrong in ({"points": [{"amount": "x"}]}, {"line": {"residual": None}}, {"points": 3}, {"points": []}):
         with pytest.raises((ValueError, TypeError)):
             read_curve({**asdict(found), **wrong})
     assert found.line.fixed_seconds >= 0 and found.line.each_seconds > 0
@@ -234,13 +237,26 @@ def test_a_probe_with_wrong_parts_is_as_if_it_were_not(home: dict[str, str]) -> 
     whole = probe().as_json()
     keep(probe(), environ=home)
     for name in whole:
-        for value in (None, 7, "x", [1], {"a": 1}):
-            if name in ("disk", "others") and value is None:
+        for value in (None, 7, "x", [1], {"a": 1}, []):
+            if (name in ("disk", "others") and value is None) or (name == "collectives" and value == []):
                 continue
             cache_file(MARK, environ=home).write_text(json.dumps({**whole, name: value}))
             found = read_cached(MARK, environ=home)
             number = name in ("took_seconds", "others") and value == 7
             assert found is None or number or name == "backend", (name, value)
+
+
+def test_what_was_kept_is_read_without_torch(home: dict[str, str]) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from paceline.measure.probe.here import probe_here\n"
+        "from paceline.measure.probe.cache import fingerprint, read_cached\n"
+        "assert read_cached(fingerprint(ranks=2, device='cpu')) is None\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **home}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:

@@ -199,6 +199,8 @@ def read_curve(found: Mapping[str, Any]) -> Curve:
         ValueError, KeyError, TypeError, AttributeError: it is something else.
     """
     points = tuple(Point(**_numbers(point)) for point in found["points"])
+    if not points:
+        raise ValueError("a curve without points")
     return Curve(points=points, line=Line(**_numbers(found["line"])))
 
 

@@ -208,8 +208,8 @@ def read_probe(found: Mapping[str, Any]) -> Probe:
         ValueError, KeyError, TypeError, AttributeError: it is something else, or of another version.
     """
     own = dict(found)
-    if own.pop("format") != FORMAT:
-        raise ValueError("a probe of another version of Paceline")
+    if own.pop("format") != FORMAT or not own["rates"]:
+        raise ValueError("a probe of another version of Paceline, or of nothing")
     mark = own["fingerprint"]
     own["fingerprint"] = Fingerprint(**{**mark, "gpus": tuple(mark["gpus"])})
     own["rates"] = tuple(map(_read_rates, own["rates"]))
