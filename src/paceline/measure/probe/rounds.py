@@ -19,6 +19,7 @@ _MOST_CALLS = 2000
 _SHORT = 3e-3  # what takes less is looked at more often
 _LOOKS = 5
 _FEW = 3
+_GRACE = 4  # times the limit for the first few: from what is small alone little can be told
 _AHEAD = 0.3  # of the time to look at sizes, that the first families may take from the others
 _LEAST_WINDOW = 1e-3
 _PART = 5e-4  # of a turn: shorter than what a scheduler gives to others
@@ -82,12 +83,12 @@ def time_all(
 ) -> dict[Key, Curve]:
     """A curve for each family that can be had here. All ranks of `world` call this, with the same families.
 
-    No size is taken of which one call would take more than `limit` seconds, except for the first; and no more than a
-    few once a family's part of half of the time is over. Then all trials take their turns, `ROUNDS` times or, if
-    `seconds` are over, less often. With `lead` each begins with a call that is not timed: a link lets the first bytes
-    after a pause pass more quickly. A turn counts by the middle of its parts, since others may disturb some; by its
-    whole length where it is `crowded`, and ranks that wait for a core disturb each other. `join` makes one number of
-    what the ranks have measured in the same round.
+    No size is taken of which one call would take more than `limit` seconds, or a few times that for the second and
+    third; and no more than those once a family's part of half of the time is over. Then all trials take their turns,
+    `ROUNDS` times or, if `seconds` are over, less often. With `lead` each begins with a call that is not timed: a link
+    lets the first bytes after a pause pass more quickly. A turn counts by the middle of its parts, since others may
+    disturb some; by its whole length where it is `crowded`, and ranks that wait for a core disturb each other. `join`
+    makes one number of what the ranks have measured in the same round.
     """
     together = Together(world=world)
     began = time.perf_counter()
@@ -112,7 +113,7 @@ def _grown(family: Family, together: Together, *, limit: float, ends: float) -> 
     """The sizes that are not too slow, as far as those before them tell."""
     found: list[Trial] = []
     for size in family.sizes:
-        if found and _expected(found, size.amount) > limit:
+        if found and _expected(found, size.amount) > limit * (_GRACE if len(found) < _FEW else 1):
             break
         if len(found) >= _FEW and together.agree(time.perf_counter() > ends):
             break
