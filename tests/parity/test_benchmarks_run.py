@@ -56,6 +56,12 @@ def test_the_data_parallel_ones_run(command: str) -> None:
     assert "ratio" in (said := run(command)) or "exact / default" in said
 
 
+def test_a_probe_is_printed_and_held_against_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said = run("probe.py --ranks 2 --seconds 6 --check")
+    assert "2 busy, 1 threads each" in said and "all_reduce of 2" in said and said.count("points, middle") == 2, said
+
+
 def test_ways_to_compress_are_set_beside_ddp() -> None:
     said = run(f"compress.py {TINY} --torch")
     shares = {row.split()[0]: float(found[1]) for row in said.splitlines() if (found := re.search(r"\( *(\S+)\)", row))}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.errors import PacelineError
-from paceline.plan.machine import usable_cores
+from paceline.plan.machine import cpu_name, usable_cores
 from paceline.spec.jobref import parse_jobref
 
 _PACKAGES = (
@@ -88,15 +88,6 @@ def _git(folder: Path, *words: str) -> str | None:
 def torch_build() -> str:
     """The version, with what it was built for."""
     return str(torch.__version__)
-
-
-def cpu_name() -> str:
-    """The kind of CPU, as its maker calls it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def gpu_names() -> list[str]:

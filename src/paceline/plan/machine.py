@@ -1,7 +1,13 @@
 """What this machine offers, found without torch."""
 
 import os
+import platform
+import subprocess
+import time
 from pathlib import Path
+
+_SMI_SECONDS = 20
+_IDLE = 3
 
 
 def usable_cores() -> int:
@@ -18,6 +24,50 @@ def visible_gpus() -> int:
         return len([part for part in asked.split(",") if part.strip() not in ("", "-1")])
     folder = Path("/proc/driver/nvidia/gpus")
     return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def cpu_name() -> str:
+    """The kind of CPU, as its maker calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def gpu_models() -> tuple[str, ...]:
+    """The kinds of all GPUs of this machine, sorted, without starting CUDA; empty where none is visible."""
+    if not visible_gpus():
+        return ()
+    files = Path("/proc/driver/nvidia/gpus").glob("*/information")
+    told = [line for file in files for line in file.read_text().splitlines() if line.startswith("Model:")]
+    return tuple(sorted(line.partition(":")[2].strip() for line in told)) or _told_by_smi()
+
+
+def _told_by_smi() -> tuple[str, ...]:
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ("unknown",)
+    return tuple(sorted(filter(None, map(str.strip, done.stdout.splitlines())))) or ("unknown",)
+
+
+def busy_share(*, seconds: float = 0.3) -> float:
+    """How much of all cores is in use, as seen over a moment; nothing where it can't be known."""
+    before = _ticks()
+    time.sleep(seconds)
+    passed = [after - first for first, after in zip(before, _ticks(), strict=False)]
+    total = float(sum(passed))
+    return 1 - passed[_IDLE] / total if total and len(passed) > _IDLE else 0.0
+
+
+def _ticks() -> list[int]:
+    """Of all cores since the start, by what they did: Linux, proc(5)."""
+    try:
+        return [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except (OSError, ValueError, IndexError):
+        return []
 
 
 def _quota(path: Path) -> int | None:

@@ -10,8 +10,9 @@ from typing import Any
 from paceline.errors import CheckpointError, PacelineError, ResumeError, raise_all
 from paceline.events import CheckpointRefused, CheckpointSaved, Event, Note
 from paceline.feed.feed import Feed
-from paceline.measure.environment import cpu_name, torch_build
+from paceline.measure.environment import torch_build
 from paceline.order.cursor import Cursor
+from paceline.plan.machine import cpu_name
 from paceline.spec.task import Task
 from paceline.spec.update import Kind
 from paceline.spec.words import many

@@ -1,0 +1,57 @@
+"""Where the last probe of this machine is kept. One that can't be read, or of another machine, is as if it were not."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from paceline.plan.machine import cpu_name, gpu_models, usable_cores
+from paceline.plan.probed import Fingerprint, Probe, read_probe
+from paceline.plan.settle import Cluster, settle_threads
+from paceline.start import kernels
+from paceline.store.disk import read_json, write_json
+
+
+def fingerprint(*, ranks: int, device: str, ranks_per_node: int | None = None) -> Fingerprint:
+    """Of this machine as it is now, for so many ranks. Needs no torch, only its version."""
+    cores = usable_cores()
+    cluster = Cluster(ranks=ranks, cores=cores, ranks_per_node=ranks_per_node)
+    return Fingerprint(
+        cpu=cpu_name(),
+        cores=cores,
+        torch=version("torch"),
+        gpus=gpu_models() if device == "cuda" else (),
+        kernels=kernels(),
+        device=device,
+        ranks=ranks,
+        threads=settle_threads(cluster=cluster, one=False, asked=None),
+    )
+
+
+def cache_file(mark: Fingerprint, *, environ: Mapping[str, str] = os.environ) -> Path:
+    """In `$XDG_CACHE_HOME/paceline`, or in `~/.cache/paceline`. A relative XDG_CACHE_HOME counts as none."""
+    asked = Path(environ.get("XDG_CACHE_HOME", ""))
+    root = asked if asked.is_absolute() else Path.home() / ".cache"
+    digest = hashlib.sha256(json.dumps(asdict(mark), sort_keys=True).encode()).hexdigest()[:12]
+    return root / "paceline" / f"probe-{mark.device}-{mark.ranks}-{digest}.json"
+
+
+def read_cached(mark: Fingerprint, *, environ: Mapping[str, str] = os.environ) -> Probe | None:
+    """The probe that was kept for exactly this."""
+    try:
+        found = read_probe(read_json(cache_file(mark, environ=environ)))
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return found if found.fingerprint == mark else None
+
+
+def keep(probe: Probe, *, environ: Mapping[str, str] = os.environ) -> None:
+    """For next time; where nothing can be written, nothing is kept."""
+    with suppress(OSError, RuntimeError):
+        file = cache_file(probe.fingerprint, environ=environ)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, probe.as_json())

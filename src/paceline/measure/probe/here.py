@@ -1,0 +1,96 @@
+"""A probe of this machine for so many ranks: the kept one, or a new one."""
+
+import os
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ExitCode, MachineError
+from paceline.launch.environments import Joined
+from paceline.launch.meet import adopt
+from paceline.measure.probe.cache import fingerprint, keep, read_cached
+from paceline.plan.machine import busy_share
+from paceline.plan.probed import Fingerprint, Probe, read_probe
+from paceline.plugins import resolve
+from paceline.spec.words import many
+from paceline.start import Request, failure_screen, start
+from paceline.store.disk import read_json
+from paceline.store.runs import ROOT, RunFolder
+
+ENTRY = "paceline.measure.probe.worker:measure"
+SECONDS = 28.0
+_START_SECONDS = 5.0  # starting processes that have torch
+_LEAST_SHARE = 0.6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is the same for every way to probe: seconds for all of it, and the folder whose disk is tried."""
+
+    seconds: float = SECONDS
+    folder: Path = ROOT
+
+    def payload(self, mark: Fingerprint, *, answer: Path, ranks_per_node: int) -> dict[str, Any]:
+        """For the ranks."""
+        return {
+            "seconds": max(self.seconds - _START_SECONDS, _LEAST_SHARE * self.seconds),
+            "folder": str(self.folder.absolute()),
+            "fingerprint": asdict(mark),
+            "answer": str(answer),
+            "ranks_per_node": ranks_per_node,
+        }
+
+
+def probe_here(*, ranks: int, device: str = "cpu", asked: Asked | None = None, again: bool = False) -> Probe:
+    """What was kept of this machine, torch and number of ranks; else, or `again`, measured by new processes and kept.
+
+    What was measured while others used the machine holds until it is found quiet.
+
+    Raises:
+        MachineError: the processes did not start, or failed.
+    """
+    mark = fingerprint(ranks=ranks, device=device)
+    kept = None if again else read_cached(mark)
+    if kept is not None and kept.is_quiet:
+        return kept
+    others = busy_share()
+    if kept is not None and not replace(kept, others=others).is_quiet:
+        return kept
+    probe = replace(_measured(mark, asked or Asked()), others=others)
+    keep(probe)
+    return probe
+
+
+def _measured(mark: Fingerprint, asked: Asked) -> Probe:
+    with tempfile.TemporaryDirectory(prefix="paceline-probe-") as name:
+        answer = Path(name) / "answer.json"
+        payload = asked.payload(mark, answer=answer, ranks_per_node=mark.ranks)
+        request = Request(
+            ranks=mark.ranks, run=RunFolder(Path(name)), entry=ENTRY, payload=payload, threads=mark.threads, saves=False
+        )
+        outcome = start(request)
+        if outcome.exit_code == ExitCode.INTERRUPTED:
+            raise KeyboardInterrupt
+        if outcome.exit_code or not answer.exists():
+            raise MachineError(
+                f"the probe of {many(mark.ranks, 'rank')} on {mark.device} failed.",
+                cause=failure_screen(outcome),
+                hint="--ranks 1 to see whether one works",
+            )
+        return read_probe(read_json(answer))
+
+
+def probe_joined(joined: Joined, *, device: str = "cpu", asked: Asked | None = None) -> Probe | None:
+    """By the processes that a launcher has started, all of which call this; rank 0 has the answer. Nothing is kept.
+
+    A process that fails ends here with its own words.
+    """
+    adopt(joined, os.environ)
+    local = joined.local_world_size
+    mark = fingerprint(ranks=joined.world_size, device=device, ranks_per_node=local)
+    with tempfile.TemporaryDirectory(prefix="paceline-probe-") as name:
+        answer = Path(name) / "answer.json"
+        payload = (asked or Asked()).payload(mark, answer=answer, ranks_per_node=local)
+        resolve("paceline.survive.child:run_joined")(ENTRY, payload, threads=mark.threads)
+        return read_probe(read_json(answer)) if answer.exists() else None

@@ -1,0 +1,106 @@
+"""What each rank runs for a probe; rank 0 writes what all have found."""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError, raise_all
+from paceline.measure.backends import built_in
+from paceline.measure.probe.compute import measure_compute, measure_copies
+from paceline.measure.probe.disk import measure_disk
+from paceline.measure.probe.links import measure_links
+from paceline.plan.probed import Fingerprint, Probe, Rates
+from paceline.plan.settle import Cluster, Facts, settle_backend, settle_threads
+from paceline.store.disk import write_json
+from paceline.world import Place, World
+
+TIMEOUT_SECONDS = 120.0
+_LINKS, _COPIES, _DISK = 0.25, 0.1, 0.05  # of the seconds that there are; the rest is for what ranks compute
+_LEAST_SECONDS = 0.2
+
+
+def measure(payload: Mapping[str, Any]) -> int:
+    """Within `payload["seconds"]`, more or less; the answer is a `Probe`'s JSON at `payload["answer"]`."""
+    mark = payload["fingerprint"]
+    mark = Fingerprint(**{**mark, "gpus": tuple(mark["gpus"])})
+    world = _join(mark)
+    try:
+        probe = _probe(world, mark, payload)
+        if world.is_main:
+            write_json(Path(payload["answer"]), probe.as_json())
+        world.barrier()
+    finally:
+        world.close()
+    return 0
+
+
+def levels(*, ranks: int, cores: int, device: str) -> list[tuple[int, int]]:
+    """Busy processes of a machine, and the threads that each has, as in a run of so many. GPUs are ranks' own."""
+    if device == "cuda":
+        numbers = {1, ranks}
+    else:
+        numbers = {2**power for power in range(ranks.bit_length()) if 2**power <= ranks} | {ranks}
+    return [
+        (number, settle_threads(cluster=Cluster(ranks=number, cores=cores), one=False, asked=None))
+        for number in sorted(numbers)
+    ]
+
+
+def _join(mark: Fingerprint) -> World:
+    problems: list[PacelineError] = []
+    facts = Facts(global_batch_size=1, built_in=built_in())
+    backend, _ = settle_backend(Cluster(ranks=mark.ranks, device=mark.device), facts, problems)
+    raise_all(problems)
+    place = Place.read(os.environ)
+    return World.join(place=place, device_type=mark.device, backend=backend, timeout_seconds=TIMEOUT_SECONDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Purse:
+    """The time there is: what a part does not need is left for the others, what it takes too long is theirs too."""
+
+    world: World
+    ends: float
+
+    def share(self, part: float, *, of: float) -> float:
+        """Seconds for a part, where `of` is this and all that comes after it. Every rank is told the same."""
+        left = float(self.world.share_json(self.ends - time.perf_counter()))
+        return max(left, _LEAST_SECONDS) * part / of
+
+
+def _probe(world: World, mark: Fingerprint, payload: Mapping[str, Any]) -> Probe:
+    began = time.perf_counter()
+    purse = Purse(world=world, ends=began + float(payload["seconds"]))
+    links, copies = _LINKS * (world.world_size > 1), _COPIES * (world.device.type == "cuda")
+    crowded = int(payload["ranks_per_node"]) > mark.cores
+    collectives = measure_links(world, seconds=purse.share(links, of=1), crowded=crowded)
+    found = measure_copies(world, seconds=purse.share(copies, of=1 - links))
+    disk = measure_disk(world, folder=Path(payload["folder"]), seconds=purse.share(_DISK, of=1 - links - copies))
+    rates = _rates(purse, mark, int(payload["ranks_per_node"]))
+    return Probe(
+        fingerprint=mark,
+        backend=world.backend,
+        took_seconds=time.perf_counter() - began,
+        rates=rates,
+        collectives=collectives,
+        copies=found,
+        disk=disk,
+    )
+
+
+def _rates(purse: Purse, mark: Fingerprint, local: int) -> tuple[Rates, ...]:
+    """Level by level; rank 0 is busy in all of them. Ranks of a machine are neighbours, `local` of them."""
+    world, found = purse.world, []
+    local, wanted = world.share_json([local, levels(ranks=local, cores=mark.cores, device=mark.device)])
+    for number, (busy, threads) in enumerate(wanted):
+        seconds = purse.share(1, of=len(wanted) - number)
+        ranks = [rank for rank in range(world.world_size) if rank % local < busy]
+        part = world.part([ranks, *([rank] for rank in range(world.world_size) if rank not in ranks)])
+        if world.rank in ranks:
+            crowded = busy * threads > mark.cores
+            found.append(measure_compute(part, busy=busy, threads=threads, seconds=seconds, crowded=crowded))
+        world.barrier()
+    return tuple(found)
