@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 __all__ = [
     "DispatchMode",
+    "Journey",
     "SeededOps",
     "TorchDispatchMode",
     "WatchedOps",
@@ -42,6 +43,33 @@ def unseen() -> Iterator[None]:
 def on_cpu(operation: Any, args: Any, kwargs: Any) -> Any:
     """What an operation that is written in Python does on a CPU, where a mode can see each of its own operations."""
     return operation._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+
+
+class Journey(dist.Work):
+    """A collective that is on its way until it is waited for, then `arrived` is called; an operation may return it."""
+
+    def __init__(self, arrived: Callable[[], object]) -> None:
+        super().__init__()
+        self._arrived = arrived
+
+    def begin(self) -> Any:
+        """As operations return it; it lives until somebody waits."""
+        _UNDER_WAY.add(self)
+        return self.boxed()
+
+    def is_completed(self) -> bool:
+        """Not before it is waited for."""
+        return self not in _UNDER_WAY
+
+    def wait(self, timeout: Any = None) -> bool:
+        """It has arrived."""
+        if self in _UNDER_WAY:
+            _UNDER_WAY.remove(self)
+            self._arrived()
+        return True
+
+
+_UNDER_WAY: set[Journey] = set()
 
 
 class SeededOps(TorchDispatchMode):

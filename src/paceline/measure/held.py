@@ -1,7 +1,7 @@
 """What a rank holds, in bytes: parameters, gradients, optimizer state, buffers, and everything else while it steps."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -93,7 +93,8 @@ class Watch(DispatchMode):
 
     Every result of an operation is followed until its memory is let go, also what `fully_shard` empties and fills
     again. Use it around a step that is not the first: the optimizer's state must be there. `shares` as in `held_now`;
-    those that are copies count with the optimizer.
+    those that are copies count with the optimizer. `moment` knows what an operation needs within itself, which is no
+    result of any: the bytes at most while it runs, its results included; `beside`, what lies beside them meanwhile.
     """
 
     def __init__(
@@ -103,9 +104,11 @@ class Watch(DispatchMode):
         optimizers: Sequence[torch.optim.Optimizer] = (),
         shares: Sequence[Tensor] = (),
         device: str = "cpu",
+        moment: Callable[[Any, Any], int] | None = None,
+        beside: Callable[[], int] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device = device
+        self._device, self._moment, self._beside = device, moment, beside
         self._parameters = [*model.parameters(), *shares]
         self._bytes = dict.fromkeys(KINDS, 0)
         self._live: dict[int, _Live] = {}
@@ -142,6 +145,8 @@ class Watch(DispatchMode):
             self._gradients()
             self._without_gradient = [p for p in self._parameters if p.requires_grad]
         self._was_backward = backward
+        if self._moment is not None:
+            self._compare(self._moment(func, args))
         result = func(*args, **(kwargs or {}))
         given = {id(tensor.untyped_storage()) for tensor in _within([args, kwargs])}
         for tensor in _within(result):
@@ -195,11 +200,12 @@ class Watch(DispatchMode):
                 live.kind = "gradients"
         self._without_gradient = left
 
-    def _compare(self) -> None:
-        if sum(self._bytes.values()) > self.peak.total:
+    def _compare(self, moment_bytes: int = 0) -> None:
+        moment_bytes += 0 if self._beside is None else self._beside()
+        if sum(self._bytes.values()) + moment_bytes > self.peak.total:
             if self._was_backward:
                 self._gradients()
-            self.peak = Held(**self._bytes)
+            self.peak = Held(**{**self._bytes, "activations": self._bytes["activations"] + moment_bytes})
 
 
 def _within(value: Any) -> Iterator[Tensor]:

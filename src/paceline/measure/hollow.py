@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from paceline.measure.without import ANSWERS, choose, shaped
-from paceline.torch_modes import DispatchMode, on_cpu, unseen, written
+from paceline.torch_modes import DispatchMode, Journey, on_cpu, unseen, written
 
 SMALL = 1 << 12
 _META = torch.device("meta")
@@ -45,13 +45,21 @@ class Emptied:
 class Hollow(DispatchMode):
     """Operations of this thread give tensors without numbers while it is on; `see` hears of each, as it ran.
 
-    Threads that hand tensors to each other share the `emptied`.
+    Threads that hand tensors to each other share the `emptied`. `copies` says how many bytes the backend keeps of a
+    collective that is under way.
     """
 
     def __init__(
-        self, *, emptied: Emptied | None = None, see: Callable[[Any, Any, Any, Any], None] | None = None
+        self,
+        *,
+        emptied: Emptied | None = None,
+        see: Callable[[Any, Any, Any, Any], None] | None = None,
+        copies: Callable[[Any, Any], int] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._copies = copies
+        self.copied_bytes = 0
+        """What the backend keeps of collectives that nobody has waited for."""
         self._see = see
         self._emptied = emptied or Emptied()
         self.holds = True
@@ -101,7 +109,17 @@ class Hollow(DispatchMode):
         result = func(*nothing, **kwargs)
         for tensor in _tensors(args[0]):
             self._emptied.add(tensor)
-        return (args[0], *result[1:]) if isinstance(result, tuple) else result
+        if not isinstance(result, tuple):
+            return result
+        num_bytes = 0 if self._copies is None else self._copies(func, args)
+        return (args[0], self._under_way(num_bytes) if num_bytes else result[1])
+
+    def _under_way(self, num_bytes: int) -> Any:
+        def arrived() -> None:
+            self.copied_bytes -= num_bytes
+
+        self.copied_bytes += num_bytes
+        return Journey(arrived).begin()
 
     def _is_large(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
         """Whether it computes more floating-point numbers than are worth it."""

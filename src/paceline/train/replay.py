@@ -14,6 +14,7 @@ from paceline.feed.types import Cut
 from paceline.job import Job
 from paceline.measure.held import Held, Watch, held_now
 from paceline.measure.hollow import Hollow
+from paceline.measure.moments import gloo_copies, moment_bytes
 from paceline.measure.sent import Sent
 from paceline.order.cursor import Cursor
 from paceline.place.meeting import PeerLeft
@@ -76,7 +77,7 @@ def _together(job: Job, settings: Settings, plan: Plan, scene: Scene) -> list[Re
 
 def _stage(job: Job, settings: Settings, plan: Plan, scene: Scene, stage: int) -> Replayed:
     world = scene.world(stage, backend=plan.backend)
-    hollow = Hollow(emptied=scene.emptied)
+    hollow = Hollow(emptied=scene.emptied, copies=gloo_copies if plan.backend == "gloo" else None)
     with hollow:
         hollow.holds = False
         built = build(job=job, settings=settings, plan=plan, world=world)
@@ -98,7 +99,16 @@ def _stage(job: Job, settings: Settings, plan: Plan, scene: Scene, stage: int) -
         optimizers = built.update.optimizers
         built.step.run(next(given))
         second = next(given)
-        with Sent() as sent, Watch(model=built.model, optimizers=optimizers, shares=shares) as watch:
+        with (
+            Sent() as sent,
+            Watch(
+                model=built.model,
+                optimizers=optimizers,
+                shares=shares,
+                moment=moment_bytes,
+                beside=lambda: hollow.copied_bytes,
+            ) as watch,
+        ):
             built.step.run(second)
         between = held_now(model=built.model, optimizers=optimizers, shares=shares)
         built.close()

@@ -1,0 +1,117 @@
+"""Forecast against measurement: each setting of a measured file replayed on memory without numbers.
+
+    python -m benchmarks.memory.forecast measured.jsonl [--only 'llama*'] [--out FILE]
+
+A line for each setting: the most bytes that were live on any rank, by the allocator's own events, and how far the
+forecast is from it; whether the bytes of parameters, gradients and optimizer are those of every rank; mean and worst.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from benchmarks.memory.measured import Setting
+
+from paceline.errors import PacelineError
+from paceline.train.ready import prepare
+from paceline.train.replay import Replayed, replay
+from paceline.verbs.running import Common, make_task
+
+_PARTS = ("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A setting as forecast and as measured. `error` is of the most that any rank had live."""
+
+    name: str
+    measured_bytes: int
+    forecast_bytes: int
+    exact: bool
+    phase: str
+    seconds: float
+
+    @property
+    def error(self) -> float:
+        return self.forecast_bytes / self.measured_bytes - 1
+
+
+def forecast(setting: Setting) -> list[Replayed]:
+    """Of every stage."""
+    common = Common(ranks=setting.ranks, layout=setting.layout, device="cpu", quiet=True)
+    ready = prepare(make_task("compare", f"benchmarks.memory.jobs:{setting.family}", common, setting.overrides))
+    return replay(ready.job, ready.settings, ready.plan)
+
+
+def against(rows: Sequence[Mapping[str, Any]]) -> Held:
+    """The rows of one setting, one for each rank."""
+    first, began = rows[0], time.monotonic()
+    setting = Setting(
+        family=first["family"],
+        layout=first["layout"],
+        ranks=first["ranks"],
+        batch=first["global_batch"],
+        micro=first["micro_batch"],
+        precision=first["precision"],
+        optimizer=first["update"],
+        job=first["job"],
+    )
+    stages = forecast(setting)
+    each = len(rows) // len(stages)
+    most = max(rows, key=lambda row: row["peak_live"])
+    pairs = [(stage, rows[place * each]) for place, stage in enumerate(stages)]
+    return Held(
+        name=first["name"],
+        measured_bytes=most["peak_live"],
+        forecast_bytes=max(stage.peak.total for stage in stages),
+        exact=all(getattr(stage.between, part) == row[part] for stage, row in pairs for part in _PARTS),
+        phase=most["phase"],
+        seconds=time.monotonic() - began,
+    )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """1 where a setting could not be replayed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory.forecast", description=__doc__)
+    parser.add_argument("measured", type=Path)
+    parser.add_argument("--only", default="*")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args(words)
+    grouped: dict[str, list[dict[str, Any]]] = {}
+    for line in asked.measured.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        grouped.setdefault(row["name"], []).append(row)
+    found, failed, said = [], 0, list[str]()
+    for name, rows in grouped.items():
+        if not fnmatch(name, asked.only):
+            continue
+        try:
+            held = against(rows)
+        except PacelineError as error:
+            failed += 1
+            print(f"{name}: NOT HAD: {error}", file=sys.stderr)
+            continue
+        found.append(held)
+        said.append(
+            f"{name:<66}{held.measured_bytes:>14,}  {held.error:+8.3%}  "
+            f"{'exact' if held.exact else 'PARTS DIFFER'}  {held.phase:<10}{held.seconds:5.1f} s"
+        )
+        print(said[-1], flush=True)
+    errors = sorted((abs(held.error), held.name) for held in found)
+    if errors:
+        mean = sum(error for error, _ in errors) / len(errors)
+        said.append(f"{len(errors)} settings: mean error {mean:.2%}, worst {errors[-1][0]:.2%} ({errors[-1][1]})")
+        print(said[-1])
+    if asked.out is not None:
+        asked.out.write_text("\n".join(said) + "\n", encoding="utf-8")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
