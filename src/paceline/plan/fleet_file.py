@@ -61,15 +61,18 @@ class _Reading:
         links = {name: self._link(name) for name in _LINKED if name in self.tree}
         own = dict(self._quantities(self.tree, _OWN, ""))
         raise_all(self.problems)
-        fleet = replace(
-            sold(entry, **counts),
+        usual = sold(entry, nodes=counts["nodes"], devices=counts["devices"])
+        return replace(
+            usual,
+            inside=links.get("inside") or usual.inside,
+            between=links.get("between") or usual.between,
+            host=links.get("host") or usual.host,
             host_bytes=own.get("host_memory"),
             disk_bytes=own.get("disk"),
             price_per_hour=own.get("price"),
             currency=currency_of(self.tree["price"]) if "price" in own else "",
             name=str(self.tree.get("name", self.path.stem)),
         )
-        return replace(fleet, **{name: link for name, link in links.items() if link is not None})
 
     def _device(self) -> Entry:
         asked = self.tree.get("device")

@@ -1,0 +1,202 @@
+"""Seconds of one optimizer step: the pipeline's program, what of the messages nothing hides, and the update."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from paceline.plan.candidate import Candidate
+from paceline.plan.chain import Counts
+from paceline.plan.efficiency import Efficiency
+from paceline.plan.facts import ModelFacts
+from paceline.plan.hardware import Device, Group, Link
+from paceline.plan.in_flight import Turns, makespan
+from paceline.plan.memory import Elements, static_bytes
+from paceline.plan.work import Work, compute_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Of one step, on the busiest rank, by what they go to; they add up to the step.
+
+    `tensor`, `context`, `experts`, `gather` and `gradients` are messages that nothing hides: over tp, cp and ep, of
+    sharded parameters and sums in every microbatch, and at the end of the step. `bubble` is waiting in the pipeline.
+    """
+
+    compute: float = 0.0
+    again: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    experts: float = 0.0
+    gather: float = 0.0
+    bubble: float = 0.0
+    gradients: float = 0.0
+    update: float = 0.0
+    offload: float = 0.0
+    start: float = 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """By name."""
+        return asdict(self)
+
+    @property
+    def step_seconds(self) -> float:
+        """All of them."""
+        return sum(self.parts.values())
+
+    @property
+    def exposed(self) -> float:
+        """Messages that nothing hides."""
+        return self.tensor + self.context + self.experts + self.gather + self.gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Whom a rank sends to: the shards of its replica, those with the same rows, all that share gradients, and so on.
+
+    `stage` is the next stage; `twins` hold the same experts; `host` is the way to the host's memory.
+    """
+
+    shard: Group
+    rows: Group
+    data: Group
+    twins: Group
+    stage: Group
+    host: Link
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Seconds of one stage and one microbatch; `again` and the messages are part of `forward` and `input`."""
+
+    forward: float
+    input: float
+    weight: float
+    again: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    experts: float = 0.0
+    gather: float = 0.0
+    compute: tuple[float, float] = field(default=(0.0, 0.0))
+
+    @property
+    def seconds(self) -> float:
+        """There and back."""
+        return self.forward + self.input + self.weight
+
+
+def stage_of(works: Sequence[Work], counts: Counts) -> Stage:
+    """Before what data parallelism sends."""
+    there = [(count, work) for count, work in zip(counts, works, strict=True) if count]
+    forward = sum(count * work.forward for count, work in there)
+    back = sum(count * (work.input + work.again) for count, work in there)
+    weight = sum(count * work.weight for count, work in there)
+    return Stage(
+        forward=forward + sum(count * work.messages_forward for count, work in there),
+        input=back + sum(count * work.messages_backward for count, work in there),
+        weight=weight,
+        again=sum(count * work.again for count, work in there),
+        tensor=sum(count * work.tensor for count, work in there),
+        context=sum(count * work.context for count, work in there),
+        experts=sum(count * work.experts for count, work in there),
+        compute=(forward, back + weight),
+    )
+
+
+def sharded(
+    stage: Stage, elements: Elements, *, units: int, candidate: Candidate, facts: ModelFacts, groups: Groups,
+    efficiency: Efficiency,
+) -> Stage:  # fmt: skip
+    """With what is gathered and added up in every microbatch: messages hide behind compute, but the first and the last.
+
+    In a pipeline what is in no unit is gathered once a step, elsewhere in every microbatch.
+    """
+    if candidate.zero < 2:
+        return stage
+    out = back = 0.0
+    hidden = [efficiency.overlap * seconds for seconds in stage.compute]
+    scattered = facts.element_bytes * elements.trained
+    if candidate.zero == 3:
+        each = compute_bytes("bf16") if candidate.params == "bf16" else facts.element_bytes
+        passing = elements.dense - (elements.ends if candidate.pp > 1 else 0.0)
+        gather = groups.shard.all_gather(each * passing, calls=units)
+        first = groups.shard.all_gather(each * elements.block)
+        if "parameters" in candidate.offload:
+            gather += each * passing / candidate.dp_shard / groups.host.bytes_per_second
+        out = max(first, gather - hidden[0])
+        back = gather + first
+    scatter = groups.shard.all_gather(scattered * elements.dense, calls=units)
+    last = groups.shard.all_gather(scattered * elements.block)
+    back = max(last, back + scatter - hidden[1])
+    return Stage(**{**vars(stage), "forward": stage.forward + out, "input": stage.input + back, "gather": out + back})
+
+
+def seconds_of(
+    candidate: Candidate, stages: Sequence[Stage], *, micro: int, hop: float, end: Mapping[str, float]
+) -> Seconds:
+    """Of a pipeline of these stages, one where there is none, and what comes at its `end`."""
+    p, v, name = candidate.pp, candidate.virtual, candidate.schedule
+    if p * v == 1:
+        return _named(stages[0:1], micro, stages[0].seconds * micro, end)
+    turns = Turns(
+        forward=[stage.forward for stage in stages],
+        input=[stage.input for stage in stages],
+        weight=[stage.weight for stage in stages],
+        hop=hop,
+    )
+    total = makespan(name, turns, ranks=p, micro=micro, virtual=v)
+    return _named(_busiest(stages, schedule=name, ranks=p), micro, total, end)
+
+
+def _busiest(stages: Sequence[Stage], *, schedule: str, ranks: int) -> Sequence[Stage]:
+    """The stages of the rank that has most to do."""
+    owned = [[*stages[rank::ranks]] for rank in range(ranks)]
+    if schedule == "zbv":
+        owned = [[stages[rank], stages[2 * ranks - 1 - rank]] for rank in range(ranks)]
+    return max(owned, key=lambda own: sum(stage.seconds for stage in own))
+
+
+def _named(own: Sequence[Stage], micro: int, total: float, end: Mapping[str, float]) -> Seconds:
+    found = {
+        name: micro * sum(getattr(stage, name) for stage in own)
+        for name in ("again", "tensor", "context", "experts", "gather")
+    }
+    busy = micro * sum(stage.seconds for stage in own)
+    return Seconds(compute=busy - sum(found.values()), bubble=total - busy, **found, **end)
+
+
+def end_of(
+    candidate: Candidate, stage: Stage, elements: Elements, *, facts: ModelFacts, device: Device, groups: Groups,
+    efficiency: Efficiency,
+) -> dict[str, float]:  # fmt: skip
+    """What comes once a step: sums of gradients, the update, rows sent out, the way to the host and back."""
+    each, trained, zero = facts.element_bytes, elements.trained, candidate.zero
+    parameters, gradients, optimizer = static_bytes(elements, candidate, facts)
+    sums = _sums(candidate, elements, each * trained, groups, efficiency.overlap * stage.compute[1])
+    if zero in (1, 2):
+        sums += groups.shard.all_gather(each * elements.dense)
+    if facts.tied and candidate.pp > 1:
+        sums += 2 * groups.stage.pass_on(each * facts.tied / candidate.tp)  # both ends have a part of its gradient
+    own = each * trained * (elements.dense / (candidate.dp_shard if zero else 1) + elements.experts)
+    moved = 3 * own + 2 * optimizer
+    bandwidth = device.bytes_per_second * efficiency.memory
+    host = groups.host.bytes_per_second
+    offload = 2 * optimizer / host if "optimizer" in candidate.offload else 0.0
+    if "parameters" in candidate.offload:
+        offload = (parameters + gradients) / host
+        bandwidth = min(bandwidth, host)  # the host's own update; its memory is no slower than the way to it
+    return {"gradients": sums, "update": moved / bandwidth, "offload": offload, "start": efficiency.step_seconds}
+
+
+def _sums(candidate: Candidate, elements: Elements, each: float, groups: Groups, hidden: float) -> float:
+    """Whole gradients are added while the last backward runs, rows of them after it."""
+    dense, sums = each * elements.dense, 0.0
+    if candidate.zero < 2:
+        tail = groups.data.all_reduce(each * min(elements.block, elements.dense))
+        sums = max(tail, groups.data.all_reduce(dense) - hidden)
+    else:
+        sums = groups.rows.all_reduce(dense / candidate.dp_shard)
+    if candidate.zero == 3 and candidate.pp > 1:
+        sums += groups.shard.all_gather(each * elements.ends)
+    if elements.experts:
+        sums += groups.twins.all_reduce(each * elements.experts)
+    return sums
