@@ -156,8 +156,14 @@ class Forecast:
             for _, stages in self.ranks(candidate)
         ]  # fmt: skip
         end = max(ends, key=lambda found: sum(found.values()))
-        hop = groups.stage.pass_on(max(work.border_bytes for work in self.works(candidate)[2:]))
+        hop = self.hop_seconds(candidate)
         return seconds_of(candidate, [made[own] for own in counts], micro=self.num_micro(candidate), hop=hop, end=end)
+
+    def hop_seconds(self, candidate: Candidate) -> float:
+        """Of what passes between two stages for one microbatch."""
+        if candidate.pp == 1:
+            return 0.0
+        return self.groups(candidate).stage.pass_on(max(work.border_bytes for work in self.works(candidate)[2:]))
 
     def works(self, candidate: Candidate) -> tuple[Work, ...]:
         """Of each different part, one microbatch."""

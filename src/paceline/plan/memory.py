@@ -1,7 +1,7 @@
 """Bytes of one rank at its highest moment: in backward, with its activations, or while the optimizer steps."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 from paceline.plan.candidate import Candidate
 from paceline.plan.chain import Chain, Counts
@@ -38,7 +38,8 @@ class Memory:
     @property
     def peak_bytes(self) -> float:
         """All of them on the device."""
-        return sum(self.parts.values())
+        state = self.parameters + self.gradients + self.optimizer + self.master
+        return state + self.activations + self.gathered + self.buffers + self.temporaries + self.slack + self.reserve
 
     @property
     def state_bytes(self) -> float:
@@ -48,9 +49,7 @@ class Memory:
     @property
     def parts(self) -> dict[str, float]:
         """By name."""
-        own = asdict(self)
-        del own["host_bytes"]
-        return own
+        return {name: getattr(self, name) for name in PARTS}
 
 
 PARTS = tuple(field.name for field in fields(Memory) if field.name != "host_bytes")

@@ -1,7 +1,7 @@
 """Seconds of one optimizer step: the pipeline's program, what of the messages nothing hides, and the update."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 
 from paceline.plan.candidate import Candidate
 from paceline.plan.chain import Counts
@@ -36,17 +36,21 @@ class Seconds:
     @property
     def parts(self) -> dict[str, float]:
         """By name."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in SPENT}
 
     @property
     def step_seconds(self) -> float:
         """All of them."""
-        return sum(self.parts.values())
+        once = self.gradients + self.update + self.offload + self.start
+        return self.compute + self.again + self.tensor + self.context + self.experts + self.gather + self.bubble + once
 
     @property
     def exposed(self) -> float:
         """Messages that nothing hides."""
         return self.tensor + self.context + self.experts + self.gather + self.gradients
+
+
+SPENT = tuple(part.name for part in fields(Seconds))
 
 
 @dataclass(frozen=True, kw_only=True)

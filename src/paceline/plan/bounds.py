@@ -1,0 +1,106 @@
+"""What no candidate that grows from a node of the search can do better than: seconds and bytes, provably.
+
+Seconds of a bough: all samples of a replica as one microbatch, dealt evenly to the stages. Every cost of a part is a
+constant and a multiple of the samples, or the larger of two such, so more and smaller microbatches cost no less; and
+the busiest stage does no less than the mean. Of a twig: its own microbatches and stages, before what data parallelism
+sends, which makes no stage quicker and no form of `makespan` shorter. Of a leaf: with what comes at the end of the step
+on one of its ranks.
+
+Bytes of a bough: activations of the first rank, under the schedule that holds least there. Of a twig: its own, with the
+least that each stage of ZeRO leaves there: all replicas as shards, on the host what may lie there.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from paceline.plan.candidate import Candidate
+from paceline.plan.forecast import Forecast
+from paceline.plan.grid import Grid
+from paceline.plan.memory import memory_of
+from paceline.plan.seconds import end_of, seconds_of
+
+
+class Bounds:
+    """Of one forecast on one grid."""
+
+    def __init__(self, *, forecast: Forecast, grid: Grid) -> None:
+        self._forecast = forecast
+        self._grid = grid
+        facts = forecast.facts
+        self._start = forecast.efficiency.step_seconds
+        self._batch = facts.global_batch_size
+
+    def bough_seconds(self, bough: Candidate) -> float:
+        """Whatever the microbatch and the schedule."""
+        works = self._forecast.works(self._whole(bough))
+        parts = zip(self._forecast.chain.whole, works, strict=True)
+        each = (
+            (n, w.forward + w.input + w.weight + w.again + w.messages_forward + w.messages_backward) for n, w in parts
+        )
+        return sum(number * seconds for number, seconds in each) / bough.pp + self._start
+
+    def bough_bytes(self, bough: Candidate) -> float:
+        """Whatever the microbatch, the schedule and the shards: the first rank holds a microbatch for each rank."""
+        forecast, whole = self._forecast, self._whole(bough)
+        works, share = forecast.works(whole), whole.micro_batch_size
+        held = 1 if "naive" in self._grid.schedules else min(share, bough.pp)
+        least = min(
+            sum(
+                number * work.kept_bytes
+                for stage in forecast.ranks(one)[0][1]
+                for number, work in zip(stage, works, strict=True)
+            )
+            for one in self._looped(bough)
+        )
+        return self._beside(least / share * held)
+
+    def twig_seconds(self, twig: Candidate) -> float:
+        """However data parallelism shares the rest."""
+        forecast = self._forecast
+        hop = forecast.hop_seconds(twig)
+        stages, micro = forecast.stages(twig), forecast.num_micro(twig)
+        return seconds_of(twig, stages, micro=micro, hop=hop, end={"start": self._start}).step_seconds
+
+    def twig_bytes(self, twig: Candidate) -> float:
+        """However data parallelism shares the rest."""
+        forecast = self._forecast
+        alive, elements = forecast.alive(twig)[0], forecast.elements(twig, forecast.ranks(twig)[0][1])
+        return min(
+            memory_of(
+                frugal, forecast.facts, elements, alive, device=forecast.fleet.device, efficiency=forecast.efficiency
+            ).peak_bytes
+            for frugal in self._frugal(twig)
+        )
+
+    def _frugal(self, twig: Candidate) -> Iterator[Candidate]:
+        yield twig
+        if twig.replicas > 1:
+            for zero in self._grid.zero:
+                own = [o for o in self._grid.offload if zero == 3 or "parameters" not in o]
+                offload = max(own, key=len, default=()) if self._forecast.fleet.device.is_accelerator else ()
+                params = "bf16" if zero == 3 and "bf16" in self._grid.params else "fp32"
+                yield replace(twig, dp_replicate=1, dp_shard=twig.replicas, zero=zero, offload=offload, params=params)
+
+    def leaf_seconds(self, leaf: Candidate, *, twig_seconds: float) -> float:
+        """All but what is gathered and added up in every microbatch."""
+        forecast = self._forecast
+        stages = forecast.ranks(leaf)[0][1]
+        end = end_of(
+            leaf, forecast.stages(leaf)[0], forecast.elements(leaf, stages), facts=forecast.facts,
+            device=forecast.fleet.device, groups=forecast.groups(leaf), efficiency=forecast.efficiency,
+        )  # fmt: skip
+        return twig_seconds + sum(end.values()) - self._start
+
+    def _whole(self, bough: Candidate) -> Candidate:
+        return replace(bough, micro_batch_size=-(-self._batch // bough.replicas))
+
+    def _looped(self, bough: Candidate) -> list[Candidate]:
+        """One for each way in which stages lie on the ranks."""
+        if bough.pp == 1:
+            return [bough]
+        virtual = [n for n in {1, 2, *self._grid.virtual} if bough.pp * n <= self._forecast.chain.num_blocks]
+        made = [replace(bough, virtual=n, schedule="interleaved" if n > 1 else "1f1b") for n in virtual]
+        return [*made, *(replace(one, schedule="zbv") for one in made if one.virtual == 2)]
+
+    def _beside(self, alive: float) -> float:
+        return alive * (1 + self._forecast.efficiency.slack) + self._forecast.fleet.device.reserve_bytes
