@@ -2,9 +2,9 @@
 
 Seconds of a bough: all samples of a replica as one microbatch, dealt evenly to the stages. Every cost of a part is a
 constant and a multiple of the samples, or the larger of two such, so more and smaller microbatches cost no less; and
-the busiest stage does no less than the mean. Of a twig: its own microbatches and stages, before what data parallelism
-sends, which makes no stage quicker and no form of `makespan` shorter. Of a leaf: with what comes at the end of the step
-on one of its ranks.
+the busiest stage does no less than the mean. Of a branch: its own microbatches. Of a twig: its own stages, before what
+data parallelism sends, which makes no stage quicker and no form of `makespan` shorter. Of a leaf: with what comes at
+the end of the step on one of its ranks.
 
 Bytes of a bough: activations of the first rank, under the schedule that holds least there. Of a twig: its own, with the
 least that each stage of ZeRO leaves there: all replicas as shards, on the host what may lie there.
@@ -16,8 +16,9 @@ from dataclasses import replace
 from paceline.plan.candidate import Candidate
 from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid
+from paceline.plan.in_flight import SPLITS
 from paceline.plan.memory import memory_of
-from paceline.plan.seconds import end_of, seconds_of
+from paceline.plan.seconds import end_of, pipeline_seconds
 
 
 class Bounds:
@@ -32,12 +33,20 @@ class Bounds:
 
     def bough_seconds(self, bough: Candidate) -> float:
         """Whatever the microbatch and the schedule."""
-        works = self._forecast.works(self._whole(bough))
-        parts = zip(self._forecast.chain.whole, works, strict=True)
-        each = (
-            (n, w.forward + w.input + w.weight + w.again + w.messages_forward + w.messages_backward) for n, w in parts
-        )
-        return sum(number * seconds for number, seconds in each) / bough.pp + self._start
+        return self._whole_seconds(self._whole(bough)) / bough.pp + self._start
+
+    def branch_seconds(self, branch: Candidate) -> float:
+        """Whatever the schedule: the mean stage works all the time, and the first microbatch goes through them all.
+
+        What is put off fills that gap; and a loop of many stages a rank passes it on so many times sooner.
+        """
+        p, micro = branch.pp, branch.num_micro(self._batch)
+        each = self._whole_seconds(branch)
+        loops = max(self._grid.virtual, default=1)
+        fill = (1 - 1 / p) / max(2, loops)
+        if branch.remat == "none" and branch.tp == 1 and set(SPLITS) & set(self._grid.schedules):
+            fill = 0.0
+        return each * (micro / p + fill) + self._start
 
     def bough_bytes(self, bough: Candidate) -> float:
         """Whatever the microbatch, the schedule and the shards: the first rank holds a microbatch for each rank."""
@@ -57,14 +66,17 @@ class Bounds:
     def twig_seconds(self, twig: Candidate) -> float:
         """However data parallelism shares the rest."""
         forecast = self._forecast
-        hop = forecast.hop_seconds(twig)
-        stages, micro = forecast.stages(twig), forecast.num_micro(twig)
-        return seconds_of(twig, stages, micro=micro, hop=hop, end={"start": self._start}).step_seconds
+        hop, micro = forecast.hop_seconds(twig), forecast.num_micro(twig)
+        return pipeline_seconds(twig, forecast.stages(twig), micro=micro, hop=hop) + self._start
 
     def twig_bytes(self, twig: Candidate) -> float:
         """However data parallelism shares the rest."""
         forecast = self._forecast
-        alive, elements = forecast.alive(twig)[0], forecast.elements(twig, forecast.ranks(twig)[0][1])
+        rank, stages = forecast.ranks(twig)[0]
+        alive, elements = forecast.alive_on(twig, rank, stages), forecast.elements(twig, stages)
+        least = self._beside(alive.bytes - alive.held * alive.cast_bytes)
+        if least > forecast.fleet.device.memory_bytes:
+            return least
         return min(
             memory_of(
                 frugal, forecast.facts, elements, alive, device=forecast.fleet.device, efficiency=forecast.efficiency
@@ -73,6 +85,7 @@ class Bounds:
         )
 
     def _frugal(self, twig: Candidate) -> Iterator[Candidate]:
+        """Its leaves that need least, of each stage of ZeRO. They may not be legal; no legal one needs less."""
         yield twig
         if twig.replicas > 1:
             for zero in self._grid.zero:
@@ -90,6 +103,11 @@ class Bounds:
             device=forecast.fleet.device, groups=forecast.groups(leaf), efficiency=forecast.efficiency,
         )  # fmt: skip
         return twig_seconds + sum(end.values()) - self._start
+
+    def _whole_seconds(self, branch: Candidate) -> float:
+        """Of one microbatch through all of the model, on one rank of each stage."""
+        works = zip(self._forecast.chain.whole, self._forecast.works(branch), strict=True)
+        return sum(number * work.seconds for number, work in works)
 
     def _whole(self, bough: Candidate) -> Candidate:
         return replace(bough, micro_batch_size=-(-self._batch // bough.replicas))

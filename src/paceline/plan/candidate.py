@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from paceline.plan.mesh import Mesh, label
-from paceline.spec.layout import Kind, Layout
+from paceline.schedule.table import schedule_named
+from paceline.spec.layout import AXES, Kind, Layout
 
 _MODEL_AXES = ("pp", "tp", "cp", "ep")
 
@@ -77,14 +78,36 @@ class Candidate:
         text = label(self.asked, self.mesh)
         return text.replace("single,", "dp=1,", 1)
 
-    @cached_property
+    @property
     def family(self) -> str:
         """Its kind among layouts: the one model axis it has, `mixed` with several, or how its data axes share."""
-        return family_of(self.mesh)
+        axes = [axis for axis in _MODEL_AXES if getattr(self, axis) > 1]
+        if axes:
+            return axes[0] if len(axes) == 1 else "mixed"
+        if self.dp_shard == 1:
+            return "ddp" if self.dp_replicate > 1 else "single"
+        return "hsdp" if self.dp_replicate > 1 else ("zero1", "zero2", "fsdp")[self.zero - 1]
 
     def __str__(self) -> str:
         """`fsdp,remat=full in microbatches of 2`."""
         return f"{self.layout} in microbatches of {self.micro_batch_size}"
+
+
+def candidate_of(layout: Layout, mesh: Mesh, *, micro_batch_size: int, precision: str) -> Candidate:
+    """Of a layout that was asked for. What runs every second block again is forecast as if it kept all of them."""
+    remat = layout.remat.partition(":")[0]
+    return Candidate(
+        **{axis: mesh.size(axis) for axis in AXES},
+        zero=mesh.zero,
+        schedule=schedule_named(layout.schedule).name if mesh.pp > 1 else "1f1b",
+        virtual=(layout.virtual or schedule_named(layout.schedule).virtual) if mesh.pp > 1 else 1,
+        micro_batch_size=micro_batch_size,
+        remat="none" if remat == "every" else remat,
+        offload=layout.offload,
+        sequence=layout.sequence and mesh.tp > 1,
+        params=layout.params if mesh.zero == 3 else "fp32",
+        precision=precision,
+    )
 
 
 def num_micro(global_batch_size: int, *, replicas: int, micro_batch_size: int) -> int:
@@ -94,13 +117,3 @@ def num_micro(global_batch_size: int, *, replicas: int, micro_batch_size: int) -
 
 
 FAMILIES = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tp", "pp", "cp", "ep", "mixed")
-
-
-def family_of(mesh: Mesh) -> str:
-    """The family of a mesh."""
-    axes = [axis for axis in _MODEL_AXES if mesh.size(axis) > 1]
-    if axes:
-        return axes[0] if len(axes) == 1 else "mixed"
-    if mesh.dp_shard == 1:
-        return "ddp" if mesh.dp_replicate > 1 else "single"
-    return "hsdp" if mesh.dp_replicate > 1 else ("zero1", "zero2", "fsdp")[mesh.zero - 1]

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from paceline.plan.candidate import Candidate
 from paceline.plan.chain import Chain, Counts, chain_of
-from paceline.plan.efficiency import Efficiency
+from paceline.plan.efficiency import Efficiency, usual
 from paceline.plan.facts import ModelFacts
 from paceline.plan.hardware import Fleet, group_of
 from paceline.plan.in_flight import most_held
@@ -83,7 +83,7 @@ class Forecast:
     def __init__(self, *, facts: ModelFacts, fleet: Fleet, efficiency: Efficiency | None = None) -> None:
         self.facts = facts
         self.fleet = fleet
-        self.efficiency = efficiency or Efficiency()
+        self.efficiency = efficiency or usual(fleet.device)
         self._works: dict[Hashable, tuple[Work, ...]] = {}
         self._stages: dict[Hashable, tuple[Stage, ...]] = {}
         self._cuts: dict[int, tuple[tuple[Counts, ...], tuple[int, ...]]] = {}
@@ -198,11 +198,13 @@ class Forecast:
         micro = self.num_micro(c)
         key = (c.micro_batch_size, c.cp, c.tp, c.ep, c.sequence, c.remat, c.pp, c.virtual, c.schedule, micro)
         if key not in self._alive:
-            works = self.works(c)
-            self._alive[key] = tuple(
-                alive_of(works, stages, held=self._held(c, micro, rank)) for rank, stages in self.ranks(c)
-            )
+            self._alive[key] = tuple(self.alive_on(c, rank, stages) for rank, stages in self.ranks(c))
         return self._alive[key]
+
+    def alive_on(self, candidate: Candidate, rank: int, stages: tuple[Counts, ...]) -> Alive:
+        """The activations of a rank of the pipeline that holds these stages."""
+        held = self._held(candidate, self.num_micro(candidate), rank)
+        return alive_of(self.works(candidate), stages, held=held)
 
     def ranks(self, candidate: Candidate) -> tuple[tuple[int, tuple[Counts, ...]], ...]:
         """The ranks of the pipeline that hold different stages, of equal ones the first: it holds most activations."""

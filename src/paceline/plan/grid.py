@@ -1,13 +1,13 @@
-"""Which candidates there are for a model on so many ranks: in four levels, so that a search can leave out whole boughs.
+"""Which candidates there are for a model on so many ranks: in levels, so that a search can leave out whole boughs.
 
-A trunk is the axes that split the model; a bough says what is kept of its activations; a twig how the batch is cut and
-scheduled; a leaf how data parallelism shares the rest. What can't be had is not in the grid.
+A trunk is the axes that split the model; a bough says what is kept of its activations; a branch has its microbatch, a
+twig its schedule; a leaf says how data parallelism shares the rest. What can't be had is not in the grid.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from paceline.plan.candidate import Candidate, num_micro
+from paceline.plan.candidate import Candidate
 from paceline.plan.facts import ModelFacts
 from paceline.plan.hardware import Fleet
 from paceline.plan.in_flight import SPLITS, is_sure
@@ -59,16 +59,23 @@ def boughs(trunk: Candidate, facts: ModelFacts, grid: Grid) -> Iterator[Candidat
                 yield found
 
 
-def twigs(bough: Candidate, facts: ModelFacts, grid: Grid) -> Iterator[Candidate]:
-    """Microbatches and schedules; those without a gain over 1f1b there, or without a sure forecast, are left out."""
+def branches(bough: Candidate, facts: ModelFacts, grid: Grid) -> Iterator[Candidate]:
+    """How the batch is cut."""
     for size in micro_batch_sizes(facts.global_batch_size, bough.replicas, grid):
-        micro = num_micro(facts.global_batch_size, replicas=bough.replicas, micro_batch_size=size)
-        if bough.pp == 1:
-            yield replace(bough, micro_batch_size=size)
-            continue
-        for schedule, virtual in _schedules(bough, facts, grid):
-            if is_sure(schedule, ranks=bough.pp, micro=micro):
-                yield replace(bough, micro_batch_size=size, schedule=schedule, virtual=virtual)
+        yield replace(bough, micro_batch_size=size)
+
+
+def twigs(branch: Candidate, facts: ModelFacts, grid: Grid) -> Iterator[Candidate]:
+    """Schedules; those without a gain over 1f1b there, or without a sure forecast, are left out."""
+    if branch.pp == 1:
+        yield branch
+        return
+    micro = branch.num_micro(facts.global_batch_size)
+    for schedule, virtual in _schedules(branch, facts, grid):
+        if is_sure(schedule, ranks=branch.pp, micro=micro):
+            found = replace(branch, schedule=schedule, virtual=virtual)
+            if not is_refused(found, facts):
+                yield found
 
 
 def leaves(twig: Candidate, facts: ModelFacts, fleet: Fleet, grid: Grid) -> Iterator[Candidate]:
@@ -96,8 +103,26 @@ def candidates(facts: ModelFacts, fleet: Fleet, grid: Grid) -> Iterator[Candidat
     """All of them, one after another."""
     for trunk in trunks(facts, fleet, grid):
         for bough in boughs(trunk, facts, grid):
-            for twig in twigs(bough, facts, grid):
-                yield from leaves(twig, facts, fleet, grid)
+            for branch in branches(bough, facts, grid):
+                for twig in twigs(branch, facts, grid):
+                    yield from leaves(twig, facts, fleet, grid)
+
+
+def is_on(candidate: Candidate, facts: ModelFacts, fleet: Fleet, grid: Grid) -> bool:
+    """Whether it is one of the candidates."""
+    c = candidate
+    return any(
+        leaf == c
+        for trunk in trunks(facts, fleet, grid)
+        if (trunk.pp, trunk.tp, trunk.cp, trunk.ep) == (c.pp, c.tp, c.cp, c.ep)
+        for bough in boughs(trunk, facts, grid)
+        if (bough.remat, bough.sequence) == (c.remat, c.sequence)
+        for branch in branches(bough, facts, grid)
+        if branch.micro_batch_size == c.micro_batch_size
+        for twig in twigs(branch, facts, grid)
+        if (twig.schedule, twig.virtual) == (c.schedule, c.virtual)
+        for leaf in leaves(twig, facts, fleet, grid)
+    )
 
 
 def is_refused(candidate: Candidate, facts: ModelFacts) -> bool:

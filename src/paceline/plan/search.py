@@ -12,9 +12,10 @@ from itertools import count
 from paceline.plan.bounds import Bounds
 from paceline.plan.candidate import Candidate
 from paceline.plan.forecast import Estimate, Forecast
-from paceline.plan.grid import Grid, boughs, candidates, leaves, trunks, twigs
+from paceline.plan.grid import Grid, boughs, branches, candidates, leaves, trunks, twigs
 
 _ROUNDING = 1 - 1e-9
+_LEAF = 3
 Key = tuple[float, float, str, int]
 
 
@@ -72,6 +73,7 @@ class _Walk:
     def run(self) -> None:
         """Until nothing is left that could be better than the best of its family."""
         forecast, grid = self.forecast, self.grid
+        grow = (self._grow_bough, self._grow_branch, self._grow_twig)
         for trunk in trunks(forecast.facts, forecast.fleet, grid):
             for bough in boughs(trunk, forecast.facts, grid):
                 self._push(self.bounds.bough_seconds(bough), 0, bough)
@@ -79,24 +81,26 @@ class _Walk:
             bound, level, _, node = heappop(self._heap)
             if self._is_beaten(bound, node, level):
                 continue
-            if level == 0:
-                self._grow_bough(bound, node)
-            elif level == 1:
-                self._grow_twig(bound, node)
+            if level < len(grow):
+                grow[level](bound, node)
             else:
                 self._look(node)
 
     def _grow_bough(self, bound: float, bough: Candidate) -> None:
         if self.bounds.bough_bytes(bough) * _ROUNDING > self.forecast.fleet.device.memory_bytes:
             return
-        for twig in twigs(bough, self.forecast.facts, self.grid):
-            self._push(max(bound, self.bounds.twig_seconds(twig)), 1, twig)
+        for branch in branches(bough, self.forecast.facts, self.grid):
+            self._push(max(bound, self.bounds.branch_seconds(branch)), 1, branch)
+
+    def _grow_branch(self, bound: float, branch: Candidate) -> None:
+        for twig in twigs(branch, self.forecast.facts, self.grid):
+            self._push(max(bound, self.bounds.twig_seconds(twig)), 2, twig)
 
     def _grow_twig(self, bound: float, twig: Candidate) -> None:
         if self.bounds.twig_bytes(twig) * _ROUNDING > self.forecast.fleet.device.memory_bytes:
             return
         for leaf in leaves(twig, self.forecast.facts, self.forecast.fleet, self.grid):
-            self._push(self.bounds.leaf_seconds(leaf, twig_seconds=bound), 2, leaf)
+            self._push(self.bounds.leaf_seconds(leaf, twig_seconds=bound), _LEAF, leaf)
 
     def _look(self, leaf: Candidate) -> None:
         self.num_estimates += 1
@@ -114,7 +118,7 @@ class _Walk:
 
     def _is_beaten(self, bound: float, node: Candidate, level: int) -> bool:
         """Whether all families that may grow from the node have a better one already."""
-        if level < 2 and node.pp * node.tp * node.cp * node.ep == 1 and node.replicas > 1:
+        if level < _LEAF and node.pp * node.tp * node.cp * node.ep == 1 and node.replicas > 1:
             families: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
         else:
             families = (node.family,)

@@ -116,7 +116,7 @@ def sharded(
     """
     if candidate.zero < 2:
         return stage
-    out = back = 0.0
+    out = back = hooks = 0.0
     hidden = [efficiency.overlap * seconds for seconds in stage.compute]
     scattered = facts.element_bytes * elements.trained
     if candidate.zero == 3:
@@ -126,46 +126,50 @@ def sharded(
         first = groups.shard.all_gather(each * elements.block)
         if "parameters" in candidate.offload:
             gather += each * passing / candidate.dp_shard / groups.host.bytes_per_second
-        out = max(first, gather - hidden[0])
+        hooks = units * efficiency.unit_seconds
+        out = hooks + max(first, gather - hidden[0])
         back = gather + first
     scatter = groups.shard.all_gather(scattered * elements.dense, calls=units)
+    if "parameters" in candidate.offload:
+        scatter += scattered * elements.dense / candidate.dp_shard / groups.host.bytes_per_second
     last = groups.shard.all_gather(scattered * elements.block)
-    back = max(last, back + scatter - hidden[1])
+    back = hooks + max(last, back + scatter - hidden[1])
     return Stage(**{**vars(stage), "forward": stage.forward + out, "input": stage.input + back, "gather": out + back})
 
 
-def seconds_of(
-    candidate: Candidate, stages: Sequence[Stage], *, micro: int, hop: float, end: Mapping[str, float]
-) -> Seconds:
-    """Of a pipeline of these stages, one where there is none, and what comes at its `end`."""
-    p, v, name = candidate.pp, candidate.virtual, candidate.schedule
-    if p * v == 1:
-        return _named(stages[0:1], micro, stages[0].seconds * micro, end)
+def pipeline_seconds(candidate: Candidate, stages: Sequence[Stage], *, micro: int, hop: float) -> float:
+    """From the first forward to the last backward of these stages, one where there is no pipeline."""
+    if len(stages) == 1:
+        return micro * stages[0].seconds
     turns = Turns(
         forward=[stage.forward for stage in stages],
         input=[stage.input for stage in stages],
         weight=[stage.weight for stage in stages],
         hop=hop,
     )
-    total = makespan(name, turns, ranks=p, micro=micro, virtual=v)
-    return _named(_busiest(stages, schedule=name, ranks=p), micro, total, end)
+    return makespan(candidate.schedule, turns, ranks=candidate.pp, micro=micro, virtual=candidate.virtual)
 
 
-def _busiest(stages: Sequence[Stage], *, schedule: str, ranks: int) -> Sequence[Stage]:
-    """The stages of the rank that has most to do."""
-    owned = [[*stages[rank::ranks]] for rank in range(ranks)]
-    if schedule == "zbv":
-        owned = [[stages[rank], stages[2 * ranks - 1 - rank]] for rank in range(ranks)]
-    return max(owned, key=lambda own: sum(stage.seconds for stage in own))
-
-
-def _named(own: Sequence[Stage], micro: int, total: float, end: Mapping[str, float]) -> Seconds:
+def seconds_of(
+    candidate: Candidate, stages: Sequence[Stage], *, micro: int, hop: float, end: Mapping[str, float]
+) -> Seconds:
+    """Of these stages, and of what comes at the step's `end`."""
+    total = pipeline_seconds(candidate, stages, micro=micro, hop=hop)
+    own = _busiest(stages, schedule=candidate.schedule, ranks=candidate.pp)
     found = {
         name: micro * sum(getattr(stage, name) for stage in own)
         for name in ("again", "tensor", "context", "experts", "gather")
     }
     busy = micro * sum(stage.seconds for stage in own)
     return Seconds(compute=busy - sum(found.values()), bubble=total - busy, **found, **end)
+
+
+def _busiest(stages: Sequence[Stage], *, schedule: str, ranks: int) -> Sequence[Stage]:
+    """The stages of the rank that has most to do."""
+    owned = [stages[rank::ranks] for rank in range(ranks)]
+    if schedule == "zbv":
+        owned = [[stages[rank], stages[2 * ranks - 1 - rank]] for rank in range(ranks)]
+    return max(owned, key=lambda own: sum(stage.seconds for stage in own))
 
 
 def end_of(
@@ -187,7 +191,7 @@ def end_of(
     offload = 2 * optimizer / host if "optimizer" in candidate.offload else 0.0
     if "parameters" in candidate.offload:
         offload = (parameters + gradients) / host
-        bandwidth = min(bandwidth, host)  # the host's own update; its memory is no slower than the way to it
+        bandwidth = min(bandwidth, efficiency.host * host)
     return {"gradients": sums, "update": moved / bandwidth, "offload": offload, "start": efficiency.step_seconds}
 
 

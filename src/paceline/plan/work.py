@@ -53,6 +53,11 @@ class Work:
     border_bytes: float
     moment_bytes: float
 
+    @property
+    def seconds(self) -> float:
+        """There and back, with all messages that nothing hides."""
+        return self.forward + self.input + self.weight + self.again + self.messages_forward + self.messages_backward
+
 
 def work_of(part: Part, *, is_block: bool, split: Split, device: Device, efficiency: Efficiency) -> Work:
     """Only blocks are computed again."""
