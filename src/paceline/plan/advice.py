@@ -1,6 +1,6 @@
 """The answer to a plan: the case, the best layout of each family, the recommended one, and why."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,11 @@ from paceline.plan.changes import Change, cheapest_changes
 from paceline.plan.forecast import Estimate, Forecast
 from paceline.plan.grid import Grid
 from paceline.plan.least import least_memory
-from paceline.plan.reasons import limits, no_candidate, nothing_fits, of_misfit, of_other, of_recommended
+from paceline.plan.reasons import limits, no_candidate, nothing_fits, of_misfit, of_other, of_recommended, of_simple
 from paceline.plan.search import key_of, search
 from paceline.spec.words import duration, size
+
+_ALIKE = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class Advice:
 
     @property
     def recommended(self) -> Estimate:
-        """The quickest that fits."""
+        """The quickest that fits, or a simpler one that is as quick for all that can be told."""
         return self.rows[0].estimate
 
     def as_json(self) -> dict[str, Any]:
@@ -102,8 +104,7 @@ def advise(forecast: Forecast, *, grid: Grid | None = None) -> Advice:
     if not best:
         nearest = least_memory(forecast, grid=grid)
         raise nothing_fits(forecast, grid, nearest)
-    rows = [Row(family=best[0][0], estimate=best[0][1], why=of_recommended(best[0][1]))]
-    rows += [Row(family=name, estimate=one, why=of_other(one, best[0][1])) for name, one in best[1:]]
+    rows = list(_ranked(best))
     missing = []
     for family in FAMILIES:
         if family in found.best:
@@ -116,9 +117,21 @@ def advise(forecast: Forecast, *, grid: Grid | None = None) -> Advice:
     return Advice(
         case=case_of(forecast, grid=grid),
         rows=tuple(rows),
-        limits=limits(forecast, best[0][1], grid),
+        limits=limits(forecast, rows[0].estimate, grid),
         missing=tuple(missing),
     )
+
+
+def _ranked(best: Sequence[tuple[str, Estimate]]) -> Iterator[Row]:
+    """The recommended one first: the simplest of those that no forecast can tell from the quickest."""
+    quickest = best[0][1]
+    alike = [pair for pair in best if pair[1].step_seconds <= _ALIKE * quickest.step_seconds]
+    family, first = min(alike, key=lambda pair: FAMILIES.index(pair[0]))
+    yield Row(
+        family=family, estimate=first,
+        why=of_recommended(first) if first is quickest else of_simple(first, quickest),
+    )  # fmt: skip
+    yield from (Row(family=name, estimate=one, why=of_other(one, first)) for name, one in best if one is not first)
 
 
 def judged(forecast: Forecast, estimate: Estimate, *, grid: Grid | None = None) -> Row:

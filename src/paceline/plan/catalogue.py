@@ -12,15 +12,17 @@ from paceline.spec.words import did_you_mean
 
 _GIB = float(1 << 30)
 _RESERVE = 2 * _GIB  # CUDA context about 0.5 GiB, NCCL 0.5 to 1 GiB, cuBLAS workspaces and what the driver keeps
+_HOST = {"nvlink5": 256, "nvlink4": 256, "nvlink3": 128, "nvlink2": 64, "xgmi3": 64, "xgmi4": 256}  # GiB a device: DGX
 _TERA, _GIGA = 1e12, 1e9
 _US = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A device with the links that it is usually sold with."""
+    """A device with the links that it is usually sold with, and so much of its host's memory."""
 
     device: Device
+    host_bytes: float | None = None
     inside: str
     between: str
     host: str
@@ -49,7 +51,9 @@ def _gpu(
         watts=watts,
         source=source,
     )
-    return Entry(device=device, inside=links[0], between=links[1], host=links[2])
+    return Entry(
+        device=device, inside=links[0], between=links[1], host=links[2], host_bytes=_HOST.get(links[0], 64) * _GIB
+    )
 
 
 _OWN = {
@@ -170,6 +174,7 @@ def sold(entry: Entry, *, nodes: int = 1, devices: int = 1, between: Link | None
         inside=LINKS[entry.inside],
         between=between or LINKS[entry.between],
         host=LINKS[entry.host],
+        host_bytes=None if entry.host_bytes is None else entry.host_bytes * devices,
     )
 
 

@@ -67,7 +67,7 @@ class _Reading:
             inside=links.get("inside") or usual.inside,
             between=links.get("between") or usual.between,
             host=links.get("host") or usual.host,
-            host_bytes=own.get("host_memory"),
+            host_bytes=own.get("host_memory", usual.host_bytes),
             disk_bytes=own.get("disk"),
             price_per_hour=own.get("price"),
             currency=currency_of(self.tree["price"]) if "price" in own else "",
@@ -100,7 +100,7 @@ class _Reading:
             watts=found.get("watts"),
             source=str(self.path),
         )
-        return replace(entry, device=device)
+        return replace(entry, device=device, host_bytes=None)
 
     def _link(self, name: str) -> Link | None:
         asked = self.tree[name]

@@ -110,7 +110,6 @@ class Forecast:
         stages = self._cut(candidate)[1] if candidate.pp > 1 else ()
         seconds = self.seconds(candidate)
         price = self.fleet.price_per_hour
-        host = self.fleet.host_bytes
         return Estimate(
             candidate=candidate,
             memory=self.memory(candidate),
@@ -118,10 +117,15 @@ class Forecast:
             stages=stages,
             num_micro=self.num_micro(candidate),
             limit_bytes=self.fleet.device.memory_bytes,
-            host_limit_bytes=None if host is None else host / self.fleet.devices,
+            host_limit_bytes=self.host_limit_bytes,
             price=None if price is None else price * self.fleet.nodes * seconds.step_seconds / _HOUR,
             currency=self.fleet.currency,
         )
+
+    @property
+    def host_limit_bytes(self) -> float | None:
+        """A rank's share of its host's memory, None where that is not known."""
+        return None if self.fleet.host_bytes is None else self.fleet.host_bytes / self.fleet.devices
 
     def memory(self, candidate: Candidate) -> Memory:
         """Of the fullest rank."""
@@ -150,7 +154,7 @@ class Forecast:
                 )  # fmt: skip
         ends = [
             end_of(
-                candidate, made[stages[-1]], self.elements(candidate, stages), facts=self.facts,
+                candidate, made[stages[0]], self.elements(candidate, stages), facts=self.facts,
                 device=self.fleet.device, groups=groups, efficiency=self.efficiency,
             )
             for _, stages in self.ranks(candidate)

@@ -27,8 +27,14 @@ def least_memory(forecast: Forecast, *, grid: Grid, family: str = "") -> Estimat
             if level == 0:
                 heappush(heap, (bounds.twig_bytes(grown), 1, next(turn), grown))
             elif not family or grown.family == family:
-                heappush(heap, (forecast.memory(grown).peak_bytes, 2, next(turn), grown))
+                heappush(heap, (_needed(forecast, grown), 2, next(turn), grown))
     return None
+
+
+def _needed(forecast: Forecast, candidate: Candidate) -> float:
+    """Bytes on the device, and those that its host has no room for."""
+    memory, host = forecast.memory(candidate), forecast.host_limit_bytes
+    return memory.peak_bytes + (0.0 if host is None else max(0.0, memory.host_bytes - host))
 
 
 def _boughs(forecast: Forecast, grid: Grid, family: str) -> Iterator[Candidate]:

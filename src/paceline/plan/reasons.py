@@ -32,12 +32,20 @@ def of_recommended(estimate: Estimate) -> str:
     return f"{_shares(estimate)}; {left} of {size(round(estimate.limit_bytes))} are left"
 
 
+def of_simple(estimate: Estimate, quickest: Estimate) -> str:
+    """Why it is recommended, though another is a little quicker."""
+    less = estimate.step_seconds / quickest.step_seconds - 1
+    return f"{of_recommended(estimate)}; {quickest.layout} is {less:.1%} quicker, which is within the forecast's error"
+
+
 def of_other(estimate: Estimate, best: Estimate) -> str:
     """How much slower than the recommended one, and what takes longer."""
     more = {name: estimate.seconds.parts[name] - best.seconds.parts[name] for name in _SPENT}
     worst = max(more, key=lambda name: more[name])
     times = estimate.step_seconds / best.step_seconds
-    return f"{times:.2f} times as long: {_SPENT[worst]} +{duration(max(0.0, more[worst]))}"
+    if more[worst] <= 0:
+        return f"{times:.2f} times as long"
+    return f"{times:.2f} times as long: {_SPENT[worst]} +{duration(more[worst])}"
 
 
 def of_misfit(estimate: Estimate) -> str:
@@ -53,7 +61,7 @@ def of_misfit(estimate: Estimate) -> str:
 def limits(forecast: Forecast, best: Estimate, grid: Grid) -> tuple[str, ...]:
     """What would make a step quicker: the largest part of its time; and memory, if that keeps a quicker one out."""
     found = [f"limited by {_SPENT[_largest(best)]}"]
-    device = replace(forecast.fleet.device, memory_bytes=float("inf"))
+    device = replace(forecast.fleet.device, memory_bytes=2 * forecast.fleet.device.memory_bytes)
     roomy = Forecast(facts=forecast.facts, fleet=replace(forecast.fleet, device=device), efficiency=forecast.efficiency)
     freer = search(roomy, grid=grid).first
     if freer is not None and freer.step_seconds < _GAIN * best.step_seconds:
@@ -93,7 +101,7 @@ def nothing_fits(forecast: Forecast, grid: Grid, nearest: Estimate | None) -> La
         )
     return LayoutError(
         f"no layout of {facts.name} fits on {fleet}.",
-        cause=f"the nearest, {nearest.candidate}, has {of_misfit(nearest)}",
+        cause=f"the nearest is {nearest.candidate}: {of_misfit(nearest)}",
         hint=_where_it_fits(forecast, grid, nearest),
     )
 

@@ -1,0 +1,90 @@
+"""Models, clusters and candidates drawn at random: small enough that every layout can be looked at."""
+
+import random
+from dataclasses import replace
+
+from paceline.plan.candidate import Candidate
+from paceline.plan.decoder import Decoder, decoder_facts
+from paceline.plan.facts import Amount, Keeps, ModelFacts, Part
+from paceline.plan.fleet import read_fleet
+from paceline.plan.forecast import Forecast
+from paceline.plan.grid import Grid, candidates
+from paceline.plan.hardware import Fleet
+
+
+def decoder(draw: random.Random) -> ModelFacts:
+    """A transformer of any shape."""
+    heads = draw.choice([2, 4, 6, 8])
+    width = heads * draw.choice([32, 64, 128])
+    sizes = Decoder(
+        layers=draw.randint(2, 10), width=width, hidden=draw.choice([2, 3, 4]) * width, heads=heads,
+        kv_heads=draw.choice([0, 2]), vocabulary=draw.choice([64, 1000, 32000]), is_gated=draw.random() < 0.5,
+        is_tied=draw.random() < 0.4, has_dropout=draw.random() < 0.4,
+        **draw.choice([{}, {}, {"experts": 4, "active": 2}]),
+    )  # fmt: skip
+    return decoder_facts(
+        sizes, name="drawn", length=draw.choice([16, 128, 1024]), global_batch_size=draw.choice([6, 8, 16, 24, 64]),
+        precision=draw.choice(["fp32", "bf16"]),
+    )  # fmt: skip
+
+
+def uneven(draw: random.Random) -> ModelFacts:
+    """Blocks that differ, some frozen, in a model without attention; its optimizer may look at whole tensors."""
+
+    def part(name: str) -> Part:
+        size = draw.choice([10, 1000, 10_000_000])
+        return Part(
+            name=name, whole_parameters=size, split_parameters=draw.choice([0, size]),
+            frozen_parameters=draw.choice([0, 0, size // 2]), buffer_bytes=draw.choice([0, 100]),
+            matmul_flops=Amount(sample=draw.uniform(0, 1e9), fixed=draw.choice([0.0, 1e6])),
+            moved_bytes=Amount(sample=draw.uniform(1e3, 1e7)), saved_bytes=Amount(sample=draw.uniform(1e3, 1e7)),
+            split_saved_bytes=Amount(sample=draw.uniform(1e3, 1e7), fixed=draw.choice([0.0, 1e5])),
+            output_bytes=Amount(sample=draw.uniform(1e3, 1e5)), peak_bytes=Amount(sample=draw.uniform(0, 1e7)),
+            tp_bytes=Amount(sample=draw.uniform(1e3, 1e5)), tp_calls=2,
+        )  # fmt: skip
+
+    return ModelFacts(
+        name="uneven", first=part("first"), blocks=tuple(part(f"block {i}") for i in range(draw.randint(1, 7))),
+        last=part("last"), optimizer=Keeps(name="any", state_bytes=8.0, whole_tensors=draw.random() < 0.2),
+        global_batch_size=draw.choice([7, 12, 16]), tp_sizes=draw.choice([(), (2,), (2, 4)]),
+        refused=draw.choice([{}, {}, {"pp": "no chain"}, {"zero=2": "no"}, {"remat": "it checkpoints by itself"}]),
+    )  # fmt: skip
+
+
+def fleet(draw: random.Random, *, memory: bool = True) -> Fleet:
+    """Up to 16 devices, of less memory than they have where `memory` is drawn too."""
+    name = draw.choice(
+        ["2xcpu", "4xT4", "2x2xT4@eth-1g", "8xA100-40G", "2x8xH100-80G", "2x4xL40S@eth-25g", "2x3xV100-16G"]
+    )
+    found = read_fleet(name)
+    device = found.device
+    if memory:
+        device = replace(device, memory_bytes=device.reserve_bytes + draw.choice([1e8, 5e8, 2e9, 1e10, 8e10]))
+    return replace(found, device=device, price_per_hour=draw.choice([None, 12.0]), currency="USD")
+
+
+def grid(draw: random.Random) -> Grid:
+    """Not all of it, so that all of it can be looked at."""
+    return Grid(
+        schedules=tuple(
+            draw.sample(["1f1b", "gpipe", "interleaved", "breadth_first", "zb_h1", "zb_interleaved", "zbv"], 3)
+        ),
+        virtual=tuple(sorted(draw.sample([2, 3, 4], 2))),
+        params=draw.choice([("fp32",), ("fp32", "bf16")]),
+        zero=draw.choice([(1, 2, 3), (3,), (1, 3)]),
+        micro_batch_size=draw.choice([None, None, None, 1]),
+    )
+
+
+def forecast(seed: int, *, memory: bool = True) -> tuple[Forecast, Grid]:
+    """One model on one cluster."""
+    draw = random.Random(seed)
+    facts = draw.choice([decoder, decoder, uneven])(draw)
+    return Forecast(facts=facts, fleet=fleet(draw, memory=memory)), grid(draw)
+
+
+def some(seed: int, *, num: int = 12) -> tuple[Forecast, list[Candidate]]:
+    """One model on one cluster, with some of its candidates."""
+    made, tried = forecast(seed, memory=False)
+    every = list(candidates(made.facts, made.fleet, tried))
+    return made, random.Random(seed).sample(every, min(num, len(every)))
