@@ -8,7 +8,7 @@ from paceline.plan.decoder import Decoder, decoder_facts
 from paceline.plan.facts import Amount, Keeps, ModelFacts, Part
 from paceline.plan.fleet import read_fleet
 from paceline.plan.forecast import Forecast
-from paceline.plan.grid import Grid, candidates
+from paceline.plan.grid import Grid, boughs, branches, leaves, trunks, twigs
 from paceline.plan.hardware import Fleet
 
 
@@ -86,5 +86,17 @@ def forecast(seed: int, *, memory: bool = True) -> tuple[Forecast, Grid]:
 def some(seed: int, *, num: int = 12) -> tuple[Forecast, list[Candidate]]:
     """One model on one cluster, with some of its candidates."""
     made, tried = forecast(seed, memory=False)
-    every = list(candidates(made.facts, made.fleet, tried))
-    return made, random.Random(seed).sample(every, min(num, len(every)))
+    draw = random.Random(seed)
+    found = (_one(draw, made, tried) for _ in range(num))
+    return made, list(dict.fromkeys(candidate for candidate in found if candidate is not None))
+
+
+def _one(draw: random.Random, made: Forecast, tried: Grid) -> Candidate | None:
+    """Down the levels of the grid, at each of them any way."""
+    facts, levels = made.facts, (boughs, branches, twigs)
+    ways = list(trunks(facts, made.fleet, tried))
+    for level in levels:
+        if ways:
+            ways = list(level(draw.choice(ways), facts, tried))
+    ways = list(leaves(draw.choice(ways), facts, made.fleet, tried)) if ways else []
+    return draw.choice(ways) if ways else None

@@ -74,7 +74,7 @@ class Bounds:
         forecast = self._forecast
         rank, stages = forecast.ranks(twig)[0]
         alive, elements = forecast.alive_on(twig, rank, stages), forecast.elements(twig, stages)
-        least = self._beside(alive.bytes - alive.held * alive.cast_bytes)
+        least = self._beside(alive.narrow_bytes)
         if least > forecast.fleet.device.memory_bytes:
             return least
         return min(

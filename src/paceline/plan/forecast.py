@@ -128,16 +128,19 @@ class Forecast:
         return None if self.fleet.host_bytes is None else self.fleet.host_bytes / self.fleet.devices
 
     def memory(self, candidate: Candidate) -> Memory:
-        """Of the fullest rank."""
+        """Of the fullest rank; what the host holds is of the rank that leaves most there."""
         device, efficiency = self.fleet.device, self.efficiency
         ranks = zip(self.ranks(candidate), self.alive(candidate), strict=True)
-        every = (
+        every = [
             memory_of(
                 candidate, self.facts, self.elements(candidate, stages), alive, device=device, efficiency=efficiency
             )
             for (_, stages), alive in ranks
-        )
-        return max(every, key=lambda memory: memory.peak_bytes)
+        ]
+        fullest = max(every, key=lambda memory: memory.peak_bytes)
+        if not candidate.offload:
+            return fullest
+        return replace(fullest, host_bytes=max(memory.host_bytes for memory in every))
 
     def seconds(self, candidate: Candidate) -> Seconds:
         """Of one optimizer step."""

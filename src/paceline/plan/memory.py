@@ -114,13 +114,19 @@ class Alive:
     stage_bytes: float
     cast_bytes: float
     again_bytes: float
+    again_cast_bytes: float
     moment_bytes: float
     border_bytes: float
 
     @property
     def bytes(self) -> float:
         """What waits for backward, and one block that runs again."""
-        return self.held * (self.stage_bytes + self.cast_bytes) + self.again_bytes
+        return self.narrow_bytes + self.held * self.cast_bytes + self.again_cast_bytes
+
+    @property
+    def narrow_bytes(self) -> float:
+        """The same where weights are gathered in the precision of products, so that there are no copies of them."""
+        return self.held * self.stage_bytes + self.again_bytes
 
 
 def alive_of(works: Sequence[Work], stages: Sequence[Counts], *, held: int) -> Alive:
@@ -133,6 +139,7 @@ def alive_of(works: Sequence[Work], stages: Sequence[Counts], *, held: int) -> A
         stage_bytes=max(totals),
         cast_bytes=max(casts),
         again_bytes=max(work.again_bytes for work in there),
+        again_cast_bytes=max(work.again_cast_bytes for work in there),
         moment_bytes=max(work.moment_bytes for work in there),
         border_bytes=max(work.border_bytes for work in there),
     )
@@ -153,9 +160,8 @@ def memory_of(
     stepping = {"temporaries": moment * ("parameters" not in candidate.offload)}
     if candidate.zero in (1, 2):
         stepping["buffers"] = min(4.0 * _bucket(device), parameters)
-    cast = candidate.params == "fp32"  # parameters that are gathered as bfloat16 need no copies in it
     working = {
-        "activations": alive.bytes - (0.0 if cast else alive.held * alive.cast_bytes),
+        "activations": alive.bytes if candidate.params == "fp32" else alive.narrow_bytes,
         "gathered": _gathered(candidate, facts, elements),
         "buffers": sum(_buffers(candidate, facts, elements, device)) + 2 * alive.border_bytes * (candidate.pp > 1),
         "temporaries": alive.moment_bytes,
@@ -170,7 +176,7 @@ def memory_of(
 
 
 def _at(own: dict[str, float], phase: dict[str, float], device: Device, efficiency: Efficiency, host: float) -> Memory:
-    slack = efficiency.slack * sum(phase.values())
+    slack = efficiency.slack * sum(size for name, size in phase.items() if name != "optimizer")
     return Memory(**{**own, **phase}, slack=slack, reserve=device.reserve_bytes, host_bytes=host)
 
 

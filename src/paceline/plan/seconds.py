@@ -1,7 +1,7 @@
 """Seconds of one optimizer step: the pipeline's program, what of the messages nothing hides, and the update."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from paceline.plan.candidate import Candidate
 from paceline.plan.chain import Counts
@@ -70,7 +70,9 @@ class Groups:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Seconds of one stage and one microbatch; `again` and the messages are part of `forward` and `input`."""
+    """Seconds of one stage and one microbatch; `again` and the messages are part of `forward` and `input`.
+
+    `hides` is the compute behind which messages of data parallelism can travel, forward and backward."""
 
     forward: float
     input: float
@@ -80,7 +82,7 @@ class Stage:
     context: float = 0.0
     experts: float = 0.0
     gather: float = 0.0
-    compute: tuple[float, float] = field(default=(0.0, 0.0))
+    hides: tuple[float, float] = (0.0, 0.0)
 
     @property
     def seconds(self) -> float:
@@ -102,7 +104,7 @@ def stage_of(works: Sequence[Work], counts: Counts) -> Stage:
         tensor=sum(count * work.tensor for count, work in there),
         context=sum(count * work.context for count, work in there),
         experts=sum(count * work.experts for count, work in there),
-        compute=(forward, back + weight),
+        hides=(sum(n * work.hides[0] for n, work in there), sum(n * work.hides[1] for n, work in there)),
     )
 
 
@@ -117,7 +119,7 @@ def sharded(
     if candidate.zero < 2:
         return stage
     out = back = hooks = 0.0
-    hidden = [efficiency.overlap * seconds for seconds in stage.compute]
+    hidden = [efficiency.overlap * seconds for seconds in stage.hides]
     scattered = facts.element_bytes * elements.trained
     if candidate.zero == 3:
         each = compute_bytes("bf16") if candidate.params == "bf16" else facts.element_bytes
@@ -179,7 +181,7 @@ def end_of(
     """What comes once a step: sums of gradients, the update, rows sent out, the way to the host and back."""
     each, trained, zero = facts.element_bytes, elements.trained, candidate.zero
     parameters, gradients, optimizer = static_bytes(elements, candidate, facts)
-    sums = _sums(candidate, elements, each * trained, groups, efficiency.overlap * stage.compute[1])
+    sums = _sums(candidate, elements, each * trained, groups, efficiency.overlap * stage.hides[1])
     if zero in (1, 2):
         sums += groups.shard.all_gather(each * elements.dense)
     if facts.tied and candidate.pp > 1:

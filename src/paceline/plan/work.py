@@ -34,8 +34,12 @@ class Work:
     """Seconds of one forward (`forward`), of the gradients of inputs and of weights, and of running forward again;
     seconds of messages inside the part that nothing hides, forward and backward, by axis.
 
-    Bytes: `kept` from forward to backward, of which `cast_bytes` are copies of weights in another precision;
-    `again_bytes` while it runs again; `border_bytes` to the next part; `moment_bytes` for a moment.
+    `hides` is the compute of forward and of backward behind which other messages can travel: not that behind which keys
+    and values do.
+
+    Bytes: `kept_bytes` from forward to backward, and beside them `cast_bytes`, copies of weights in another precision;
+    `again_bytes` and `again_cast_bytes` while it runs again; `border_bytes` to the next part; `moment_bytes` for a
+    moment.
     """
 
     forward: float
@@ -47,9 +51,11 @@ class Work:
     experts: float
     messages_forward: float
     messages_backward: float
+    hides: tuple[float, float]
     kept_bytes: float
     cast_bytes: float
     again_bytes: float
+    again_cast_bytes: float
     border_bytes: float
     moment_bytes: float
 
@@ -67,7 +73,10 @@ def work_of(part: Part, *, is_block: bool, split: Split, device: Device, efficie
     start = efficiency.part_seconds
     tensor, context, experts = _messages(part, split, attention, efficiency)
     again_messages = (tensor[0] + experts[0]) if remat == "full" else 0.0
-    kept, cast, again_bytes = _kept(part, split, device, remat)
+    kept, cast, again_bytes, again_cast = _kept(part, split, device, remat)
+    busy = attention if split.cp.size > 1 else 0.0
+    again = {"none": 0.0, "selective": rest + start}.get(remat, forward + attention + rest + start)
+    back = forward * (1 + trained) + _ATTENTION_BACK * (attention - busy) + 2 * rest + start
     border = part.output_bytes.at(samples=split.samples, length=split.length, cp=split.cp.size)
     ring = _ring_bytes(part, split) if split.cp.size > 1 else 0.0
     peak = part.peak_bytes.at(samples=split.samples, length=split.length, cp=split.cp.size)
@@ -75,7 +84,8 @@ def work_of(part: Part, *, is_block: bool, split: Split, device: Device, efficie
         forward=forward + attention + rest + start,
         input=forward + _ATTENTION_BACK * attention + 2 * rest + start,
         weight=forward * trained,
-        again={"none": 0.0, "selective": rest + start}.get(remat, forward + attention + rest + start),
+        again=again,
+        hides=(forward + attention - busy + rest + start, back + again),
         tensor=sum(tensor) + (tensor[0] if remat == "full" else 0.0),
         context=sum(context),
         experts=sum(experts) + (experts[0] if remat == "full" else 0.0),
@@ -84,6 +94,7 @@ def work_of(part: Part, *, is_block: bool, split: Split, device: Device, efficie
         kept_bytes=kept,
         cast_bytes=cast,
         again_bytes=again_bytes,
+        again_cast_bytes=again_cast,
         border_bytes=border / (split.tp.size if split.sequence else 1),
         moment_bytes=peak * _divided(part, split) + 2 * ring,
     )
@@ -146,8 +157,8 @@ def _ring_bytes(part: Part, split: Split) -> float:
     return (part.cp_bytes.at(**own) or 2 * part.output_bytes.at(**own)) / split.tp.size
 
 
-def _kept(part: Part, split: Split, device: Device, remat: str) -> tuple[float, float, float]:
-    """Bytes that wait for backward, those of them that are weights in another precision, and those of a second run."""
+def _kept(part: Part, split: Split, device: Device, remat: str) -> tuple[float, float, float, float]:
+    """Bytes that wait for backward, and of weights in another precision; both once more of a second run."""
     own = {"samples": split.samples, "length": split.length, "cp": split.cp.size}
     tp = split.tp.size
     cast = (part.saved_bytes.fixed + part.split_saved_bytes.fixed / tp) * (split.precision in _SHORT)
@@ -157,10 +168,10 @@ def _kept(part: Part, split: Split, device: Device, remat: str) -> tuple[float, 
     cut, whole = cut - taken, max(0.0, whole - (fused - taken))
     every = whole / (tp if split.sequence else 1) + cut / tp - cast
     if remat == "none":
-        return every, cast, 0.0
+        return every, cast, 0.0, 0.0
     kept = part.output_bytes.at(**own) / (tp if split.sequence else 1)  # its input, as large as its output
     if remat == "selective":
         named = part.selective_saved_bytes.at(**own)
         kept += named * (every / (whole + cut - cast) if whole + cut > cast else 1.0) if named else every
     kept = min(kept, every)
-    return kept, 0.0, every + cast - kept
+    return kept, 0.0, every - kept, cast
