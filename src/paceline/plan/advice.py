@@ -11,7 +11,7 @@ from paceline.plan.forecast import Estimate, Forecast
 from paceline.plan.grid import Grid
 from paceline.plan.least import least_memory
 from paceline.plan.reasons import limits, no_candidate, nothing_fits, of_misfit, of_other, of_recommended, of_simple
-from paceline.plan.search import key_of, search
+from paceline.plan.search import key_of, search_each
 from paceline.spec.words import duration, size
 
 _ALIKE = 1.02
@@ -92,14 +92,14 @@ class Advice:
         yield from (f"  {line}" for line in self.missing)
 
 
-def advise(forecast: Forecast, *, grid: Grid | None = None) -> Advice:
-    """Search, and explain.
+def advise(forecast: Forecast, *, others: Sequence[Forecast] = (), grid: Grid | None = None) -> Advice:
+    """Search, and explain. `others` are of the same model, in precisions that may be chosen too.
 
     Raises:
         LayoutError: no layout fits; with the nearest, and what would make it fit.
     """
     grid = grid or Grid()
-    found = search(forecast, grid=grid)
+    found = search_each([forecast, *others], grid=grid)
     best = sorted(found.best.items(), key=lambda pair: key_of(pair[1]))
     if not best:
         nearest = least_memory(forecast, grid=grid)

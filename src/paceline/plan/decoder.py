@@ -52,15 +52,17 @@ def decoder_facts(
     global_batch_size: int,
     precision: str = "bf16",
     residual_bytes: int | None = None,
+    is_fused: bool = False,
     optimizer: Keeps = ADAMW,
 ) -> ModelFacts:
     """Parameters in float32; under `bf16` products are in bfloat16 and the residual stream stays float32 (autocast).
 
-    `residual_bytes` of a number there, where it is not so.
+    `residual_bytes` of a number there, where it is not so. `is_fused`: a compiler joins what is elementwise, so that a
+    norm or a rotation reads and writes once; without, every operation does.
     """
     short = 4 if precision == "fp32" else 2
     wide = residual_bytes or 4
-    block = _block(sizes, short, wide)
+    block = _block(sizes, short, wide, is_fused=is_fused)
     head = sizes.vocabulary * sizes.width
     first = Part(
         name="embedding",
@@ -89,7 +91,19 @@ def decoder_facts(
     )
 
 
-def _block(sizes: Decoder, short: int, wide: int) -> Part:
+def _moved(sizes: Decoder, short: int, wide: int, *, is_fused: bool) -> float:
+    """Bytes of a token that two norms, the rotation of queries and keys, two sums and the nonlinearity read and write.
+
+    Not joined, a norm is a square, a mean, two products and a cast; a rotation two products, a turn of halves, a sum.
+    """
+    h, k, f = sizes.width, sizes.kv_width, sizes.hidden * max(1, sizes.active)
+    sums, passes = 2 * (2 * wide + short) * h, 5 if sizes.is_gated else 2
+    if is_fused:
+        return float(2 * (wide + short) * h + 2 * short * (h + k) + sums + (passes - 2) * short * f)
+    return float(2 * (8 * wide + short) * h + 10 * short * (h + k) + sums + passes * short * f)
+
+
+def _block(sizes: Decoder, short: int, wide: int, *, is_fused: bool) -> Part:
     h, k, f = sizes.width, sizes.kv_width, sizes.hidden
     attention = 2 * h * h + 2 * h * k
     mlp = sizes.mlp_matrices * h * f
@@ -113,11 +127,7 @@ def _block(sizes: Decoder, short: int, wide: int) -> Part:
         matmul_flops=Amount(token=2.0 * (attention + h * sizes.experts + mlp * runs)),
         expert_flops=Amount(token=2.0 * mlp * runs) if routed else Amount(),
         attention_flops=Amount(pair=2.0 * h),  # two products of 2·h each, half of the pairs masked
-        moved_bytes=Amount(
-            token=float(
-                2 * (2 * wide + short) * h + 4 * short * (h + k) + 2 * (2 * wide + short) * h + 2 * short * inner
-            )
-        ),
+        moved_bytes=Amount(token=_moved(sizes, short, wide, is_fused=is_fused)),
         saved_bytes=Amount(token=float(saved)),
         split_saved_bytes=Amount(
             fixed=float(short * (attention + (0 if routed else mlp)) if short < 4 else 0),

@@ -144,27 +144,31 @@ class Forecast:
 
     def seconds(self, candidate: Candidate) -> Seconds:
         """Of one optimizer step."""
-        counts = self._cut(candidate)[0]
-        groups = self.groups(candidate)
-        made: dict[Counts, Stage] = {}
-        for own, stage in zip(counts, self.stages(candidate), strict=True):
-            if own not in made:
-                elements = self.elements(candidate, (own,))
-                units = sum(own[2:]) + (candidate.pp == 1)
-                made[own] = sharded(
-                    stage, elements, units=units, candidate=candidate, facts=self.facts, groups=groups,
-                    efficiency=self.efficiency,
-                )  # fmt: skip
+        stages, counts, groups = self.all_stages(candidate), self._cut(candidate)[0], self.groups(candidate)
+        made = dict(zip(counts, stages, strict=True))
         ends = [
             end_of(
-                candidate, made[stages[0]], self.elements(candidate, stages), facts=self.facts,
+                candidate, made[own[0]], self.elements(candidate, own), facts=self.facts,
                 device=self.fleet.device, groups=groups, efficiency=self.efficiency,
             )
-            for _, stages in self.ranks(candidate)
+            for _, own in self.ranks(candidate)
         ]  # fmt: skip
         end = max(ends, key=lambda found: sum(found.values()))
         hop = self.hop_seconds(candidate)
-        return seconds_of(candidate, [made[own] for own in counts], micro=self.num_micro(candidate), hop=hop, end=end)
+        return seconds_of(candidate, stages, micro=self.num_micro(candidate), hop=hop, end=end)
+
+    def all_stages(self, candidate: Candidate) -> tuple[Stage, ...]:
+        """Seconds of every stage, with what data parallelism sends in every microbatch."""
+        counts, groups = self._cut(candidate)[0], self.groups(candidate)
+        made: dict[Counts, Stage] = {}
+        for own, stage in zip(counts, self.stages(candidate), strict=True):
+            if own not in made:
+                units = sum(own[2:]) + (candidate.pp == 1)
+                made[own] = sharded(
+                    stage, self.elements(candidate, (own,)), units=units, candidate=candidate, facts=self.facts,
+                    groups=groups, efficiency=self.efficiency,
+                )  # fmt: skip
+        return tuple(made[own] for own in counts)
 
     def hop_seconds(self, candidate: Candidate) -> float:
         """Of what passes between two stages for one microbatch."""

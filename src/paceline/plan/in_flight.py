@@ -78,7 +78,7 @@ def makespan(schedule: str, turns: Turns, *, ranks: int, micro: int, virtual: in
     fill = (total - most) / v
     loop = (most, v * hop)
     if schedule == "1f1b":
-        cycle = max(*loop, most + 2 * (p - 1) / p * hop)
+        cycle = max(*loop, (total + 2 * (p - 1) * hop) / p)  # p microbatches are under way, there and back
         return most + fill + 2 * (p - 1) * hop + (m - 1) * cycle
     under_way = (v + 1) * p - 1 if schedule == "interleaved" else num_stages
     cycle = max(*loop, v * (total + 2 * (num_stages - 1) * hop) / under_way) if schedule == "interleaved" else max(loop)

@@ -4,7 +4,7 @@ What is looked at first is what could be best; what can't beat the best of its f
 `bounds` for why nothing is missed.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -44,6 +44,20 @@ def search(forecast: Forecast, *, grid: Grid | None = None) -> Found:
     walk = _Walk(forecast=forecast, grid=grid, bounds=Bounds(forecast=forecast, grid=grid))
     walk.run()
     return Found(best=walk.best, num_estimates=walk.num_estimates, num_nodes=walk.num_nodes)
+
+
+def search_each(forecasts: Sequence[Forecast], *, grid: Grid | None = None) -> Found:
+    """Of several forecasts, as of one model in several precisions: the best of each family in any of them."""
+    best: dict[str, Estimate] = {}
+    every = [search(forecast, grid=grid) for forecast in forecasts]
+    for family, estimate in (pair for found in every for pair in found.best.items()):
+        if family not in best or key_of(estimate) < key_of(best[family]):
+            best[family] = estimate
+    return Found(
+        best=best,
+        num_estimates=sum(found.num_estimates for found in every),
+        num_nodes=sum(found.num_nodes for found in every),
+    )
 
 
 def try_all(forecast: Forecast, *, grid: Grid | None = None) -> Found:
