@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from paceline.plan.candidate import Candidate, candidate_of
 from paceline.plan.chain import chain_of
 from paceline.plan.efficiency import Efficiency
+from paceline.plan.estimate import Estimate
 from paceline.plan.facts import ModelFacts
-from paceline.plan.forecast import Estimate, Forecast
+from paceline.plan.forecast import Forecast
 from paceline.plan.grid import candidates
 from paceline.plan.hardware import Device, Fleet, Link
 from paceline.plan.legal import refuse_products

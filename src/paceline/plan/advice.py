@@ -7,7 +7,8 @@ from typing import Any
 from paceline.plan.candidate import FAMILIES
 from paceline.plan.cases import Case, case_of
 from paceline.plan.changes import Change, cheapest_changes
-from paceline.plan.forecast import Estimate, Forecast
+from paceline.plan.estimate import Estimate
+from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid
 from paceline.plan.least import least_memory
 from paceline.plan.reasons import limits, no_candidate, nothing_fits, of_misfit, of_other, of_recommended, of_simple

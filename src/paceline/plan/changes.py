@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from paceline.plan.candidate import Candidate
-from paceline.plan.forecast import Estimate, Forecast
+from paceline.plan.estimate import Estimate
+from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid, is_on, micro_batch_sizes
 from paceline.spec.words import duration
 

@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from paceline.plan.candidate import Candidate
-from paceline.plan.forecast import Estimate
+from paceline.plan.estimate import Estimate
 from paceline.spec.words import duration, size
 
 _NAMES = tuple(field.name for field in fields(Candidate))

@@ -6,7 +6,8 @@ from itertools import count
 
 from paceline.plan.bounds import Bounds
 from paceline.plan.candidate import Candidate
-from paceline.plan.forecast import Estimate, Forecast
+from paceline.plan.estimate import Estimate
+from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid, boughs, branches, leaves, trunks, twigs
 
 _DATA = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp")

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from paceline.errors import LayoutError
-from paceline.plan.forecast import Estimate, Forecast
+from paceline.plan.estimate import Estimate
+from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid
 from paceline.plan.least import least_memory
 from paceline.plan.search import search

@@ -11,7 +11,8 @@ from itertools import count
 
 from paceline.plan.bounds import Bounds
 from paceline.plan.candidate import Candidate
-from paceline.plan.forecast import Estimate, Forecast
+from paceline.plan.estimate import Estimate
+from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid, boughs, branches, candidates, leaves, trunks, twigs
 
 _ROUNDING = 1 - 1e-9
