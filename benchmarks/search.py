@@ -2,6 +2,7 @@
 
     python benchmarks/search.py                 # Llama-3 405B on 16,384 H100s, 16.8 million tokens a step, and others
     python benchmarks/search.py --quick         # without looking at every layout of the largest
+    python benchmarks/search.py --cases small 8B
 
 Seconds are of the process, so that other work on the machine does not count. `equal` is of the best layout of every
 family: its name, its microbatch, its seconds and its bytes, all to the bit.
@@ -93,11 +94,12 @@ def row(case: Case, *, quick: bool) -> dict[str, Any]:
 def main() -> None:
     """Print the table; `--out` keeps it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="do not look at every layout of the largest")
+    parser.add_argument("--cases", nargs="*", default=[""], help="only those whose name begins so")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     rows = []
-    for case in CASES:
+    for case in (case for case in CASES if case.name.startswith(tuple(asked.cases))):
         line = row(case, quick=asked.quick and case is CASES[-1])
         rows.append(line)
         print(f"{line['case']}: {line['best']}, {line['step_seconds']:.3f} s a step")

@@ -56,6 +56,11 @@ def test_the_data_parallel_ones_run(command: str) -> None:
     assert "ratio" in (said := run(command)) or "exact / default" in said
 
 
+def test_the_search_finds_what_looking_at_every_layout_finds() -> None:
+    said = run("search.py --cases small 8B")
+    assert said.count(": equal") == 2 and "DIFFERENT" not in said, said
+
+
 def test_ways_to_compress_are_set_beside_ddp() -> None:
     said = run(f"compress.py {TINY} --torch")
     shares = {row.split()[0]: float(found[1]) for row in said.splitlines() if (found := re.search(r"\( *(\S+)\)", row))}

@@ -8,7 +8,9 @@ from paceline.plan.candidate import Candidate
 from paceline.plan.efficiency import Efficiency
 from paceline.plan.facts import Amount, Keeps, ModelFacts, Part
 from paceline.plan.forecast import Forecast
+from paceline.plan.grid import Grid, candidates
 from paceline.plan.hardware import Device, Fleet, Link
+from paceline.plan.search import search
 
 MIB = 1 << 20
 ALL = Efficiency(
@@ -82,8 +84,8 @@ def test_few_rows_take_as_long_as_reading_the_weights() -> None:
         (Candidate(dp_replicate=2), 0, 2 * 0.5 * 1600 / 100, UPDATE),
         (Candidate(dp_shard=2, zero=1), 0, 2 * 0.5 * 1600 / 100 + 0.5 * 1600 / 100, UPDATE / 2),
         (Candidate(dp_shard=2, zero=2), 2 * 0.5 * 1600 / 100, 0.5 * 1600 / 100, UPDATE / 2),
-        (Candidate(dp_shard=2, zero=3), 2 * (3 * 0.5 * 1600 / 100 + 0.5 * 400 / 100), 0, UPDATE / 2),
-        (Candidate(dp_shard=2, zero=3, params="bf16"), 2 * (2 * 0.5 * 800 / 100 + 0.5 * 200 / 100 + 8), 0, UPDATE / 2),
+        (Candidate(dp_shard=2, zero=3), 2 * 3 * 0.5 * 1600 / 100, 0, UPDATE / 2),
+        (Candidate(dp_shard=2, zero=3, params="bf16"), 2 * (2 * 0.5 * 800 / 100 + 0.5 * 1600 / 100), 0, UPDATE / 2),
     ],
 )
 def test_data_parallelism_that_hides_nothing(
@@ -98,8 +100,28 @@ def test_data_parallelism_that_hides_all_but_its_ends() -> None:
     hidden = made(efficiency=replace(ALL, overlap=1.0))
     block = 0.5 * 400 / 100
     assert hidden.seconds(Candidate(dp_replicate=2)).gradients == pytest.approx(2 * block)
-    assert hidden.seconds(Candidate(dp_shard=2, zero=3)).gather == pytest.approx(2 * 2 * block)
+    assert hidden.seconds(Candidate(dp_shard=2, zero=3)).gather == pytest.approx(2 * 3 * block)
     assert hidden.seconds(Candidate(dp_shard=2, zero=2)).gather == pytest.approx(2 * block)
+
+
+def test_what_is_in_no_unit_is_gathered_before_all_and_summed_after_all() -> None:
+    facts = replace(FACTS, first=replace(END, split_parameters=1000), last=replace(END, split_parameters=500))
+    hidden = made(facts, efficiency=replace(ALL, overlap=1.0))
+    root, first, block = (0.5 * 4 * n / 100 for n in (1500, 1000, 100))
+    assert hidden.seconds(Candidate(dp_shard=2, zero=3)).gather == pytest.approx(2 * (root + block + block + first))
+    assert hidden.seconds(Candidate(dp_shard=2, zero=2)).gather == pytest.approx(2 * first)
+    assert hidden.seconds(Candidate(dp_replicate=2)).gradients == pytest.approx(2 * first)
+
+
+def test_a_model_without_a_chain() -> None:
+    facts = replace(FACTS, first=replace(BLOCK, name="all of it"), blocks=(), last=END)
+    forecast = made(facts, efficiency=replace(ALL, overlap=1.0))
+    whole = 0.5 * 400 / 100
+    assert forecast.seconds(Candidate(dp_shard=2, zero=3)).gather == pytest.approx(2 * (whole + whole))
+    every = list(candidates(facts, FLEET, Grid()))
+    assert {one.family for one in every} == {"ddp", "zero1", "zero2", "fsdp", "tp"}
+    assert {one.remat for one in every} == {"none"} and {one.pp for one in every} == {1}
+    assert search(made(facts)).first is not None
 
 
 def test_tensor_parallelism() -> None:
@@ -121,6 +143,15 @@ def test_a_pipeline() -> None:
     assert seconds.bubble == pytest.approx(stage + 2 * hop + 3 * hop)
     memory = made(replace(FACTS, optimizer=Keeps(name="SGD", state_bytes=0.0))).memory(Candidate(pp=2))
     assert (memory.parameters, memory.activations, memory.buffers) == (800, 2 * 2 * 64, 2 * 16)
+
+
+def test_the_fullest_of_a_ranks_stages_counts_for_all() -> None:
+    facts = replace(FACTS, blocks=(BLOCK,) * 5, optimizer=Keeps(name="SGD", state_bytes=0.0))
+    candidate = Candidate(pp=2, schedule="interleaved", virtual=2)
+    assert made(facts).estimate(candidate).stages == (1, 1, 1, 2)
+    memory = made(facts).memory(candidate)
+    assert memory.parameters == 4 * 300
+    assert memory.activations == 3 * 2 * 64  # the second rank holds three stage activations, the larger of two blocks
 
 
 def test_the_host() -> None:

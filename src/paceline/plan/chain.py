@@ -55,6 +55,8 @@ class Chain:
         Raises:
             LayoutError: more stages than blocks.
         """
+        if num_stages == 1:
+            return ((0, self.num_blocks),)
         if not 1 <= num_stages <= self.num_blocks:
             what = f"{num_stages} stages can't be cut from {self.num_blocks} blocks."
             raise LayoutError(what, hint=f"pp × virtual between 1 and {self.num_blocks}")

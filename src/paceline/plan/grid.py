@@ -37,7 +37,7 @@ class Grid:
 def trunks(facts: ModelFacts, fleet: Fleet, grid: Grid) -> Iterator[Candidate]:
     """Sizes of pp, tp, cp and ep; what they leave of the ranks are replicas, as yet without shards."""
     for pp in _divisors(fleet.ranks):
-        if pp > len(facts.blocks) or (grid.pp and pp not in grid.pp) or (pp > 1 and facts.precision == "fp16"):
+        if pp > max(1, len(facts.blocks)) or (grid.pp and pp not in grid.pp) or (pp > 1 and facts.precision == "fp16"):
             continue
         for tp in _had(facts.tp_sizes, fleet.ranks // pp):
             for cp in _had(facts.cp_sizes, fleet.ranks // pp // tp):
@@ -51,8 +51,8 @@ def trunks(facts: ModelFacts, fleet: Fleet, grid: Grid) -> Iterator[Candidate]:
 
 
 def boughs(trunk: Candidate, facts: ModelFacts, grid: Grid) -> Iterator[Candidate]:
-    """What is kept for backward: cp can't run blocks again, `sequence` is of tp."""
-    for remat in grid.remat if trunk.cp == 1 else ("none",):
+    """What is kept for backward: cp can't run blocks again, nor can who has none; `sequence` is of tp."""
+    for remat in grid.remat if trunk.cp == 1 and facts.blocks else ("none",):
         for sequence in grid.sequence if trunk.tp > 1 else (False,):
             found = replace(trunk, remat=remat, sequence=sequence)
             if not is_refused(found, facts):

@@ -60,13 +60,15 @@ class Elements:
     """A rank's parameters before data parallelism cuts them: numbers of elements.
 
     `dense` may be sharded, `experts` lie whole on their ep ranks; `ends` of the dense are in no block, `block` is the
-    largest block's. `trained` is the part of 1 that has gradients, `large` are in tensors that travel alone.
+    largest block's, `end` are those whose gradients come last: the first part's, or a block's. `trained` is the part of
+    1 that has gradients, `large` are in tensors that travel alone.
     """
 
     dense: float
     experts: float
     ends: float
     block: float
+    end: float
     trained: float
     large: float
     buffer_bytes: float
@@ -82,12 +84,15 @@ def elements_of(facts: ModelFacts, chain: Chain, counts: Counts, *, tp: int, ep:
     parts = list(zip(counts, chain.parts, strict=True))
     every = sum(count * part.parameters for count, part in parts)
     frozen = sum(count * part.frozen_parameters for count, part in parts)
+    block = max((size for count, size in zip(counts[2:], each[2:], strict=True) if count), default=0.0)
+    dense = sum(count * size for count, size in zip(counts, each, strict=True)) - tied
     ends = sum(count * size for count, size in zip(counts[:2], each[:2], strict=True)) - tied
     return Elements(
-        dense=sum(count * size for count, size in zip(counts, each, strict=True)) - tied,
+        dense=dense,
         experts=sum(count * part.expert_parameters / ep for count, part in parts) if ep > 1 else 0.0,
         ends=ends,
-        block=max((size for count, size in zip(counts[2:], each[2:], strict=True) if count), default=0.0),
+        block=block,
+        end=min(dense, max(counts[0] * each[0], block)),
         trained=1 - frozen / every if every else 0.0,
         large=sum(count * part.large_parameters for count, part in parts) / tp,
         buffer_bytes=sum(count * part.buffer_bytes for count, part in parts),

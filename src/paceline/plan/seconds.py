@@ -112,30 +112,33 @@ def sharded(
     stage: Stage, elements: Elements, *, units: int, candidate: Candidate, facts: ModelFacts, groups: Groups,
     efficiency: Efficiency,
 ) -> Stage:  # fmt: skip
-    """With what is gathered and added up in every microbatch: messages hide behind compute, but the first and the last.
+    """With what is gathered and added up in every microbatch.
 
-    In a pipeline what is in no unit is gathered once a step, elsewhere in every microbatch.
+    Messages hide behind compute, but not what the first unit waits for, nor the sums of the last. What is in no unit is
+    gathered before the forward and kept until the backward's end; in a pipeline once a step.
     """
     if candidate.zero < 2:
         return stage
-    out = back = hooks = 0.0
     hidden = [efficiency.overlap * seconds for seconds in stage.hides]
-    scattered = facts.element_bytes * elements.trained
+    shard, scattered = groups.shard, facts.element_bytes * elements.trained
+    scatter, last = (
+        shard.all_gather(scattered * elements.dense, calls=units),
+        shard.all_gather(scattered * elements.end),
+    )
+    out = again = first = hooks = 0.0
     if candidate.zero == 3:
         each = compute_bytes("bf16") if candidate.params == "bf16" else facts.element_bytes
-        passing = elements.dense - (elements.ends if candidate.pp > 1 else 0.0)
-        gather = groups.shard.all_gather(each * passing, calls=units)
-        first = groups.shard.all_gather(each * elements.block)
-        if "parameters" in candidate.offload:
-            gather += each * passing / candidate.dp_shard / groups.host.bytes_per_second
+        blocks = elements.dense - elements.ends
+        first = shard.all_gather(each * elements.block)
+        again = gather = shard.all_gather(each * blocks, calls=units)
+        root = shard.all_gather(each * elements.ends) if candidate.pp == 1 else 0.0
         hooks = units * efficiency.unit_seconds
-        out = hooks + max(first, gather - hidden[0])
-        back = gather + first
-    scatter = groups.shard.all_gather(scattered * elements.dense, calls=units)
-    if "parameters" in candidate.offload:
-        scatter += scattered * elements.dense / candidate.dp_shard / groups.host.bytes_per_second
-    last = groups.shard.all_gather(scattered * elements.block)
-    back = hooks + max(last, back + scatter - hidden[1])
+        if "parameters" in candidate.offload:
+            way = groups.host.bytes_per_second * candidate.dp_shard
+            gather, again = gather + each * blocks / way, again + each * blocks / way
+            scatter += scattered * elements.dense / way
+        out = hooks + root + max(first, gather - hidden[0])
+    back = hooks + max(first + last, again + scatter - hidden[1])
     return Stage(**{**vars(stage), "forward": stage.forward + out, "input": stage.input + back, "gather": out + back})
 
 
@@ -201,7 +204,7 @@ def _sums(candidate: Candidate, elements: Elements, each: float, groups: Groups,
     """Whole gradients are added while the last backward runs, rows of them after it."""
     dense, sums = each * elements.dense, 0.0
     if candidate.zero < 2:
-        tail = groups.data.all_reduce(each * min(elements.block, elements.dense))
+        tail = groups.data.all_reduce(each * elements.end)
         sums = max(tail, groups.data.all_reduce(dense) - hidden)
     else:
         sums = groups.rows.all_reduce(dense / candidate.dp_shard)
