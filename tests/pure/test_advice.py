@@ -152,6 +152,14 @@ def test_memory_is_named_where_it_keeps_out_what_is_quicker() -> None:
     assert len(advise(made(SMALL, "8xH100-80G", length=512)).limits) == 1
 
 
+def test_after_a_run_without_memory_the_next_plan_needs_less() -> None:
+    forecasts = made(LLAMA_8B, "8xH100-80G")
+    first = advise(forecasts).recommended
+    second = advise(forecasts.below(0.9 * first.peak_bytes)).recommended
+    assert second.peak_bytes <= 0.9 * first.peak_bytes and second.step_seconds >= first.step_seconds
+    assert forecasts.below(1e15).fleet == forecasts.fleet
+
+
 def test_differences_name_what_changed_and_what_it_did() -> None:
     forecasts = made(LLAMA_8B, "8xH100-80G")
     one = forecasts.estimate(Candidate(dp_shard=8, zero=3, remat="none", precision="bf16"))

@@ -52,7 +52,9 @@ class Bounds:
         """Whatever the microbatch, the schedule and the shards: the first rank holds a microbatch for each rank."""
         forecast, whole = self._forecast, self._whole(bough)
         works, share = forecast.works(whole), whole.micro_batch_size
-        held = 1 if "naive" in self._grid.schedules else min(share, bough.pp)
+        held: float = 1 if "naive" in self._grid.schedules else min(share, bough.pp)
+        if "zbv" in self._grid.schedules and bough.pp > 1:
+            held = min(held, bough.pp - 0.5)  # with the fewest microbatches it holds half a one less
         least = min(
             sum(
                 number * work.kept_bytes

@@ -64,6 +64,11 @@ class Forecast:
             currency=self.fleet.currency,
         )
 
+    def below(self, peak_bytes: float) -> "Forecast":
+        """The same on devices of which no more is to be used: after a run that was forecast to fit did not."""
+        device = replace(self.fleet.device, memory_bytes=min(peak_bytes, self.fleet.device.memory_bytes))
+        return Forecast(facts=self.facts, fleet=replace(self.fleet, device=device), efficiency=self.efficiency)
+
     @property
     def host_limit_bytes(self) -> float | None:
         """A rank's share of its host's memory, None where that is not known."""
