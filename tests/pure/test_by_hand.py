@@ -154,6 +154,14 @@ def test_the_fullest_of_a_ranks_stages_counts_for_all() -> None:
     assert memory.activations == 3 * 2 * 64  # the second rank holds three stage activations, the larger of two blocks
 
 
+def test_of_ranks_with_equal_stages_the_first_is_looked_at() -> None:
+    facts = replace(FACTS, blocks=(BLOCK,) * 8)
+    forecast = made(facts, replace(FLEET, devices=4))
+    candidate = Candidate(pp=4)
+    assert [rank for rank, _ in forecast.ranks(candidate)] == [0, 1, 3]
+    assert [alive.held for alive in forecast.alive(candidate)] == [4, 3, 1]
+
+
 def test_the_host() -> None:
     seconds = made().seconds(Candidate(dp_shard=2, zero=1, offload=("optimizer",)))
     assert seconds.offload == pytest.approx(2 * 1600 / 50)

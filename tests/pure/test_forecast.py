@@ -80,6 +80,19 @@ def test_every_candidate_is_legal_and_reads_back_as_it_was_written(seed: int) ->
         assert candidate.ranks == made.fleet.ranks
 
 
+def test_one_rank_that_runs_blocks_again_is_written_as_replicas() -> None:
+    alone = Candidate(remat="full")
+    assert alone.layout == "dp=1,remat=full" and Candidate().layout == "single"
+    layout = parse_layout(alone.layout)
+    assert candidate_of(layout, mesh_of(layout, ranks=1, problems=[]), micro_batch_size=1, precision="fp32") == alone
+
+
+def test_what_runs_every_second_block_again_is_taken_to_keep_all() -> None:
+    layout = parse_layout("fsdp,remat=every:2")
+    found = candidate_of(layout, mesh_of(layout, ranks=2, problems=[]), micro_batch_size=1, precision="bf16")
+    assert (found.remat, found.zero, found.dp_shard) == ("none", 3, 2)
+
+
 @often
 @drawn
 def test_all_samples_are_in_a_microbatch_and_all_blocks_in_a_stage(seed: int) -> None:
