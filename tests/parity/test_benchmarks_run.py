@@ -26,6 +26,11 @@ def run(command: str) -> str:
     return done.stdout
 
 
+def test_the_search_finds_what_looking_at_every_layout_finds() -> None:
+    said = run("search.py --cases small 8B")
+    assert said.count(": equal") == 2 and "DIFFERENT" not in said, said
+
+
 @pytest.mark.parametrize("layout", ["fsdp", "tp", "pp"])
 def test_layouts_end_in_the_weights_of_the_loops_by_hand(layout: str) -> None:
     said = run(f"layouts.py --layouts {layout} {TINY}")
@@ -54,11 +59,6 @@ def test_schedules_give_what_torch_gives() -> None:
 @pytest.mark.parametrize("command", ["exact.py --rounds 2", "overhead.py --rounds 2 --width 16 --batch 8"])
 def test_the_data_parallel_ones_run(command: str) -> None:
     assert "ratio" in (said := run(command)) or "exact / default" in said
-
-
-def test_the_search_finds_what_looking_at_every_layout_finds() -> None:
-    said = run("search.py --cases small 8B")
-    assert said.count(": equal") == 2 and "DIFFERENT" not in said, said
 
 
 def test_ways_to_compress_are_set_beside_ddp() -> None:

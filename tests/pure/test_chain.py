@@ -1,4 +1,4 @@
-"""A model's chain: stages of nearly equal work, against all cuts; and its pipeline replayed against its closed form."""
+"""A model's chain: stages of nearly equal work, against all cuts; and its pipeline followed against its closed form."""
 
 import random
 from dataclasses import replace
@@ -10,11 +10,11 @@ from paceline.errors import LayoutError
 from paceline.plan.balance import balance, by_trying_all
 from paceline.plan.candidate import Candidate
 from paceline.plan.chain import Chain, chain_of
+from paceline.plan.costs import costs_of, pipeline_timeline
 from paceline.plan.decoder import Decoder, decoder_facts
 from paceline.plan.facts import Part
 from paceline.plan.fleet import read_fleet
 from paceline.plan.forecast import Forecast
-from paceline.plan.replay import costs_of, replay
 from paceline.plan.search import search, search_each
 from tests.pure.drawn_plans import some
 
@@ -63,10 +63,10 @@ def test_stages_that_cannot_be_cut(num_stages: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_replayed_pipeline_is_near_its_closed_form(seed: int) -> None:
+def test_a_pipeline_that_is_followed_is_near_its_closed_form(seed: int) -> None:
     made, found = some(seed)
     for candidate in [one for one in found if one.pp > 1][:3]:
-        timeline = replay(made, candidate=candidate)
+        timeline = pipeline_timeline(made, candidate=candidate)
         spent = made.seconds(candidate)
         form = spent.step_seconds - spent.gradients - spent.update - spent.offload - spent.start
         busy = max(timeline.busy_seconds)
@@ -76,13 +76,13 @@ def test_a_replayed_pipeline_is_near_its_closed_form(seed: int) -> None:
             assert form == pytest.approx(timeline.makespan, rel=0.25), candidate
 
 
-def test_a_layout_without_a_pipeline_has_nothing_to_replay() -> None:
+def test_a_layout_without_a_pipeline_has_nothing_to_follow() -> None:
     facts = decoder_facts(
         Decoder(layers=4, width=64, hidden=128, heads=4, vocabulary=10), name="x", length=8, global_batch_size=8
     )
     made = Forecast(facts=facts, fleet=read_fleet("4xT4"))
     with pytest.raises(LayoutError, match="ddp has no pipeline"):
-        replay(made, candidate=Candidate(dp_replicate=4))
+        pipeline_timeline(made, candidate=Candidate(dp_replicate=4))
     assert len(list(costs_of(made, candidate=Candidate(pp=2, dp_replicate=2)).forward)) == 2  # type: ignore[arg-type]
 
 

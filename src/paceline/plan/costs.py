@@ -9,7 +9,7 @@ from paceline.schedule.simulate import simulate
 from paceline.schedule.timeline import Timeline
 
 
-def replay(forecast: Forecast, *, candidate: Candidate) -> Timeline:
+def pipeline_timeline(forecast: Forecast, *, candidate: Candidate) -> Timeline:
     """Who does what when, from the first forward to the last backward: what `makespan` gives in one number.
 
     Takes about 20 microseconds an action: ranks × microbatches × stages a rank × 4 of them.
@@ -18,7 +18,7 @@ def replay(forecast: Forecast, *, candidate: Candidate) -> Timeline:
         LayoutError: there is no pipeline.
     """
     if candidate.pp == 1:
-        raise LayoutError(f"{candidate.layout} has no pipeline to replay.", hint="a layout with pp")
+        raise LayoutError(f"{candidate.layout} has no pipeline to follow.", hint="a layout with pp")
     program = build(
         candidate.schedule, ranks=candidate.pp, micro=forecast.num_micro(candidate), virtual=candidate.virtual
     )
