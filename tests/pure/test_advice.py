@@ -100,7 +100,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_change_it() -> None:
     asked = forecasts.estimate(Candidate(dp_replicate=8, micro_batch_size=1, precision="bf16"))
     row = judged(forecasts, asked)
     assert not asked.fits and " too much: " in row.why and 1 <= len(row.changes) <= 3
-    assert all(change.estimate.fits and "dp" in str(change) for change in row.changes)
+    assert all(change.estimate.fits and "dp" in str(change) and " GiB, " in str(change) for change in row.changes)
     times = [change.seconds for change in row.changes]
     assert times == sorted(times)
     assert judged(forecasts, row.changes[0].estimate).changes == ()

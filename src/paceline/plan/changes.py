@@ -7,7 +7,7 @@ from paceline.plan.candidate import Candidate
 from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid, is_on, micro_batch_sizes
-from paceline.spec.words import duration
+from paceline.spec.words import duration, size
 
 _AXES = ("pp", "tp", "cp")
 _MOST = 3
@@ -23,10 +23,11 @@ class Change:
     seconds: float
 
     def __str__(self) -> str:
-        """`remat=full: 61.2 GiB less, +2.1 s a step (14 %)`."""
+        """`remat=full: 61.2 GiB, +2.1 s a step (+14%)`."""
         before = self.estimate.step_seconds - self.seconds
         sign = "+" if self.seconds >= 0 else "-"
-        return f"{self.says}: {sign}{duration(abs(self.seconds))} a step ({self.seconds / before:+.0%})"
+        peak = size(round(self.estimate.peak_bytes))
+        return f"{self.says}: {peak}, {sign}{duration(abs(self.seconds))} a step ({self.seconds / before:+.0%})"
 
 
 def cheapest_changes(forecast: Forecast, estimate: Estimate, *, grid: Grid) -> tuple[Change, ...]:
@@ -62,8 +63,8 @@ def _all(candidate: Candidate, forecast: Forecast, grid: Grid) -> Iterator[tuple
     for remat in grid.remat[grid.remat.index(c.remat) + 1 :] if c.remat in grid.remat else ():
         yield f"remat={remat}", replace(c, remat=remat)
     sizes = micro_batch_sizes(forecast.facts.global_batch_size, c.replicas, grid)
-    for size in sorted((n for n in sizes if n < c.micro_batch_size), reverse=True):
-        yield f"micro_batch_size {c.micro_batch_size} -> {size}", replace(c, micro_batch_size=size)
+    for smaller in sorted((n for n in sizes if n < c.micro_batch_size), reverse=True):
+        yield f"micro_batch_size {c.micro_batch_size} -> {smaller}", replace(c, micro_batch_size=smaller)
     if not c.sequence and c.tp > 1:
         yield "sequence=true", replace(c, sequence=True)
     if c.schedule != "1f1b":
@@ -86,13 +87,13 @@ def _shared(c: Candidate, grid: Grid) -> Iterator[tuple[str, Candidate]]:
 
 def _split(c: Candidate, axis: str) -> Iterator[tuple[str, Candidate]]:
     """Twice as many ranks on an axis of the model, half as many replicas."""
-    size = 2 * int(getattr(c, axis))
+    twice = 2 * int(getattr(c, axis))
     for data in ("dp_replicate", "dp_shard"):
         own = int(getattr(c, data))
         if own % 2 == 0:
             zero = 0 if data == "dp_shard" and own == 2 else c.zero
-            made = {axis: size, data: own // 2, "zero": zero}
-            yield f"{axis}={size} ({data}={own // 2})", _replaced(c, made)
+            made = {axis: twice, data: own // 2, "zero": zero}
+            yield f"{axis}={twice} ({data}={own // 2})", _replaced(c, made)
 
 
 def _replaced(c: Candidate, made: dict[str, int]) -> Candidate:
