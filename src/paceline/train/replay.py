@@ -1,13 +1,9 @@
 """A run's own step, placed as it would be, on memory without numbers and ranks that are not there: what it holds."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paceline.feed.feed import make_feed
 from paceline.feed.types import Cut
@@ -21,6 +17,7 @@ from paceline.place.meeting import PeerLeft
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.streams import preserved
+from paceline.torch_modes import nobody_there
 from paceline.train.built import build
 from paceline.train.imagined import Scene
 
@@ -45,7 +42,8 @@ def replay(job: Job, settings: Settings, plan: Plan) -> list[Replayed]:
     """
     plan = _shortened(plan)
     scene = Scene(mesh=plan.mesh)
-    with _imagined(plan.mesh.ranks), preserved():
+    alone = plan.mesh.ranks == 1
+    with nullcontext() if alone else nobody_there(plan.mesh.ranks), preserved():
         if plan.mesh.pp == 1:
             with scene.baton:
                 return [_stage(job, settings, plan, scene, 0)]
@@ -122,16 +120,3 @@ def _shortened(plan: Plan) -> Plan:
     rounds = min(_MOST_MICRO, -(-plan.num_micro // plan.replicas))
     num_micro = rounds * plan.replicas
     return replace(plan, num_micro=num_micro, global_batch_size=num_micro * plan.micro_batch_size)
-
-
-@contextmanager
-def _imagined(ranks: int) -> Iterator[None]:
-    """A default group of so many ranks, of which this is the first."""
-    if ranks == 1:
-        yield
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
