@@ -45,6 +45,7 @@ class Tally:
         self._blocks = blocks
         self._last = list(blocks)[-1] if blocks else ""
         self._part = FIRST
+        self._held: list[Tensor] = []  # so that no other memory gets the number of one that was counted
         self._known = {id(t.untyped_storage()) for t in [*model.parameters(), *model.buffers()]}
         self.costs = {name: Cost() for name in (FIRST, *blocks, LAST)}
 
@@ -99,11 +100,6 @@ class Tally:
             self._held.append(tensor)
             self.costs[self._part].saved_bytes += storage.nbytes()
         return tensor
-
-    @property
-    def _held(self) -> list[Tensor]:
-        """So that no other memory gets the number of one that was counted."""
-        return self.__dict__.setdefault("_kept", [])
 
     def _enter(self, name: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def _sizes(job: Job, settings: Settings, axis: str, most: int) -> tuple[int, ...
     """The powers of two that can be had; where one can't, no larger one is tried."""
     found = []
     for size in _powers(most):
-        if size > 2 and _tried(lambda size=size: _look(job, settings, axis, size, samples=1), {}, axis) is None:
+        if size > 2 and _tried(partial(_look, job, settings, axis, size, samples=1), {}, axis) is None:
             break
         found.append(size)
     return tuple(found)
@@ -245,7 +246,10 @@ def _part(
         cut = min(total - experts, 2 * (total - split.parameters[name]))
         there = split.costs[name]
         fraction = min(1.0, max(0.0, 2 - 2 * there.saved_bytes / own.saved_bytes)) if own.saved_bytes else 0.0
-        tp_bytes, calls = _amount([there.reduced_bytes, there.reduced_bytes * _MORE / _FEW], length), there.reduced_calls
+        tp_bytes, calls = (
+            _amount([there.reduced_bytes, there.reduced_bytes * _MORE / _FEW], length),
+            there.reduced_calls,
+        )
     moment = amount("largest_bytes")
     return Part(
         name={FIRST: "before", LAST: "after"}.get(name, name),
