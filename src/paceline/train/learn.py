@@ -159,6 +159,7 @@ def _look(job: Job, settings: Settings, layout: str, ranks: int, *, samples: int
             tally = Tally(built.model, blocks=_blocks(built.model))
             built.model.train()
             parts = built.step.parts
+            parts.contract.learn(batch)
             parts.tape.begin()
             parts.reducer.begin()
             with tally.running():

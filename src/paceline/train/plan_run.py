@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from paceline.train.replay import Replayed, replay
 
 _MOST_SECONDS = 45.0
 _MOST_TRIES = 4
+_LEAST = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,24 +49,26 @@ def plan(payload: Mapping[str, Any]) -> int:
 
 
 def _decided(ready: Ready, facts: ModelFacts, fleet: Fleet) -> tuple[Advice, dict[str, Seen]]:
-    """What is recommended has been replayed, and fits; where it did not, the search goes on below."""
+    """What is recommended has been replayed, and fits. Where it did not, what closed forms leave out is taken for as
+    much of the others."""
     forecast, seen, began = Forecast(facts=facts, fleet=fleet), dict[str, Seen](), time.monotonic()
-    advice = advise(forecast)
+    room = fleet.device.memory_bytes - fleet.device.reserve_bytes
+    first = advice = advise(forecast)
     for _ in range(_MOST_TRIES):
         best = advice.recommended
-        found = _replayed(ready, best.candidate, facts, fleet)
-        seen[str(best.candidate)] = found
-        limit = fleet.device.memory_bytes - fleet.device.reserve_bytes
-        if not found.error and found.peak_bytes <= limit:
+        found = seen[str(best.candidate)] = _replayed(ready, best.candidate, facts, fleet)
+        if not found.error and found.peak_bytes <= room:
             break
-        advice = advise(forecast.below(0.9 * best.peak_bytes))
+        reckoned = best.peak_bytes - fleet.device.reserve_bytes
+        less = 1 - _LEAST if found.error else min(1 - _LEAST, room / found.peak_bytes)
+        advice = advise(forecast.below(reckoned * less + fleet.device.reserve_bytes))
     for row in advice.rows:
         if time.monotonic() - began > _MOST_SECONDS:
             break
         candidate = row.estimate.candidate
         if str(candidate) not in seen:
             seen[str(candidate)] = _replayed(ready, candidate, facts, fleet)
-    return advice, seen
+    return replace(advice, case=first.case), seen
 
 
 def _replayed(ready: Ready, candidate: Candidate, facts: ModelFacts, fleet: Fleet) -> Seen:
