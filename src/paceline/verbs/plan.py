@@ -1,8 +1,11 @@
 """`plan`."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from paceline.errors import UsageError
 from paceline.measure.probe.here import probe_here
@@ -12,6 +15,37 @@ from paceline.plan.here import fleet_here, host_memory
 from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
 
 ENTRY = "paceline.train.plan_run:plan"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Which layouts of a job fit, how fast, and why the others do not."""
+
+    job: Annotated[str, tyro.conf.Positional]
+    cluster: str = "here"
+    """here, 8xH100-80G, 4x8xA100-80G@eth-100g, or a TOML file with nodes, devices, links and prices."""
+    ranks: int | None = None
+    """Processes on this machine, where the cluster is `here`."""
+    config: Path | None = None
+    """A TOML file of settings."""
+    run_dir: str | None = None
+    """Where the answer and its log are kept."""
+    dry_run: bool = False
+    """Check what can be checked, start nothing."""
+    json: bool = False
+    """The answer for a script."""
+
+
+def planned(options: PlanOptions, settings: Sequence[str]) -> Answer:
+    """As it was typed."""
+    common = Common(
+        ranks=options.ranks,
+        config=options.config,
+        run_dir=options.run_dir,
+        dry_run=options.dry_run,
+        quiet=options.json,
+    )
+    return plan(options.job, cluster=options.cluster, common=common, overrides=settings)
 
 
 def plan(

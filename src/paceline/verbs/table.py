@@ -12,11 +12,11 @@ from paceline.spec.words import many
 from paceline.verbs import ckpt as ckpt_verbs
 from paceline.verbs import config as config_verb
 from paceline.verbs import new as new_verb
+from paceline.verbs import plan as plan_verb
 from paceline.verbs import train as train_verb
 from paceline.verbs.compare import compare
 from paceline.verbs.evaluate import evaluate
 from paceline.verbs.layouts import compare_layouts, refuse_mixed
-from paceline.verbs.plan import plan
 from paceline.verbs.report import report
 from paceline.verbs.running import Answer, Common
 from paceline.verbs.verify import verify
@@ -97,25 +97,6 @@ class VerifyOptions(Starting):
     """How many steps are compared."""
     against: str = "single"
     """What it is held against: one process, written naively."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Which layouts of a job fit, how fast, and why the others do not."""
-
-    job: _Job
-    cluster: str = "here"
-    """here, 8xH100-80G, 4x8xA100-80G@eth-100g, or a TOML file with nodes, devices, links and prices."""
-    ranks: int | None = None
-    """Processes on this machine, where the cluster is `here`."""
-    config: Path | None = None
-    """A TOML file of settings."""
-    run_dir: str | None = None
-    """Where the answer and its log are kept."""
-    dry_run: bool = False
-    """Check what can be checked, start nothing."""
-    json: bool = False
-    """The answer for a script."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,15 +213,8 @@ def _verify(options: VerifyOptions, settings: list[str]) -> Printed:
     return answer.exit_code, _summary(answer) if answer.value is None else answer.value, answer.screen
 
 
-def _plan(options: PlanOptions, settings: list[str]) -> Printed:
-    common = Common(
-        ranks=options.ranks,
-        config=options.config,
-        run_dir=options.run_dir,
-        dry_run=options.dry_run,
-        quiet=options.json,
-    )
-    answer = plan(options.job, cluster=options.cluster, common=common, overrides=settings)
+def _plan(options: plan_verb.PlanOptions, settings: list[str]) -> Printed:
+    answer = plan_verb.planned(options, settings)
     return answer.exit_code, _summary(answer) if answer.value is None else answer.value, answer.screen
 
 
@@ -307,7 +281,7 @@ VERBS: dict[str, Verb] = {
     "new": Verb(options=NewOptions, run=_new),
     "train": Verb(options=TrainOptions, run=_train, takes_settings=True),
     "verify": Verb(options=VerifyOptions, run=_verify, takes_settings=True),
-    "plan": Verb(options=PlanOptions, run=_plan, takes_settings=True),
+    "plan": Verb(options=plan_verb.PlanOptions, run=_plan, takes_settings=True),
     "evaluate": Verb(options=EvaluateOptions, run=_evaluate),
     "compare": Verb(options=CompareOptions, run=_compare, takes_settings=True),
     "report": Verb(options=ReportOptions, run=_report),
