@@ -74,7 +74,8 @@ def _grouped(func: Any, args: Any, kwargs: Any) -> Tensor:
         (3, 3): (left.shape[0], left.shape[-2], right.shape[-1]),
         (2, 2): (0 if offsets is None else offsets.shape[0], left.shape[0], right.shape[-1]),
     }
-    return left.new_empty(shapes[left.dim(), right.dim()], dtype=kwargs.get("out_dtype") or left.dtype)
+    found: Tensor = left.new_empty(shapes[left.dim(), right.dim()], dtype=kwargs.get("out_dtype") or left.dtype)
+    return found
 
 
 _FEW, _MORE, _PAGE = 8, 24, 4096
