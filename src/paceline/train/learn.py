@@ -18,7 +18,6 @@ from paceline.measure.hollow import Hollow
 from paceline.measure.tally import FIRST, LAST, Cost, Tally
 from paceline.nested import mapped
 from paceline.order.cursor import Cursor
-from paceline.place.blocks import find_blocks, has_blocks
 from paceline.place.experts.find import find_experts
 from paceline.plan.facts import Amount, Keeps, ModelFacts, Part
 from paceline.plan.settle import Cluster, Facts, Plan, settle
@@ -30,6 +29,7 @@ from paceline.streams import preserved
 from paceline.torch_modes import nobody_there
 from paceline.train.built import Built, build
 from paceline.train.imagined import Scene
+from paceline.train.shallow import KEPT, blocks_of, deepened, shallow
 
 _FEW, _MORE = 2, 3  # samples: one alone may go another way
 _SMALLEST = 1e-3  # of a number, what of it is rounding
@@ -48,11 +48,24 @@ class _Run:
 
 
 def learn_facts(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
-    """What the planner must know of a job.
+    """What the planner must know of a job. Of blocks that are alike three are looked at.
 
     Raises:
         PacelineError: the job can't be run even so.
     """
+    short, depths = shallow(job)
+    try:
+        found = _learnt(short, settings, most_ranks=most_ranks)
+    except Exception:
+        if short is job:
+            raise
+        return _learnt(job, settings, most_ranks=most_ranks)
+    if short is job or len(found.blocks) != sum(min(depth, KEPT) for depth in depths):
+        return found
+    return replace(found, blocks=tuple(deepened(found.blocks, depths)))
+
+
+def _learnt(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
     length = _length(job, settings)
     few, more = (_look(job, settings, "single", 1, samples=n) for n in (_FEW, _MORE))
     shorter = [_look(job, settings, "single", 1, samples=_FEW, length=n) for n in _lengths(length)]
@@ -156,7 +169,7 @@ def _look(job: Job, settings: Settings, layout: str, ranks: int, *, samples: int
             hollow.holds = True
             given = _given(job, settings, samples=samples)
             batch = given.micro[0].data if length is None else _cut(given.micro[0].data, _length(job, settings), length)
-            tally = Tally(built.model, blocks=_blocks(built.model))
+            tally = Tally(built.model, blocks=blocks_of(built.model))
             built.model.train()
             parts = built.step.parts
             parts.contract.learn(batch)
@@ -197,18 +210,9 @@ def _cut(batch: Any, whole: int | None, length: int) -> Any:
     return mapped(batch, shorter)
 
 
-def _blocks(model: nn.Module) -> dict[str, nn.Module]:
-    if not has_blocks(model):
-        return {}
-    try:
-        return {block.name: block.module for block in find_blocks(model)}
-    except LayoutError:
-        return {}
-
-
 def _parameters(model: nn.Module) -> dict[str, int]:
     """Elements of each part, a tied one where it comes first. After the last block comes what is registered later."""
-    blocks = list(_blocks(model))
+    blocks = list(blocks_of(model))
     found, seen = dict.fromkeys([FIRST, *blocks, LAST], 0), False
     for name, parameter in model.named_parameters():
         home = next((block for block in blocks if name.startswith(f"{block}.")), None)
@@ -228,7 +232,7 @@ def _experts(job: Job, settings: Settings) -> dict[str, int]:
         return {}
     sums = {"count": found[0].count}
     for one in found:
-        home = next((block for block in _blocks(model) if one.name.startswith(f"{block}.")), FIRST)
+        home = next((block for block in blocks_of(model) if one.name.startswith(f"{block}.")), FIRST)
         sums[home] = sums.get(home, 0) + sum(p.numel() for p in one.module.parameters())
     return sums
 

@@ -21,6 +21,7 @@ from paceline.store.runs import RunFolder
 from paceline.train.learn import learn_facts
 from paceline.train.ready import Ready, prepare
 from paceline.train.replay import Replayed, replay
+from paceline.train.shallow import built_once
 
 _MOST_SECONDS = 45.0
 _MOST_TRIES = 4
@@ -41,6 +42,7 @@ def plan(payload: Mapping[str, Any]) -> int:
     """Write the answer beside the run's other files."""
     task = Task.from_json(payload)
     ready = prepare(task)
+    ready = replace(ready, job=built_once(ready.job, seed=ready.settings.seed))
     fleet = fleet_of(task.options["fleet"])
     facts = learn_facts(ready.job, ready.settings, most_ranks=fleet.ranks)
     advice, seen = _decided(ready, facts, fleet)

@@ -14,7 +14,10 @@ from paceline.measure.moments import gloo_copies, moment_bytes
 from paceline.measure.sent import Sent
 from paceline.order.cursor import Cursor
 from paceline.place.meeting import PeerLeft
+from paceline.plan.in_flight import most_held
+from paceline.plan.pipeline import is_file
 from paceline.plan.settle import Plan
+from paceline.schedule.table import schedule_named
 from paceline.spec.settings import Settings
 from paceline.streams import preserved
 from paceline.torch_modes import nobody_there
@@ -115,8 +118,22 @@ def _stage(job: Job, settings: Settings, plan: Plan, scene: Scene, stage: int) -
 
 def _shortened(plan: Plan) -> Plan:
     """The same with fewer microbatches, where more of them hold nothing more."""
-    if plan.mesh.pp > 1:
-        return plan
-    rounds = min(_MOST_MICRO, -(-plan.num_micro // plan.replicas))
+    rounds = -(-plan.num_micro // plan.replicas)
+    rounds = min(_MOST_MICRO, rounds) if plan.mesh.pp == 1 else _filled(plan, rounds)
     num_micro = rounds * plan.replicas
     return replace(plan, num_micro=num_micro, global_batch_size=num_micro * plan.micro_batch_size)
+
+
+def _filled(plan: Plan, rounds: int) -> int:
+    """As many as fill the pipeline: from there on every rank holds as much at its fullest."""
+    if is_file(plan.asked.schedule) or plan.backend == "gloo":  # which keeps what it sent to the end of the step
+        return rounds
+    rule, ranks = schedule_named(plan.asked.schedule), plan.mesh.pp
+    virtual = plan.asked.virtual or rule.virtual
+
+    def held(micro: int) -> list[int]:
+        places = range(ranks)
+        return [most_held(rule.name, ranks=ranks, micro=micro, virtual=virtual, rank=place) for place in places]
+
+    fewer = (micro for micro in range(ranks + _MOST_MICRO, rounds, ranks) if held(micro) == held(rounds))
+    return next((-(-micro // ranks) * ranks for micro in fewer if -(-micro // ranks) * ranks < rounds), rounds)

@@ -1,0 +1,82 @@
+"""A job whose model is built once, and is as deep as it must be for its numbers: of like blocks three are kept."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import LayoutError
+from paceline.job import Job
+from paceline.measure.hollow import Hollow
+from paceline.place.blocks import find_blocks, has_blocks
+from paceline.place.start.stored import Stored
+from paceline.plan.facts import Part
+from paceline.streams import preserved
+from paceline.train.built import build_model
+
+KEPT = 3  # of like blocks
+
+
+def built_once(job: Job, *, seed: int) -> Job:
+    """The same job, whose model is a copy of one that was built on memory without numbers."""
+    if isinstance(job.model, Stored):
+        return job
+    with Hollow() as hollow, preserved():
+        hollow.holds = False
+        model = build_model(job, seed=seed)
+    return replace(job, model=partial(copy.deepcopy, model))
+
+
+def deepened(blocks: Sequence[Part], depths: Sequence[int]) -> Iterator[Part]:
+    """The middle one of what was kept of a list stands for all that were left out."""
+    rest = list(blocks)
+    for depth in depths:
+        kept, rest = rest[: min(depth, KEPT)], rest[min(depth, KEPT) :]
+        home = kept[0].name.rpartition(".")[0]
+        every = kept if depth <= KEPT else [kept[0], *[kept[1]] * (depth - 2), kept[2]]
+        yield from (replace(part, name=f"{home}.{place}") for place, part in enumerate(every))
+
+
+def shallow(job: Job) -> tuple[Job, list[int]]:
+    """The job with few of each list of like blocks, and how many there were; itself where nothing is left out."""
+    if isinstance(job.model, Stored):
+        return job, []
+    with Hollow() as hollow, preserved():
+        hollow.holds = False
+        model = job.model()
+        lists: dict[str, list[nn.Module]] = {}
+        for name, block in blocks_of(model).items():
+            lists.setdefault(name.rpartition(".")[0], []).append(block)
+        depths = [len(blocks) for blocks in lists.values()]
+        homes: dict[str, Any] = {name: model.get_submodule(name) for name in lists}
+        can_be_left = all(
+            isinstance(homes[name], nn.ModuleList | nn.Sequential)
+            and len(homes[name]) == len(blocks)
+            and (len(blocks) <= KEPT or _are_alike(blocks))
+            for name, blocks in lists.items()
+        )
+        if not can_be_left or max(depths, default=0) <= KEPT:
+            return job, []
+        for name, depth in zip(lists, depths, strict=True):
+            del homes[name][KEPT - 1 : depth - 1]
+    return replace(job, model=partial(copy.deepcopy, model)), depths
+
+
+def _are_alike(blocks: Sequence[nn.Module]) -> bool:
+    forms = {
+        repr([type(block), *((n, p.shape, p.requires_grad) for n, p in block.named_parameters())]) for block in blocks
+    }
+    return len(forms) == 1
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The chain of blocks by name; none where there is no chain."""
+    if not has_blocks(model):
+        return {}
+    try:
+        return {block.name: block.module for block in find_blocks(model)}
+    except LayoutError:
+        return {}
