@@ -12,7 +12,7 @@ from paceline.plan.candidate import Candidate
 from paceline.plan.facts import ModelFacts
 from paceline.plan.forecast import Forecast
 from paceline.plan.hardware import Fleet, fleet_of
-from paceline.plan.settle import Cluster, Facts, settle
+from paceline.plan.settle import Cluster, Facts, Plan, settle
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.spec.words import size
@@ -20,7 +20,7 @@ from paceline.store.disk import write_json
 from paceline.store.runs import RunFolder
 from paceline.train.learn import learn_facts
 from paceline.train.ready import Ready, prepare
-from paceline.train.replay import Replayed, replay
+from paceline.train.replay import Replayed, replay, shortened
 from paceline.train.shallow import built_once
 
 _MOST_SECONDS = 45.0
@@ -36,6 +36,8 @@ class Seen:
     peak_bytes: int = 0
     parts: Mapping[str, int] | None = None
     error: str = ""
+    seconds: float = 0.0
+    work: int = 0
 
 
 def plan(payload: Mapping[str, Any]) -> int:
@@ -64,28 +66,44 @@ def _decided(ready: Ready, facts: ModelFacts, fleet: Fleet) -> tuple[Advice, dic
         reckoned = best.peak_bytes - fleet.device.reserve_bytes
         less = 1 - _LEAST if found.error else min(1 - _LEAST, room / found.peak_bytes)
         advice = advise(forecast.below(reckoned * less + fleet.device.reserve_bytes))
+    each = max(one.seconds / max(1, one.work) for one in seen.values())
     for row in advice.rows:
-        if time.monotonic() - began > _MOST_SECONDS:
-            break
-        candidate = row.estimate.candidate
-        if str(candidate) not in seen:
+        candidate, left = row.estimate.candidate, _MOST_SECONDS - (time.monotonic() - began)
+        if str(candidate) not in seen and each * _work(candidate, facts) < left:
             seen[str(candidate)] = _replayed(ready, candidate, facts, fleet)
     return replace(advice, case=first.case), seen
 
 
+def _settled(candidate: Candidate, facts: ModelFacts, device: str) -> Plan:
+    return settle(
+        layout=candidate.asked,
+        update=parse_update("sync"),
+        cluster=Cluster(ranks=candidate.ranks, device=device),
+        facts=Facts(global_batch_size=facts.global_batch_size, micro_batch_size=candidate.micro_batch_size),
+    )
+
+
+def _work(candidate: Candidate, facts: ModelFacts) -> int:
+    """How many blocks run in a replay, all stages together."""
+    plan = shortened(_settled(candidate, facts, "cuda"))
+    return plan.num_micro // plan.replicas * max(1, len(facts.blocks))
+
+
 def _replayed(ready: Ready, candidate: Candidate, facts: ModelFacts, fleet: Fleet) -> Seen:
+    began = time.monotonic()
     try:
-        plan = settle(
-            layout=candidate.asked,
-            update=parse_update("sync"),
-            cluster=Cluster(ranks=candidate.ranks, device=fleet.device.kind),
-            facts=Facts(global_batch_size=facts.global_batch_size, micro_batch_size=candidate.micro_batch_size),
-        )
+        plan = _settled(candidate, facts, fleet.device.kind)
         stages = replay(ready.job, ready.settings, plan)
     except PacelineError as error:
         return Seen(layout=candidate.layout, error=error.what)
     fullest: Replayed = max(stages, key=lambda stage: stage.peak.total)
-    return Seen(layout=candidate.layout, peak_bytes=fullest.peak.total, parts=fullest.peak.as_json())
+    return Seen(
+        layout=candidate.layout,
+        peak_bytes=fullest.peak.total,
+        parts=fullest.peak.as_json(),
+        seconds=time.monotonic() - began,
+        work=_work(candidate, facts),
+    )
 
 
 def _answer(advice: Advice, seen: Mapping[str, Seen], facts: ModelFacts, fleet: Fleet) -> dict[str, Any]:

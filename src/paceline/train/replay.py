@@ -43,7 +43,7 @@ def replay(job: Job, settings: Settings, plan: Plan) -> list[Replayed]:
     Raises:
         PacelineError: what the run itself would refuse.
     """
-    plan = _shortened(plan)
+    plan = shortened(plan)
     scene = Scene(mesh=plan.mesh)
     alone = plan.mesh.ranks == 1
     with nullcontext() if alone else nobody_there(plan.mesh.ranks), preserved():
@@ -116,7 +116,7 @@ def _stage(job: Job, settings: Settings, plan: Plan, scene: Scene, stage: int) -
     return Replayed(between=between, peak=watch.peak, kept_bytes=watch.kept_bytes, sent=sent.as_json())
 
 
-def _shortened(plan: Plan) -> Plan:
+def shortened(plan: Plan) -> Plan:
     """The same with fewer microbatches, where more of them hold nothing more."""
     rounds = -(-plan.num_micro // plan.replicas)
     rounds = min(_MOST_MICRO, rounds) if plan.mesh.pp == 1 else _filled(plan, rounds)
@@ -135,5 +135,4 @@ def _filled(plan: Plan, rounds: int) -> int:
         places = range(ranks)
         return [most_held(rule.name, ranks=ranks, micro=micro, virtual=virtual, rank=place) for place in places]
 
-    fewer = (micro for micro in range(ranks + _MOST_MICRO, rounds, ranks) if held(micro) == held(rounds))
-    return next((-(-micro // ranks) * ranks for micro in fewer if -(-micro // ranks) * ranks < rounds), rounds)
+    return next((micro for micro in range(2 * ranks, rounds, ranks) if held(micro) == held(rounds)), rounds)
