@@ -14,6 +14,7 @@ _PUBLIC = {
     "record": "paceline.prove.record",
     "train": "paceline.verbs.train",
     "verify": "paceline.verbs.verify",
+    "plan": "paceline.verbs.plan",
     "evaluate": "paceline.verbs.evaluate",
     "compare": "paceline.verbs.compare",
     "report": "paceline.verbs.report",

@@ -17,6 +17,7 @@ from paceline.train.placing import place as place
 from paceline.train.run import Run as Run
 from paceline.verbs.compare import compare as compare
 from paceline.verbs.evaluate import evaluate as evaluate
+from paceline.verbs.plan import plan as plan
 from paceline.verbs.report import report as report
 from paceline.verbs.train import train as train
 from paceline.verbs.verify import verify as verify

@@ -1,7 +1,8 @@
 """What sees every operation of a thread, and how to stay out of its sight: torch's dispatch modes, used in one place.
 
 Tried on torch 2.11 to 2.13: `TorchDispatchMode` and setting such modes aside; the group that a collective names; the
-resizing of storages, by which `fully_shard` lets gathered weights go.
+resizing of storages, by which `fully_shard` lets gathered weights go; the group in which nothing arrives; collectives
+that are handed back as an operation's result.
 """
 
 import threading
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "TorchDispatchMode",
     "WatchedOps",
     "group_size",
+    "nobody_there",
     "on_cpu",
     "storage_resizes",
     "unseen",
@@ -126,6 +129,16 @@ def written(operation: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         found += [part for part in (value if isinstance(value, list | tuple) else [value]) if isinstance(part, Tensor)]
     return found
+
+
+@contextmanager
+def nobody_there(ranks: int) -> Iterator[None]:
+    """A default group of so many ranks, of which this process is the first and the only one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def group_size(asked: Any) -> int:

@@ -26,6 +26,11 @@ def run(command: str) -> str:
     return done.stdout
 
 
+def test_the_search_finds_what_looking_at_every_layout_finds() -> None:
+    said = run("search.py --cases small 8B")
+    assert said.count(": equal") == 2 and "DIFFERENT" not in said, said
+
+
 @pytest.mark.parametrize("layout", ["fsdp", "tp", "pp"])
 def test_layouts_end_in_the_weights_of_the_loops_by_hand(layout: str) -> None:
     said = run(f"layouts.py --layouts {layout} {TINY}")

@@ -17,7 +17,8 @@ from torch import Tensor, UntypedStorage
 from paceline.measure.without import ANSWERS, choose, shaped
 from paceline.torch_modes import DispatchMode, Journey, on_cpu, unseen, written
 
-SMALL = 1 << 12
+SMALL, _SMALL_BUILT = 64, 1 << 12
+_SMALL_DOUBLES = 1 << 16  # what ranks tell each other in a step is in float64
 _META = torch.device("meta")
 _VIEWS = {"aten::detach", "aten::alias", "aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
 _PASSED = ("c10d::", "profiler::", "prim::")
@@ -122,13 +123,20 @@ class Hollow(DispatchMode):
 
     def _is_large(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
         """Whether it computes more floating-point numbers than are worth it."""
-        if targets:
-            return any(t.is_floating_point() and t.numel() > SMALL for t in targets)
-        if given:
-            return any(t.is_floating_point() and t.numel() > SMALL for t in given)
+        if targets or given:
+            return any(self._is_worth_leaving(tensor) for tensor in targets or given)
         size = next((arg for arg in args if isinstance(arg, list | tuple | torch.Size)), ())
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        return dtype.is_floating_point and all(isinstance(n, int) for n in size) and math.prod(size) > SMALL
+        return dtype.is_floating_point and all(isinstance(n, int) for n in size) and math.prod(size) > self._small
+
+    @property
+    def _small(self) -> int:
+        """While a run is built, rules are tried on small matrices; in a step nobody looks at any."""
+        return SMALL if self.holds else _SMALL_BUILT
+
+    def _is_worth_leaving(self, tensor: Tensor) -> bool:
+        most = _SMALL_DOUBLES if tensor.dtype is torch.float64 else self._small
+        return tensor.is_floating_point() and tensor.numel() > most
 
     def _wrote(self, func: Any, args: Any, kwargs: Any, targets: Sequence[Tensor]) -> Any:
         for tensor in targets:

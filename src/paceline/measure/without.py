@@ -1,5 +1,6 @@
 """The one table of what operations give where their numbers are not there, and where shapes alone mislead."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ ANSWERS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "aten::is_nonzero": _yes,
     "aten::allclose": _yes,
 }
-_COMPARES = {"aten::gt", "aten::ge", "aten::lt", "aten::le", "aten::eq"}
+_COMPARES = {"aten::gt", "aten::ge", "aten::lt", "aten::le"}
 _POSITIONS = {"aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin", "aten::max", "aten::min"}
 _POSITIONS |= {"aten::multinomial"}
 
@@ -37,10 +38,16 @@ def choose(func: Any, tensor: Tensor, args: Any, *, holds: bool) -> None:
     name = func._schema.name
     if name in _POSITIONS and tensor.dtype is torch.int64:
         _in_turn(tensor, args)
-    elif name == "aten::isfinite" or (holds and name in _COMPARES):
+    elif name in ("aten::eq", "aten::ne"):  # with itself it is equal, with infinity it is not: it is finite
+        tensor.fill_(_is_infinite(args[1]) == (name == "aten::ne"))
+    elif holds and name in _COMPARES:
         tensor.fill_(1)
     else:
         tensor.zero_()
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and math.isinf(value)
 
 
 def _in_turn(tensor: Tensor, args: Any) -> None:
@@ -58,11 +65,17 @@ def shaped(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _grouped(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Without memory it takes bf16 only; with it, what it is given."""
-    kind = kwargs.get("out_dtype") or args[0].dtype
-    halves = tuple(arg.bfloat16() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args)
-    found: Tensor = func(*halves, **{name: value for name, value in kwargs.items() if name != "out_dtype"})
-    return found.to(kind)
+    """Without memory it takes few types and alignments only; with it, what it is given."""
+    left, right = args[0], args[1]
+    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+    shapes = {
+        (2, 3): (left.shape[0], right.shape[-1]),
+        (3, 2): (left.shape[1] if left.dim() == 3 else 0, right.shape[-1]),
+        (3, 3): (left.shape[0], left.shape[-2], right.shape[-1]),
+        (2, 2): (0 if offsets is None else offsets.shape[0], left.shape[0], right.shape[-1]),
+    }
+    found: Tensor = left.new_empty(shapes[left.dim(), right.dim()], dtype=kwargs.get("out_dtype") or left.dtype)
+    return found
 
 
 _FEW, _MORE, _PAGE = 8, 24, 4096

@@ -51,7 +51,9 @@ class Part:
     are those of both that fused attention keeps nothing of. `output_bytes` go to the next part. `moved_bytes` is what
     everything but products reads and writes. `peak_bytes` is the most that forward or backward needs for a moment,
     beside what is saved. `tp_bytes` are all-reduced over tp, in `tp_calls`, as much again in backward; `ep_bytes` are
-    exchanged over ep, there and back.
+    exchanged over ep, there and back; `expert_flops` are those of `matmul_flops` that experts do. `cp_bytes` are keys
+    and values, which go round a ring over cp. `selective_saved_bytes` are what `remat=selective` keeps beside the
+    input, undivided. `large_parameters` are the elements of tensors above 16 MiB, which travel without a buffer.
     """
 
     name: str
@@ -71,6 +73,10 @@ class Part:
     tp_bytes: Amount = NOTHING
     tp_calls: int = 0
     ep_bytes: Amount = NOTHING
+    expert_flops: Amount = NOTHING
+    cp_bytes: Amount = NOTHING
+    selective_saved_bytes: Amount = NOTHING
+    large_parameters: int = 0
 
     @property
     def parameters(self) -> int:

@@ -68,15 +68,29 @@ class Mesh:
 
     def group(self, rank: int, *, axes: Sequence[str]) -> tuple[int, ...]:
         """The ranks that differ from this one on these axes only, in order."""
-        own = self.place(rank)
-        fixed = [axis for axis in ORDER if axis not in axes]
-        return tuple(
-            other for other in range(self.ranks) if all(self.place(other)[axis] == own[axis] for axis in fixed)
-        )
+        own, free = self.place(rank), [axis for axis in ORDER if axis in axes]
+        found = [rank - sum(self._strides[axis] * own[axis] for axis in free)]
+        for axis in free:
+            found = [first + step * self._strides[axis] for first in found for step in range(self.size(axis))]
+        return tuple(sorted(found))
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
         """All of them: every rank is in exactly one."""
-        return sorted({self.group(rank, axes=axes) for rank in range(self.ranks)})
+        found, seen = list[tuple[int, ...]](), set[int]()
+        for rank in range(self.ranks):
+            if rank not in seen:
+                found.append(self.group(rank, axes=axes))
+                seen.update(found[-1])
+        return found
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        """How far apart the neighbours on each axis are."""
+        found, stride = {}, 1
+        for axis in reversed(self.order):
+            found[axis] = stride
+            stride *= self.size(axis)
+        return found
 
     def __str__(self) -> str:
         """`pp=2,dp_shard=2`, the axes that are split."""

@@ -272,7 +272,7 @@ class Reference:
     def precision(self) -> AbstractContextManager[None]:
         """What forward, loss and metrics run under."""
         kind = self.spec.autocast
-        return torch.autocast(self.spec.device, dtype=kind or torch.bfloat16, enabled=bool(kind))
+        return torch.autocast(self.spec.device, kind or torch.bfloat16, enabled=bool(kind), cache_enabled=False)
 
     def _collect(
         self, total: dict[str, Tensor], part: dict[str, Tensor], largest: dict[str, float], keep: Collection[str]

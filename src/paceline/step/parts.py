@@ -85,8 +85,9 @@ class Parts:
                 self.rounds.weight = 1.0
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The precision that forward and loss run in."""
+        """The precision that forward and loss run in. The cache would hold a copy of every weight to the forward's end,
+        also of those that are sharded or run again, and would save nothing but the second cast of a tied one."""
         dtype = _AUTOCAST.get(self.precision)
         if dtype is None:
             return nullcontext()
-        return torch.autocast(self.world.device.type, dtype=dtype)
+        return torch.autocast(self.world.device.type, dtype=dtype, cache_enabled=False)

@@ -2,15 +2,11 @@
 
 import gc
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
-
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paceline.feed.feed import make_feed
 from paceline.feed.types import Cut
@@ -24,6 +20,7 @@ from paceline.place.meeting import PeerLeft
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.streams import preserved
+from paceline.torch_modes import nobody_there
 from paceline.train.built import build
 from paceline.train.imagined import Scene
 from paceline.train.loop import kept_batches
@@ -49,7 +46,8 @@ def replay(job: Job, settings: Settings, plan: Plan) -> list[Replayed]:
     """
     plan = _shortened(plan)
     scene = Scene(mesh=plan.mesh)
-    with _imagined(plan.mesh.ranks), preserved():
+    alone = plan.mesh.ranks == 1
+    with nullcontext() if alone else nobody_there(plan.mesh.ranks), preserved():
         if plan.mesh.pp == 1:
             with scene.baton:
                 return [_stage(job, settings, plan, scene, 0)]
@@ -128,16 +126,3 @@ def _shortened(plan: Plan) -> Plan:
     rounds = min(_MOST_MICRO, -(-plan.num_micro // plan.replicas))
     num_micro = rounds * plan.replicas
     return replace(plan, num_micro=num_micro, global_batch_size=num_micro * plan.micro_batch_size)
-
-
-@contextmanager
-def _imagined(ranks: int) -> Iterator[None]:
-    """A default group of so many ranks, of which this is the first."""
-    if ranks == 1:
-        yield
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

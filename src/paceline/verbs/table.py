@@ -12,6 +12,7 @@ from paceline.spec.words import many
 from paceline.verbs import ckpt as ckpt_verbs
 from paceline.verbs import config as config_verb
 from paceline.verbs import new as new_verb
+from paceline.verbs import plan as plan_verb
 from paceline.verbs import train as train_verb
 from paceline.verbs.compare import compare
 from paceline.verbs.evaluate import evaluate
@@ -212,6 +213,11 @@ def _verify(options: VerifyOptions, settings: list[str]) -> Printed:
     return answer.exit_code, _summary(answer) if answer.value is None else answer.value, answer.screen
 
 
+def _plan(options: plan_verb.PlanOptions, settings: list[str]) -> Printed:
+    answer = plan_verb.planned(options, settings)
+    return answer.exit_code, _summary(answer) if answer.value is None else answer.value, answer.screen
+
+
 def _evaluate(options: EvaluateOptions, _: list[str]) -> Printed:
     common = Common(ranks=options.ranks, quiet=options.json)
     answer = evaluate(options.run, split=options.split, best=options.best, common=common)
@@ -275,6 +281,7 @@ VERBS: dict[str, Verb] = {
     "new": Verb(options=NewOptions, run=_new),
     "train": Verb(options=TrainOptions, run=_train, takes_settings=True),
     "verify": Verb(options=VerifyOptions, run=_verify, takes_settings=True),
+    "plan": Verb(options=plan_verb.PlanOptions, run=_plan, takes_settings=True),
     "evaluate": Verb(options=EvaluateOptions, run=_evaluate),
     "compare": Verb(options=CompareOptions, run=_compare, takes_settings=True),
     "report": Verb(options=ReportOptions, run=_report),

@@ -1,0 +1,160 @@
+"""What one forward costs, part by part: operations of products, bytes that everything else moves, what is kept."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from paceline.nested import leaves
+
+FIRST, LAST = "", "\0"
+"""What stands before the first block, and what follows the last."""
+
+
+@dataclass(kw_only=True)
+class Cost:
+    """Of one part: FLOPs (a multiply-add is two), bytes moved, saved, made by products, given on, reduced, exchanged;
+    `largest_bytes` is the largest result of one operation."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    moved_bytes: float = 0.0
+    saved_bytes: float = 0.0
+    product_bytes: float = 0.0
+    output_bytes: float = 0.0
+    largest_bytes: float = 0.0
+    reduced_bytes: float = 0.0
+    reduced_calls: int = 0
+    exchanged_bytes: float = 0.0
+
+    @property
+    def values(self) -> list[float]:
+        """All of it."""
+        return [float(getattr(self, each.name)) for each in fields(self)]
+
+
+class Tally:
+    """Hears of each operation of a forward (`Hollow(see=tally.see)`) and adds it to the part that runs."""
+
+    def __init__(self, model: nn.Module, *, blocks: Mapping[str, nn.Module]) -> None:
+        self._blocks = blocks
+        self._last = list(blocks)[-1] if blocks else ""
+        self._part = FIRST
+        self._held: list[Tensor] = []  # so that no other memory gets the number of one that was counted
+        self._known = {id(t.untyped_storage()) for t in [*model.parameters(), *model.buffers()]}
+        self.costs = {name: Cost() for name in (FIRST, *blocks, LAST)}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A forward, and the loss after it."""
+        handles = []
+        for name, block in self._blocks.items():
+            handles.append(block.register_forward_pre_hook(self._enter(name), prepend=True))
+            handles.append(block.register_forward_hook(self._leave(name)))
+        self._part = FIRST
+        try:
+            with saved_tensors_hooks(self._save, lambda tensor: tensor):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """One operation."""
+        cost, name = self.costs[self._part], func._schema.name
+        if name.startswith("c10d::"):
+            self._message(cost, name, args)
+            return
+        made = [tensor for tensor in leaves(result) if not tensor.is_meta]
+        given = {id(tensor.untyped_storage()) for tensor in leaves(args)}
+        new = sum(tensor.nbytes for tensor in made if id(tensor.untyped_storage()) not in given)
+        cost.largest_bytes = max(cost.largest_bytes, float(new))
+        known = _PRODUCTS.get(name.partition(".")[0])
+        if known is None:
+            if new or any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+                cost.moved_bytes += sum(tensor.nbytes for tensor in leaves(args)) + sum(t.nbytes for t in made)
+            return
+        flops, is_attention = known(args, made)
+        cost.product_bytes += new
+        if is_attention:
+            cost.attention += flops
+        else:
+            cost.products += flops
+
+    def _message(self, cost: Cost, name: str, args: Any) -> None:
+        if name.startswith("c10d::allreduce"):
+            cost.reduced_bytes += sum(tensor.nbytes for tensor in leaves(args[0]))
+            cost.reduced_calls += 1
+        elif name.startswith("c10d::alltoall"):
+            cost.exchanged_bytes += sum(tensor.nbytes for tensor in leaves(args[1]))
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._known and tensor.layout is torch.strided:
+            self._known.add(id(storage))
+            self._held.append(tensor)
+            self.costs[self._part].saved_bytes += storage.nbytes()
+        return tensor
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._part = name
+
+        return enter
+
+    def _leave(self, name: str) -> Callable[..., None]:
+        def leave(_: nn.Module, __: Any, output: Any) -> None:
+            self.costs[name].output_bytes = float(sum(tensor.nbytes for tensor in leaves(output)))
+            if name == self._last:
+                self._part = LAST
+
+        return leave
+
+
+def _matrix(args: Sequence[Any], made: Sequence[Tensor]) -> tuple[float, bool]:
+    return 2.0 * made[0].numel() * args[0].shape[-1], False
+
+
+def _matrix_added(args: Sequence[Any], made: Sequence[Tensor]) -> tuple[float, bool]:
+    return 2.0 * made[0].numel() * args[1].shape[-1], False
+
+
+def _convolution(args: Sequence[Any], made: Sequence[Tensor]) -> tuple[float, bool]:
+    source, weight, is_transposed = args[0], args[1], args[6]
+    each = math.prod(weight.shape[1:])
+    return 2.0 * each * (source.numel() if is_transposed else made[0].numel()), False
+
+
+def _fused(args: Sequence[Any], made: Sequence[Tensor]) -> tuple[float, bool]:
+    """Two products of every query with every key; half of the pairs where they are masked."""
+    query, key = args[0], args[1]
+    is_causal = any(arg is True for arg in args[3:])
+    return 4.0 * query.numel() * key.shape[-2] * (0.5 if is_causal else 1.0), True
+
+
+def _grouped(args: Sequence[Any], made: Sequence[Tensor]) -> tuple[float, bool]:
+    return 2.0 * made[0].numel() * args[0].shape[-1], False
+
+
+def _recurrent(args: Sequence[Any], made: Sequence[Tensor]) -> tuple[float, bool]:
+    positions = math.prod(args[0].shape[:2])
+    return 2.0 * positions * (args[1].numel() + args[2].numel()), False
+
+
+_PRODUCTS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], tuple[float, bool]]] = {
+    "aten::mm": _matrix,
+    "aten::bmm": _matrix,
+    "aten::addmm": _matrix_added,
+    "aten::baddbmm": _matrix_added,
+    "aten::convolution": _convolution,
+    "aten::_grouped_mm": _grouped,
+    "aten::mkldnn_rnn_layer": _recurrent,
+    "aten::_scaled_dot_product_flash_attention": _fused,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _fused,
+    "aten::_scaled_dot_product_efficient_attention": _fused,
+}

@@ -1,0 +1,145 @@
+"""The answer to a plan: the case, the best layout of each family, the recommended one, and why."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.plan.candidate import FAMILIES
+from paceline.plan.cases import Case, case_of
+from paceline.plan.changes import Change, cheapest_changes
+from paceline.plan.estimate import Estimate
+from paceline.plan.forecast import Forecast
+from paceline.plan.grid import Grid
+from paceline.plan.least import least_memory
+from paceline.plan.reasons import limits, no_candidate, nothing_fits, of_misfit, of_other, of_recommended, of_simple
+from paceline.plan.search import key_of, search_each
+from paceline.spec.words import duration, size
+
+_ALIKE = 1.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One layout, with one line that says why it is where it is; `changes` would make one fit that does not."""
+
+    family: str
+    estimate: Estimate
+    why: str
+    changes: tuple[Change, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Fixed keys: `layout`, `fits`, `peak_bytes`, its `parts`, `step_seconds`, `why`; others may come and go."""
+        found = self.estimate
+        return {
+            "layout": found.layout,
+            "fits": found.fits,
+            "peak_bytes": round(found.peak_bytes),
+            "parts": {name: round(value) for name, value in found.memory.parts.items()},
+            "step_seconds": found.step_seconds,
+            "why": self.why,
+            "family": self.family,
+            "seconds": found.seconds.parts,
+            "microbatches": found.num_micro,
+            "settings": found.settings,
+            "host_bytes": round(found.memory.host_bytes),
+            "price": found.price,
+            "changes": [
+                {"change": change.says, "step_seconds": change.estimate.step_seconds} for change in self.changes
+            ],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """`rows` are the best of each family, those that fit first; `missing` says of the other families why not."""
+
+    case: Case
+    rows: tuple[Row, ...]
+    limits: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+
+    @property
+    def recommended(self) -> Estimate:
+        """The quickest that fits, or a simpler one that is as quick for all that can be told."""
+        return self.rows[0].estimate
+
+    def as_json(self) -> dict[str, Any]:
+        """Fixed keys: `case`, `recommended`, `plans`."""
+        return {
+            "case": self.case.number,
+            "recommended": self.recommended.layout,
+            "plans": [row.as_json() for row in self.rows],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """As plain text, one screen."""
+        best = self.recommended
+        yield f"case {self.case.number}: {self.case.says}"
+        yield f"recommended: --layout {best.layout}" + "".join(f" --{k} {v}" for k, v in best.settings.items())
+        yield f"  {self.rows[0].why}"
+        yield from (f"  {line}" for line in self.limits)
+        yield "of each family the best:"
+        width = max(len(str(row.estimate.candidate)) for row in self.rows)
+        for row in self.rows:
+            mark = "fits" if row.estimate.fits else "does not fit"
+            found = row.estimate
+            money = f"  {found.price:.2f} {found.currency}" if found.price is not None else ""
+            yield (
+                f"  {found.candidate!s:{width}}  {mark}  {size(round(found.peak_bytes))}  "
+                f"{duration(found.step_seconds)}{money}"
+            )
+            yield f"    {row.why}"
+            yield from (f"    {change}" for change in row.changes)
+        yield from (f"  {line}" for line in self.missing)
+
+
+def advise(forecast: Forecast, *, others: Sequence[Forecast] = (), grid: Grid | None = None) -> Advice:
+    """Search, and explain. `others` are of the same model, in precisions that may be chosen too.
+
+    Raises:
+        LayoutError: no layout fits; with the nearest, and what would make it fit.
+    """
+    grid = grid or Grid()
+    found = search_each([forecast, *others], grid=grid)
+    best = sorted(found.best.items(), key=lambda pair: key_of(pair[1]))
+    if not best:
+        nearest = least_memory(forecast, grid=grid)
+        raise nothing_fits(forecast, grid, nearest)
+    rows = list(_ranked(best))
+    missing = []
+    for family in FAMILIES:
+        if family in found.best:
+            continue
+        misfit = least_memory(forecast, grid=grid, family=family)
+        if misfit is not None:
+            rows.append(judged(forecast, misfit, grid=grid))
+        elif (line := no_candidate(family, forecast)) != "":
+            missing.append(line)
+    return Advice(
+        case=case_of(forecast, grid=grid),
+        rows=tuple(rows),
+        limits=limits(forecast, rows[0].estimate, grid),
+        missing=tuple(missing),
+    )
+
+
+def _ranked(best: Sequence[tuple[str, Estimate]]) -> Iterator[Row]:
+    """The recommended one first: the simplest of those that no forecast can tell from the quickest."""
+    quickest = best[0][1]
+    alike = [pair for pair in best if pair[1].step_seconds <= _ALIKE * quickest.step_seconds]
+    family, first = min(alike, key=lambda pair: FAMILIES.index(pair[0]))
+    yield Row(
+        family=family, estimate=first,
+        why=of_recommended(first) if first is quickest else of_simple(first, quickest),
+    )  # fmt: skip
+    yield from (Row(family=name, estimate=one, why=of_other(one, first)) for name, one in best if one is not first)
+
+
+def judged(forecast: Forecast, estimate: Estimate, *, grid: Grid | None = None) -> Row:
+    """Any one estimate, as of a layout that a user asks for; with what would make it fit, if it does not."""
+    grid = grid or Grid()
+    family = estimate.candidate.family
+    if estimate.fits:
+        return Row(family=family, estimate=estimate, why=of_recommended(estimate))
+    changes = cheapest_changes(forecast, estimate, grid=grid)
+    return Row(family=family, estimate=estimate, why=of_misfit(estimate), changes=changes)

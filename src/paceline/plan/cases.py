@@ -1,0 +1,57 @@
+"""Which of the three cases: all fits on one device, the model but not its training state does, a layer fits nowhere."""
+
+from dataclasses import dataclass, replace
+
+from paceline.plan.candidate import Candidate
+from paceline.plan.facts import Part
+from paceline.plan.forecast import Forecast
+from paceline.plan.grid import Grid
+from paceline.plan.memory import Memory
+from paceline.spec.words import size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """1, 2 or 3, and what it means for this model and this device."""
+
+    number: int
+    says: str
+
+
+def case_of(forecast: Forecast, *, grid: Grid | None = None) -> Case:
+    """With the smallest microbatch, nothing computed again and nothing on the host."""
+    fleet, facts = forecast.fleet, forecast.facts
+    limit, samples = fleet.device.memory_bytes, (grid or Grid()).micro_batch_size or 1
+    alone = Forecast(facts=facts, fleet=replace(fleet, nodes=1, devices=1), efficiency=forecast.efficiency)
+    whole = alone.memory(Candidate(micro_batch_size=samples, precision=facts.precision))
+    named = f"a {fleet.device.name} has {size(round(limit))}"
+    if whole.peak_bytes <= limit:
+        says = f"model, training state and a microbatch fit on one device: {size(round(whole.peak_bytes))}, {named}."
+        return Case(number=1, says=f"{says} More devices are for speed.")
+    part, needed = max(_layers(alone, samples), key=lambda pair: pair[1])
+    if needed > limit:
+        says = f"{part.name} alone needs {size(round(needed))} and {named}: tensors have to be split (tp, cp)."
+        return Case(number=3, says=says)
+    return Case(
+        number=2, says=f"{_state(whole, limit)}, {named}, but every layer fits: shard it (fsdp) or cut it (pp)."
+    )
+
+
+def _state(whole: Memory, limit: float) -> str:
+    parameters, state = size(round(whole.parameters)), size(round(whole.state_bytes))
+    total = size(round(whole.peak_bytes))
+    if whole.parameters <= limit:
+        needed = f"with their training state ({state}) and a microbatch it is {total}"
+        return f"parameters ({parameters}) fit on one device, {needed}"
+    return f"parameters ({parameters}) do not fit on one device, nor does their training state ({state})"
+
+
+def _layers(alone: Forecast, samples: int) -> list[tuple[Part, float]]:
+    """Each part gathered, with its gradients and one microbatch's activations: the least that a device has to hold."""
+    each = alone.facts.element_bytes
+    works = alone.works(Candidate(micro_batch_size=samples, precision=alone.facts.precision))
+    reserve = alone.fleet.device.reserve_bytes
+    return [
+        (part, 2 * each * part.parameters + work.kept_bytes + work.cast_bytes + work.moment_bytes + reserve)
+        for part, work in zip(alone.chain.parts, works, strict=True)
+    ]

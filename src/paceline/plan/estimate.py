@@ -1,0 +1,66 @@
+"""What a candidate is forecast to take, in one value."""
+
+from dataclasses import dataclass
+
+from paceline.plan.candidate import Candidate
+from paceline.plan.memory import Memory
+from paceline.plan.seconds import Seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a candidate is forecast to take: bytes of its fullest rank, seconds of its step, money where it is known.
+
+    `stages` are the blocks of each stage; `limit_bytes` is a device's memory, `host_limit_bytes` a rank's share of its
+    host's, None where it is not known. `price` is that of one step.
+    """
+
+    candidate: Candidate
+    memory: Memory
+    seconds: Seconds
+    stages: tuple[int, ...]
+    num_micro: int
+    limit_bytes: float
+    host_limit_bytes: float | None = None
+    price: float | None = None
+    currency: str = ""
+
+    @property
+    def layout(self) -> str:
+        """What to type after `--layout`."""
+        return self.candidate.layout
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the fullest rank."""
+        return self.memory.peak_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """Of one optimizer step."""
+        return self.seconds.step_seconds
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the host holds what is kept there, as far as its memory is known."""
+        return self.host_limit_bytes is None or self.memory.host_bytes <= self.host_limit_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether no rank needs more than it has."""
+        return self.peak_bytes <= self.limit_bytes and self.fits_host
+
+    @property
+    def over_bytes(self) -> float:
+        """How much too much it is on the device; negative: how much is left."""
+        return self.peak_bytes - self.limit_bytes
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What to type beside the layout."""
+        found = {"train.micro_batch_size": str(self.candidate.micro_batch_size)}
+        if self.candidate.precision != "fp32":
+            found["train.precision"] = self.candidate.precision
+        if len(set(self.stages)) > 1:
+            found["place.stages"] = ",".join(map(str, self.stages))
+        return found

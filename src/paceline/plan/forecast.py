@@ -1,0 +1,223 @@
+"""A candidate's memory, time and price on a cluster, by closed forms: what is compared, searched and explained."""
+
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import cached_property
+
+from paceline.plan.candidate import Candidate
+from paceline.plan.chain import Chain, Counts, chain_of
+from paceline.plan.efficiency import Efficiency, usual
+from paceline.plan.estimate import Estimate
+from paceline.plan.facts import ModelFacts
+from paceline.plan.hardware import Fleet, group_of
+from paceline.plan.in_flight import most_held
+from paceline.plan.memory import Alive, Elements, Memory, alive_of, elements_of, memory_of
+from paceline.plan.seconds import Groups, Seconds, Stage, end_of, seconds_of, sharded, stage_of
+from paceline.plan.work import Split, Work, work_of
+from paceline.schedule.table import schedule_named
+
+_HOUR = 3600.0
+
+
+class Forecast:
+    """One model on one cluster. Remembers what many candidates share, so that each costs little."""
+
+    def __init__(self, *, facts: ModelFacts, fleet: Fleet, efficiency: Efficiency | None = None) -> None:
+        self.facts = facts
+        self.fleet = fleet
+        self.efficiency = efficiency or usual(fleet.device)
+        self._works: dict[Hashable, tuple[Work, ...]] = {}
+        self._stages: dict[Hashable, tuple[Stage, ...]] = {}
+        self._cuts: dict[int, tuple[tuple[Counts, ...], tuple[int, ...]]] = {}
+        self._ranks: dict[Hashable, tuple[tuple[int, tuple[Counts, ...]], ...]] = {}
+        self._elements: dict[Hashable, Elements] = {}
+        self._groups: dict[Hashable, Groups] = {}
+        self._alive: dict[Hashable, tuple[Alive, ...]] = {}
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The model's parts."""
+        return chain_of(self.facts)
+
+    def num_micro(self, candidate: Candidate) -> int:
+        """Microbatches of one replica in a step."""
+        return candidate.num_micro(self.facts.global_batch_size)
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """All of it. The candidate is taken to be legal: see `plan.grid`.
+
+        Raises:
+            LayoutError: more stages than blocks.
+        """
+        stages = self._cut(candidate)[1] if candidate.pp > 1 else ()
+        seconds = self.seconds(candidate)
+        price = self.fleet.price_per_hour
+        return Estimate(
+            candidate=candidate,
+            memory=self.memory(candidate),
+            seconds=seconds,
+            stages=stages,
+            num_micro=self.num_micro(candidate),
+            limit_bytes=self.fleet.device.memory_bytes,
+            host_limit_bytes=self.host_limit_bytes,
+            price=None if price is None else price * self.fleet.nodes * seconds.step_seconds / _HOUR,
+            currency=self.fleet.currency,
+        )
+
+    def below(self, peak_bytes: float) -> "Forecast":
+        """The same on devices of which no more is to be used: after a run that was forecast to fit did not."""
+        device = replace(self.fleet.device, memory_bytes=min(peak_bytes, self.fleet.device.memory_bytes))
+        return Forecast(facts=self.facts, fleet=replace(self.fleet, device=device), efficiency=self.efficiency)
+
+    @property
+    def host_limit_bytes(self) -> float | None:
+        """A rank's share of its host's memory, None where that is not known."""
+        return None if self.fleet.host_bytes is None else self.fleet.host_bytes / self.fleet.devices
+
+    def memory(self, candidate: Candidate) -> Memory:
+        """Of the fullest rank; what the host holds is of the rank that leaves most there."""
+        device, efficiency = self.fleet.device, self.efficiency
+        ranks = zip(self.ranks(candidate), self.alive(candidate), strict=True)
+        every = [
+            memory_of(
+                candidate, self.facts, self.elements(candidate, stages), alive, device=device, efficiency=efficiency
+            )
+            for (_, stages), alive in ranks
+        ]
+        fullest = max(every, key=lambda memory: memory.peak_bytes)
+        if not candidate.offload:
+            return fullest
+        return replace(fullest, host_bytes=max(memory.host_bytes for memory in every))
+
+    def seconds(self, candidate: Candidate) -> Seconds:
+        """Of one optimizer step."""
+        stages, counts, groups = self.all_stages(candidate), self._cut(candidate)[0], self.groups(candidate)
+        made = dict(zip(counts, stages, strict=True))
+        ends = [
+            end_of(
+                candidate, made[own[0]], self.elements(candidate, own), facts=self.facts,
+                device=self.fleet.device, groups=groups, efficiency=self.efficiency,
+            )
+            for _, own in self.ranks(candidate)
+        ]  # fmt: skip
+        end = max(ends, key=lambda found: sum(found.values()))
+        hop = self.hop_seconds(candidate)
+        return seconds_of(candidate, stages, micro=self.num_micro(candidate), hop=hop, end=end)
+
+    def all_stages(self, candidate: Candidate) -> tuple[Stage, ...]:
+        """Seconds of every stage, with what data parallelism sends in every microbatch."""
+        counts, groups = self._cut(candidate)[0], self.groups(candidate)
+        made: dict[Counts, Stage] = {}
+        for own, stage in zip(counts, self.stages(candidate), strict=True):
+            if own not in made:
+                units = sum(own[2:]) + (candidate.pp == 1)
+                made[own] = sharded(
+                    stage, self.elements(candidate, (own,)), units=units, candidate=candidate, facts=self.facts,
+                    groups=groups, efficiency=self.efficiency,
+                )  # fmt: skip
+        return tuple(made[own] for own in counts)
+
+    def hop_seconds(self, candidate: Candidate) -> float:
+        """Of what passes between two stages for one microbatch."""
+        if candidate.pp == 1:
+            return 0.0
+        return self.groups(candidate).stage.pass_on(max(work.border_bytes for work in self.works(candidate)[2:]))
+
+    def works(self, candidate: Candidate) -> tuple[Work, ...]:
+        """Of each different part, one microbatch."""
+        c = candidate
+        key = (c.micro_batch_size, c.cp, c.tp, c.ep, c.sequence, c.remat)
+        if key not in self._works:
+            axes = {"tp": (1, c.tp), "cp": (c.tp, c.cp), "ep": (c.tp * c.cp, c.ep)}
+            split = Split(
+                samples=c.micro_batch_size, length=self.facts.length, precision=self.facts.precision,
+                sequence=c.sequence, remat=c.remat,
+                **{name: group_of(self.fleet, (axis,), efficiency=self.efficiency.link) for name, axis in axes.items()},
+            )  # fmt: skip
+            self._works[key] = tuple(
+                work_of(part, is_block=i > 1, split=split, device=self.fleet.device, efficiency=self.efficiency)
+                for i, part in enumerate(self.chain.parts)
+            )
+        return self._works[key]
+
+    def stages(self, candidate: Candidate) -> tuple[Stage, ...]:
+        """Seconds of every stage, before what data parallelism sends."""
+        c = candidate
+        key = (c.micro_batch_size, c.cp, c.tp, c.ep, c.sequence, c.remat, c.pp * c.virtual)
+        if key not in self._stages:
+            works, counts = self.works(c), self._cut(c)[0]
+            made = {own: stage_of(works, own) for own in set(counts)}
+            self._stages[key] = tuple(made[own] for own in counts)
+        return self._stages[key]
+
+    def alive(self, candidate: Candidate) -> tuple[Alive, ...]:
+        """The activations of each different rank, in the order of `ranks`."""
+        c = candidate
+        micro = self.num_micro(c)
+        key = (c.micro_batch_size, c.cp, c.tp, c.ep, c.sequence, c.remat, c.pp, c.virtual, c.schedule, micro)
+        if key not in self._alive:
+            self._alive[key] = tuple(self.alive_on(c, rank, stages) for rank, stages in self.ranks(c))
+        return self._alive[key]
+
+    def alive_on(self, candidate: Candidate, rank: int, stages: tuple[Counts, ...]) -> Alive:
+        """The activations of a rank of the pipeline that holds these stages."""
+        held = self._held(candidate, self.num_micro(candidate), rank)
+        return alive_of(self.works(candidate), stages, held=held)
+
+    def ranks(self, candidate: Candidate) -> tuple[tuple[int, tuple[Counts, ...]], ...]:
+        """The ranks of the pipeline that hold different stages, of equal ones the first: it holds most activations."""
+        c = candidate
+        key = (c.pp, c.virtual, c.schedule == "zbv")
+        if key not in self._ranks:
+            counts = self._cut(c)[0]
+            owner = schedule_named(c.schedule).placement(ranks=c.pp, virtual=c.virtual) if c.pp > 1 else (0,)
+            found: dict[tuple[Counts, ...], int] = {}
+            for rank in range(c.pp):
+                own = tuple(stage for stage, place in zip(counts, owner, strict=True) if place == rank)
+                found.setdefault(own, rank)
+            self._ranks[key] = tuple((rank, own) for own, rank in found.items())
+        return self._ranks[key]
+
+    def elements(self, candidate: Candidate, stages: tuple[Counts, ...]) -> Elements:
+        """Parameters of a rank that holds these stages."""
+        key = (stages, candidate.tp, candidate.ep)
+        if key not in self._elements:
+            counts = tuple(map(sum, zip(*stages, strict=True)))
+            self._elements[key] = elements_of(self.facts, self.chain, counts, tp=candidate.tp, ep=candidate.ep)
+        return self._elements[key]
+
+    def groups(self, candidate: Candidate) -> Groups:
+        """Whom a rank sends to."""
+        c = candidate
+        key = (c.pp, c.dp_replicate, c.dp_shard, c.cp, c.tp, c.ep)
+        if key not in self._groups:
+            shard = (c.tp * c.cp, c.dp_shard)
+            replicate = (c.tp * c.cp * c.dp_shard, c.dp_replicate)
+            twins = (c.tp * c.cp * c.ep, c.replicas // c.ep)
+            made = {
+                "shard": (shard,),
+                "rows": ((c.tp, c.cp), replicate),
+                "data": ((c.tp, c.cp), shard, replicate),
+                "twins": ((c.tp, c.cp), twins),
+                "stage": ((c.ranks // c.pp, c.pp),),
+            }
+            link = self.efficiency.link
+            found = {name: group_of(self.fleet, axes, efficiency=link) for name, axes in made.items()}
+            host = self.fleet.host
+            host = replace(host, bytes_per_second=host.bytes_per_second * link)
+            self._groups[key] = Groups(**found, host=host)
+        return self._groups[key]
+
+    def _cut(self, candidate: Candidate) -> tuple[tuple[Counts, ...], tuple[int, ...]]:
+        """The parts of each stage, and how many blocks those are."""
+        num_stages = candidate.pp * candidate.virtual
+        if num_stages not in self._cuts:
+            bounds = self.chain.cut(num_stages)
+            self._cuts[num_stages] = self.chain.stages(bounds), tuple(stop - start for start, stop in bounds)
+        return self._cuts[num_stages]
+
+    def _held(self, candidate: Candidate, micro: int, rank: int) -> int:
+        c = candidate
+        if c.pp == 1:
+            return 1
+        return most_held(c.schedule, ranks=c.pp, micro=micro, virtual=c.virtual, rank=rank)

@@ -1,0 +1,60 @@
+"""This machine as a cluster to plan for: what a probe has found, as one device a rank and the link between them."""
+
+from pathlib import Path
+
+from paceline.plan.hardware import Device, Fleet, Link
+from paceline.plan.probed import Probe
+
+_OWN = 1e15  # bytes a second of what nobody has to send
+_RESERVE_BYTES = 400 << 20  # of a process with torch in it, before there is a model
+
+
+def fleet_here(probe: Probe, *, ranks: int, memory_bytes: float) -> Fleet:
+    """`memory_bytes` is the device's; of CPUs the machine's, which its ranks share."""
+    rates, mark = probe.of_busy(ranks), probe.fingerprint
+    is_cpu = mark.device == "cpu"
+    flops = {name: products.square.best_rate for name, products in rates.products.items()}
+    device = Device(
+        name=mark.cpu if is_cpu else mark.gpus[0],
+        kind=mark.device,
+        memory_bytes=memory_bytes / ranks if is_cpu else memory_bytes,
+        flops_per_second=flops,
+        bytes_per_second=rates.streams["add"].best_rate,
+        reserve_bytes=_RESERVE_BYTES if is_cpu else 0,
+        source="measured here",
+    )
+    link = _link(probe, ranks)
+    host = Link(name="memory", latency_seconds=0.0, bytes_per_second=rates.streams["copy"].best_rate)
+    return Fleet(device=device, devices=ranks, inside=link, between=link, host=host, name="here")
+
+
+def _link(probe: Probe, ranks: int) -> Link:
+    """A ring's steps, from what an all-reduce took: 2 (n - 1) of them, each with a part of the bytes."""
+    if ranks == 1:
+        return Link(name="none", latency_seconds=0.0, bytes_per_second=_OWN)
+    small, large = 1 << 10, 16 << 20
+    first = probe.collective_seconds("all_reduce", num_bytes=small, ranks=ranks)
+    last = probe.collective_seconds("all_reduce", num_bytes=large, ranks=ranks)
+    rate = 2 * (ranks - 1) / ranks * (large - small) / max(last - first, 1e-9)
+    return Link(
+        name="measured here", latency_seconds=first / (2 * (ranks - 1)), bytes_per_second=rate, source="measured here"
+    )
+
+
+def host_memory() -> int:
+    """Bytes that this machine, or the control group that this process is in, lets it have."""
+    found = [_total()]
+    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        try:
+            found.append(int(path.read_text()))
+        except (OSError, ValueError):
+            continue
+    return min(found)
+
+
+def _total() -> int:
+    try:
+        line = next(one for one in Path("/proc/meminfo").read_text().splitlines() if one.startswith("MemTotal"))
+    except (OSError, StopIteration):
+        return 16 << 30
+    return int(line.split()[1]) << 10

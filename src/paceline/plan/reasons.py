@@ -1,0 +1,133 @@
+"""Why a layout is where it is in a plan, in one line each; and the error where none fits."""
+
+from dataclasses import replace
+
+from paceline.errors import LayoutError
+from paceline.plan.estimate import Estimate
+from paceline.plan.forecast import Forecast
+from paceline.plan.grid import Grid
+from paceline.plan.least import least_memory
+from paceline.plan.search import search
+from paceline.spec.words import duration, many, size
+
+_SPENT = {
+    "compute": "compute",
+    "again": "activations computed again",
+    "tensor": "messages of tp",
+    "context": "messages of cp",
+    "experts": "messages of ep",
+    "gather": "gathering shards",
+    "bubble": "waiting in the pipeline",
+    "gradients": "summing gradients",
+    "update": "the update",
+    "offload": "the way to the host",
+}
+_LEAST = 0.03
+_GAIN = 0.98
+_TIMES = (2, 4, 8, 16, 32)
+
+
+def of_recommended(estimate: Estimate) -> str:
+    """What the step goes to, and how much memory is left."""
+    left = size(round(max(0.0, -estimate.over_bytes)))
+    return f"{_shares(estimate)}; {left} of {size(round(estimate.limit_bytes))} are left"
+
+
+def of_simple(estimate: Estimate, quickest: Estimate) -> str:
+    """Why it is recommended, though another is a little quicker."""
+    less = estimate.step_seconds / quickest.step_seconds - 1
+    return f"{of_recommended(estimate)}; {quickest.layout} is {less:.1%} quicker, which is within the forecast's error"
+
+
+def of_other(estimate: Estimate, best: Estimate) -> str:
+    """How much slower than the recommended one, and what takes longer."""
+    more = {name: estimate.seconds.parts[name] - best.seconds.parts[name] for name in _SPENT}
+    worst = max(more, key=lambda name: more[name])
+    times = estimate.step_seconds / best.step_seconds
+    if more[worst] <= 0:
+        return f"{times:.2f} times as long"
+    return f"{times:.2f} times as long: {_SPENT[worst]} +{duration(more[worst])}"
+
+
+def of_misfit(estimate: Estimate) -> str:
+    """By how much it does not fit, and what is most of it."""
+    parts = estimate.memory.parts
+    most = sorted(parts, key=lambda name: -parts[name])[:2]
+    said = ", ".join(f"{name} {size(round(parts[name]))}" for name in most)
+    if estimate.over_bytes > 0:
+        return f"{size(round(estimate.over_bytes))} too much: {said}"
+    return f"the host would hold {size(round(estimate.memory.host_bytes))} a rank, more than it has"
+
+
+def limits(forecast: Forecast, best: Estimate, grid: Grid) -> tuple[str, ...]:
+    """What would make a step quicker: the largest part of its time; and memory, if that keeps a quicker one out."""
+    found = [f"limited by {_SPENT[_largest(best)]}"]
+    device = replace(forecast.fleet.device, memory_bytes=2 * forecast.fleet.device.memory_bytes)
+    roomy = Forecast(facts=forecast.facts, fleet=replace(forecast.fleet, device=device), efficiency=forecast.efficiency)
+    freer = search(roomy, grid=grid).first
+    if freer is not None and freer.step_seconds < _GAIN * best.step_seconds:
+        more = freer.peak_bytes - best.limit_bytes
+        gain = best.step_seconds - freer.step_seconds
+        what = f"with {size(round(more))} more a device, {freer.candidate} would be {duration(gain)} quicker"
+        found.append(f"and by memory: {what}")
+    return tuple(found)
+
+
+def no_candidate(family: str, forecast: Forecast) -> str:
+    """Why the grid has none of a family; nothing where that goes without saying."""
+    facts, ranks = forecast.facts, forecast.fleet.ranks
+    if family in facts.refused:
+        return f"{family}: {facts.refused[family]}"
+    if family in ("ddp", "zero1", "zero2", "fsdp", "hsdp") and ranks > facts.global_batch_size:
+        return f"{family}: {many(ranks, 'replica')} for a global batch of {many(facts.global_batch_size, 'sample')}"
+    if family in ("zero3", "fsdp", "hsdp") and facts.optimizer.whole_tensors:
+        return f"{family}: {facts.optimizer.name} looks at whole tensors"
+    sizes = {"tp": facts.tp_sizes, "cp": facts.cp_sizes, "ep": facts.ep_sizes}.get(family, ())
+    if sizes and ranks > 1:
+        return (
+            f"{family}: none of its sizes {', '.join(map(str, sizes))} leaves a legal layout of {many(ranks, 'rank')}"
+        )
+    return ""
+
+
+def nothing_fits(forecast: Forecast, grid: Grid, nearest: Estimate | None) -> LayoutError:
+    """The error, with the nearest layout and a cluster on which one fits."""
+    fleet, facts = forecast.fleet, forecast.facts
+    if nearest is None:
+        samples = many(facts.global_batch_size, "sample")
+        return LayoutError(
+            f"there is no layout of {facts.name} on {fleet}.",
+            cause=f"{many(fleet.ranks, 'rank')} leave more replicas than the {samples} of a step",
+            hint=f"a global batch of {fleet.ranks} or more, or fewer ranks",
+        )
+    return LayoutError(
+        f"no layout of {facts.name} fits on {fleet}.",
+        cause=f"the nearest is {nearest.candidate}: {of_misfit(nearest)}",
+        hint=_where_it_fits(forecast, grid, nearest),
+    )
+
+
+def _where_it_fits(forecast: Forecast, grid: Grid, nearest: Estimate) -> str:
+    fleet = forecast.fleet
+    for times in _TIMES:
+        larger = replace(fleet, nodes=fleet.nodes * times)
+        if fleet.nodes == 1 and fleet.devices * times <= 8:
+            larger = replace(fleet, devices=fleet.devices * times)
+        other = Forecast(facts=forecast.facts, fleet=larger, efficiency=forecast.efficiency)
+        found = least_memory(other, grid=grid)
+        if found is not None and found.fits:
+            counts = f"{larger.nodes}x{larger.devices}" if larger.nodes > 1 else str(larger.devices)
+            return f"--cluster {counts}x{fleet.device.name}, where {found.layout} fits; or shorter samples"
+    return f"devices of {size(round(nearest.peak_bytes))}, shorter samples, or a smaller model"
+
+
+def _largest(estimate: Estimate) -> str:
+    parts = estimate.seconds.parts
+    return max(_SPENT, key=lambda name: parts[name])
+
+
+def _shares(estimate: Estimate) -> str:
+    parts = estimate.seconds.parts
+    most = sorted(_SPENT, key=lambda name: -parts[name])
+    said = [name for name in most if parts[name] >= _LEAST * estimate.step_seconds][:4]
+    return ", ".join(f"{_SPENT[name]} {parts[name] / estimate.step_seconds:.0%}" for name in said)

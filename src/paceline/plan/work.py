@@ -1,0 +1,177 @@
+"""What one part of the model costs one rank for one microbatch: seconds of compute and of messages, bytes it keeps.
+
+A roofline (Williams et al., 2009): products at a part of the device's rate or, where there are few rows, at the speed
+in which weights are read; everything else at a part of the memory's bandwidth. Backward is twice the products, two and
+a half times the attention, whose scores are computed again (Dao et al., 2022), and twice the rest.
+"""
+
+from dataclasses import dataclass
+
+from paceline.plan.efficiency import Efficiency
+from paceline.plan.facts import Part
+from paceline.plan.hardware import Device, Group
+
+_SHORT = {"bf16": 2, "fp16": 2}
+_ATTENTION_BACK = 2.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The microbatch of a rank, how its part of the model is split, and whom it talks to inside of it."""
+
+    samples: int
+    length: int
+    precision: str
+    sequence: bool
+    remat: str
+    tp: Group
+    cp: Group
+    ep: Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Seconds of one forward (`forward`), of the gradients of inputs and of weights, and of running forward again;
+    seconds of messages inside the part that nothing hides, forward and backward, by axis.
+
+    `hides` is the compute of forward and of backward behind which other messages can travel: not that behind which keys
+    and values do.
+
+    Bytes: `kept_bytes` from forward to backward, and beside them `cast_bytes`, copies of weights in another precision;
+    `again_bytes` and `again_cast_bytes` while it runs again; `border_bytes` to the next part; `moment_bytes` for a
+    moment.
+    """
+
+    forward: float
+    input: float
+    weight: float
+    again: float
+    tensor: float
+    context: float
+    experts: float
+    messages_forward: float
+    messages_backward: float
+    hides: tuple[float, float]
+    kept_bytes: float
+    cast_bytes: float
+    again_bytes: float
+    again_cast_bytes: float
+    border_bytes: float
+    moment_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """There and back, with all messages that nothing hides."""
+        return self.forward + self.input + self.weight + self.again + self.messages_forward + self.messages_backward
+
+
+def work_of(part: Part, *, is_block: bool, split: Split, device: Device, efficiency: Efficiency) -> Work:
+    """Only blocks are computed again."""
+    remat = split.remat if is_block else "none"
+    forward, attention, rest = _computes(part, split, device, efficiency)
+    trained = 1 - part.frozen_parameters / part.parameters if part.parameters else 0.0
+    start = efficiency.part_seconds
+    tensor, context, experts = _messages(part, split, attention, efficiency)
+    again_messages = (tensor[0] + experts[0]) if remat == "full" else 0.0
+    kept, cast, again_bytes, again_cast = _kept(part, split, device, remat)
+    busy = attention if split.cp.size > 1 else 0.0
+    again = {"none": 0.0, "selective": rest + start}.get(remat, forward + attention + rest + start)
+    back = forward * (1 + trained) + _ATTENTION_BACK * (attention - busy) + 2 * rest + start
+    border = part.output_bytes.at(samples=split.samples, length=split.length, cp=split.cp.size)
+    ring = _ring_bytes(part, split) if split.cp.size > 1 else 0.0
+    peak = part.peak_bytes.at(samples=split.samples, length=split.length, cp=split.cp.size)
+    return Work(
+        forward=forward + attention + rest + start,
+        input=forward + _ATTENTION_BACK * attention + 2 * rest + start,
+        weight=forward * trained,
+        again=again,
+        hides=(forward + attention - busy + rest + start, back + again),
+        tensor=sum(tensor) + (tensor[0] if remat == "full" else 0.0),
+        context=sum(context),
+        experts=sum(experts) + (experts[0] if remat == "full" else 0.0),
+        messages_forward=tensor[0] + context[0] + experts[0],
+        messages_backward=tensor[1] + context[1] + experts[1] + again_messages,
+        kept_bytes=kept,
+        cast_bytes=cast,
+        again_bytes=again_bytes,
+        again_cast_bytes=again_cast,
+        border_bytes=border / (split.tp.size if split.sequence else 1),
+        moment_bytes=peak * _divided(part, split) + 2 * ring,
+    )
+
+
+def compute_bytes(precision: str) -> int:
+    """Of a number in products."""
+    return _SHORT.get(precision, 4)
+
+
+def _divided(part: Part, split: Split) -> float:
+    """What tp leaves a rank of the part's work: the work goes as the parameters that are split."""
+    tp = split.tp.size
+    experts = part.expert_parameters if split.ep.size == 1 else 0
+    cut, whole = part.split_parameters + experts, part.whole_parameters
+    return 1.0 if tp == 1 or not cut else (cut / tp + whole) / (cut + whole)
+
+
+def _computes(part: Part, split: Split, device: Device, efficiency: Efficiency) -> tuple[float, float, float]:
+    """Seconds of products, of attention and of the rest, in one forward."""
+    own = {"samples": split.samples, "length": split.length, "cp": split.cp.size}
+    tp, divided = split.tp.size, _divided(part, split)
+    rate, bandwidth = device.rate(split.precision), device.bytes_per_second * efficiency.memory
+    products = part.matmul_flops.at(**own)
+    apart = part.expert_flops.at(**own) if split.ep.size > 1 else 0.0
+    held = part.whole_parameters + part.split_parameters / tp
+    held += part.expert_parameters / (split.ep.size if split.ep.size > 1 else tp)
+    read = held * compute_bytes(split.precision) / bandwidth if products else 0.0
+    forward = max(((products - apart) * divided + apart) / (rate * efficiency.matmul), read)
+    attention = part.attention_flops.at(**own) / (rate * efficiency.attention) / (tp if divided < 1 else 1)
+    whole, cut = (part.saved_bytes.at(**own), part.split_saved_bytes.at(**own))
+    there = whole / (tp if split.sequence else 1) + cut / tp
+    rest = part.moved_bytes.at(**own) / bandwidth * (there / (whole + cut) if whole + cut else 1.0)
+    return forward, attention, rest
+
+
+def _messages(
+    part: Part, split: Split, attention: float, efficiency: Efficiency
+) -> tuple[tuple[float, float], tuple[float, float], tuple[float, float]]:
+    """Seconds over tp, cp and ep that nothing hides, each forward and backward."""
+    own = {"samples": split.samples, "length": split.length, "cp": split.cp.size}
+    tensor = split.tp.all_reduce(part.tp_bytes.at(**own), calls=part.tp_calls)
+    experts = split.ep.all_to_all(part.ep_bytes.at(**own), calls=4) if part.ep_bytes.at(**own) else 0.0
+    context = (0.0, 0.0)
+    if split.cp.size > 1 and part.attention_flops.at(**own):
+        ring, size = _ring_bytes(part, split), split.cp.size
+        wide = 4 / compute_bytes(split.precision)  # the gradients of keys and values are added up in float32
+        out = (size - 1) * split.cp.pass_on(ring)
+        back = out + size * split.cp.pass_on(ring * wide)
+        hidden = efficiency.overlap * attention
+        context = (max(0.0, out - hidden), max(0.0, back - _ATTENTION_BACK * hidden))
+    return (tensor, tensor), context, (experts, experts)
+
+
+def _ring_bytes(part: Part, split: Split) -> float:
+    """Keys and values of a rank's positions; where the facts do not say, those of as many heads as queries."""
+    own = {"samples": split.samples, "length": split.length, "cp": split.cp.size}
+    if not part.attention_flops.at(**own):
+        return 0.0
+    return (part.cp_bytes.at(**own) or 2 * part.output_bytes.at(**own)) / split.tp.size
+
+
+def _kept(part: Part, split: Split, device: Device, remat: str) -> tuple[float, float, float, float]:
+    """Bytes that wait for backward, and of weights in another precision; both once more of a second run."""
+    own = {"samples": split.samples, "length": split.length, "cp": split.cp.size}
+    tp = split.tp.size
+    cast = (part.saved_bytes.fixed + part.split_saved_bytes.fixed / tp) * (split.precision in _SHORT)
+    whole, cut = part.saved_bytes.at(**own), part.split_saved_bytes.at(**own)
+    fused = part.attention_saved_bytes.at(**own) if device.is_accelerator else 0.0
+    taken = min(cut, fused)
+    cut, whole = cut - taken, max(0.0, whole - (fused - taken))
+    every = whole / (tp if split.sequence else 1) + cut / tp - cast
+    if remat == "none":
+        return every, cast, 0.0, 0.0
+    kept = part.output_bytes.at(**own) / (tp if split.sequence else 1)  # its input, as large as its output
+    if remat == "selective":
+        named = part.selective_saved_bytes.at(**own)
+        kept += named * (every / (whole + cut - cast) if whole + cut > cast else 1.0) if named else every
+    kept = min(kept, every)
+    return kept, 0.0, every - kept, cast

@@ -1,0 +1,131 @@
+"""The numbers of a job's model as they are traced, and `paceline plan` from the job to the answer."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.measure.hollow import Hollow
+from paceline.plan.decoder import Decoder, decoder_facts
+from paceline.plan.facts import ModelFacts
+from paceline.train.learn import learn_facts
+from paceline.train.ready import prepare
+from paceline.verbs.running import Common, make_task
+from tests import zoo
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def facts_of(job: str, *typed: str) -> ModelFacts:
+    task = make_task("plan", job, Common(layout="single", ranks=1, device="cpu", quiet=True), list(typed))
+    ready = prepare(task)
+    return learn_facts(ready.job, ready.settings, most_ranks=4)
+
+
+@pytest.fixture(scope="module")
+def llama() -> ModelFacts:
+    return facts_of("tests.zoo:llama")
+
+
+def test_a_decoder_is_traced_to_the_numbers_of_its_formulas(llama: ModelFacts) -> None:
+    layers = len(llama.blocks)
+    built = zoo.llama().model()
+    config: Any = built.config
+    sizes = Decoder(
+        layers=layers,
+        width=config.hidden_size,
+        hidden=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        vocabulary=config.vocab_size,
+    )
+    known = decoder_facts(
+        sizes, name="", length=llama.length, global_batch_size=llama.global_batch_size, precision="fp32"
+    )
+    assert config.hidden_size == zoo.WIDTH and layers == config.num_hidden_layers
+    assert llama.parameters == sum(p.numel() for p in built.parameters()) == known.parameters
+    for own, other in zip(llama.parts, known.parts, strict=True):
+        assert own.whole_parameters == other.whole_parameters
+        assert own.split_parameters == other.split_parameters
+    for own, other in zip(llama.blocks, known.blocks, strict=True):
+        at = {"samples": 3, "length": llama.length}
+        assert own.matmul_flops.at(**at) == pytest.approx(other.matmul_flops.at(**at))
+        assert own.attention_flops.at(**at) == pytest.approx(other.attention_flops.at(**at))
+        assert own.output_bytes.at(**at) == other.output_bytes.at(**at)
+    assert llama.optimizer.state_bytes == pytest.approx(8, rel=0.02)
+    assert llama.tp_sizes[:1] == (2,) and llama.cp_sizes == (2, 4)
+
+
+def test_what_a_model_can_not_have_is_said_with_its_reason() -> None:
+    found = facts_of("tests.zoo:digits")
+    assert found.tp_sizes == () and "tp" in found.refused and found.cp_sizes == ()
+    assert {"cp", "ep"} <= set(found.refused)
+
+
+def test_experts_are_counted_apart() -> None:
+    found = facts_of("tests.zoo:mixtral")
+    assert all(block.expert_parameters > 0 for block in found.blocks)
+    assert found.ep_sizes and not found.refused.get("ep")
+
+
+def test_draws_that_are_repeated_until_they_are_within_bounds_end() -> None:
+    with Hollow() as hollow:
+        hollow.holds = False
+        weight = nn.init.trunc_normal_(torch.empty(300, 300), std=0.02)
+        hollow.holds = True
+        product = F.linear(weight, weight)
+        assert product.shape == (300, 300) and bool(torch.isfinite(product).all())
+
+
+def plan(*words: str, folder: Path) -> Any:
+    command = [sys.executable, "-m", "paceline", "plan", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def test_the_command_answers_with_its_fixed_keys(tmp_path: Path) -> None:
+    done = plan(f"{ROOT / 'tests' / 'zoo.py'}:llama", "--cluster", "2x2xH100-80G", "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["case"] == 1 and answer["recommended"] == answer["plans"][0]["layout"]
+    best = answer["plans"][0]
+    assert best["fits"] and best["replayed"] and best["step_seconds"] > 0 and best["why"]
+    assert best["peak_bytes"] == sum(
+        best["parts"][name] for name in ("parameters", "gradients", "optimizer", "buffers", "activations", "reserve")
+    )
+
+
+def test_a_device_that_is_too_small_changes_the_choice(tmp_path: Path) -> None:
+    small = (
+        "nodes = 1\ndevices = 4\ninside = 'pcie4'\n[device]\nname = 'small'\nmemory = '560 KiB'\nreserve = '1 B'\n"
+        "bandwidth = '100 GB/s'\nfp32 = '1 TFLOP/s'\nbf16 = '1 TFLOP/s'\n"
+    )
+    (tmp_path / "small.toml").write_text(small)
+    (tmp_path / "large.toml").write_text(small.replace("560 KiB", "13 MiB"))
+    found = {}
+    for name in ("small", "large"):
+        done = plan(f"{ROOT / 'tests' / 'zoo.py'}:llama", "--cluster", f"{name}.toml", "--json", folder=tmp_path)
+        assert done.returncode == 0, done.stderr + done.stdout
+        found[name] = json.loads(done.stdout)
+    assert found["large"]["case"] == 1 and found["small"]["case"] > 1
+    assert found["small"]["plans"][0]["peak_bytes"] <= 560 << 10
+    assert found["small"]["recommended"] != found["large"]["recommended"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cluster", "8xH1000"], "H100"),
+        (["--cluster", "nowhere.toml"], "nowhere.toml"),
+        (["--cluster", "8xH100-80G", "--train.precison", "bf16"], "train.precision"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(words: list[str], said: str, tmp_path: Path) -> None:
+    done = plan(f"{ROOT / 'tests' / 'zoo.py'}:llama", *words, folder=tmp_path)
+    assert done.returncode == 2 and said in done.stderr and "to do:" in done.stderr
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,202 @@
+"""Clusters as they are typed and as files, the catalogue, and what messages take."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import PacelineError, Problems, UsageError
+from paceline.plan.catalogue import DEVICES, LINKS
+from paceline.plan.fleet import read_fleet
+from paceline.plan.hardware import fleet_of, group_of
+from paceline.plan.quantity import UNITS, Measures, read_quantity
+
+_GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "devices", "name", "between"),
+    [
+        ("H100-80G", 1, 1, "H100-80G", "ib-ndr"),
+        ("8xH100-80G", 1, 8, "H100-80G", "ib-ndr"),
+        ("4x8xh100-80g", 4, 8, "H100-80G", "ib-ndr"),
+        ("4×8×A100-40G@ETH-100G", 4, 8, "A100-40G", "eth-100g"),
+        (" 2x4xMI250X ", 2, 4, "MI250X", "ib-hdr"),
+        ("2x1xRTX-4090@roce-200g", 2, 1, "RTX-4090", "roce-200g"),
+        ("2xcpu", 1, 2, "cpu", "eth-1g"),
+    ],
+)
+def test_a_cluster_as_it_is_typed(text: str, nodes: int, devices: int, name: str, between: str) -> None:
+    fleet = read_fleet(text)
+    assert (fleet.nodes, fleet.devices, fleet.device.name, fleet.between.name) == (nodes, devices, name, between)
+    assert fleet.ranks == nodes * devices
+    assert fleet_of(json.loads(json.dumps(fleet.as_json()))) == fleet
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0xH100-80G", "0 is no count"),
+        ("4x0xH100-80G", "0 is no count"),
+        ("H100", "did you mean 'H100-80G'"),
+        ("8xA100-80", "did you mean 'A100-80G'"),
+        ("4x8xH100-80G@ib-nd", "did you mean 'ib-ndr'"),
+        ("8x", "no known device"),
+        ("", "can't be read"),
+        ("here", "was not measured"),
+        ("99999x9xT4", "899,991 ranks"),
+        ("999999999xT4", "a digit too many"),
+        ("nowhere/cluster.toml", "does not exist"),
+    ],
+)
+def test_what_is_no_cluster(text: str, says: str) -> None:
+    with pytest.raises(PacelineError) as caught:
+        read_fleet(text)
+    assert says in str(caught.value) and "to do: " in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_two_mistakes_are_told_at_once() -> None:
+    with pytest.raises(Problems) as caught:
+        read_fleet("0x8xH100@ib-nd")
+    assert len(caught.value.problems) == 3
+
+
+def test_here_is_what_was_measured() -> None:
+    here = read_fleet("2xcpu")
+    assert read_fleet("here", here=here) is here
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(
+        'nodes = 4\ndevices = 8\nhost_memory = "2 TiB"\ndisk = "30 TB"\nprice = "98.32 USD/h"\ninside = "nvlink4"\n'
+        '[device]\nname = "X1"\nmemory = "80 GiB"\nbandwidth = "3.35 TB/s"\nfp32 = "67 TFLOP/s"\nbf16 = "989 TFLOP/s"\n'
+        '[between]\nlatency = "2 us"\nbandwidth = "400 Gbit/s"\nshared = true\n'
+    )
+    fleet = read_fleet(str(path))
+    assert fleet.name == "ours" and fleet.ranks == 32 and fleet.device.name == "X1"
+    assert fleet.device.memory_bytes == 80 * _GIB and fleet.device.rate("bf16") == 989e12
+    assert fleet.device.rate("fp16") == 67e12  # which it does not have
+    assert (fleet.between.bytes_per_second, fleet.between.latency_seconds) == (50e9, pytest.approx(2e-6))
+    assert fleet.between.is_shared and fleet.inside is LINKS["nvlink4"]
+    assert (fleet.price_per_hour, fleet.currency, fleet.host_bytes) == (98.32, "USD", 2 << 40)
+    assert fleet_of(json.loads(json.dumps(fleet.as_json()))) == fleet
+
+
+def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(
+        'nodes = 0\ndevices = true\nbetwen = "x"\nprice = "9.8 USD"\nhost_memory = "2 GiB/s"\ninside = "nvlnk4"\n'
+        'host = 5\n[device]\nmemory = "80"\nbandwidth = "3 TB/s"\nkind = "tpu"\ncolour = "red"\n'
+        '[between]\nlatency = "2 hours"\nbandwidth = "-4 GB/s"\nshared = "yes"\n'
+    )
+    with pytest.raises(Problems) as caught:
+        read_fleet(str(path))
+    said = str(caught.value)
+    for words in (
+        "no betwen", "did you mean 'between'", "nodes = 0 is no count", "devices = True is no count",
+        "device.memory = '80' has no unit", "device.fp32 is missing", "device.kind = 'tpu' is none", "no device.colour",
+        "'nvlnk4' is no known link", "'hours' is no unit of seconds", "between.bandwidth = '-4 GB/s' is not positive",
+        "that is a unit of bytes a second", "did you mean 'USD/h'", "host = 5 is no link", "neither true nor false",
+    ):  # fmt: skip
+        assert words in said, words
+    assert all(str(path) in problem.where for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize("text", ["nodes = [", "\x00", "nodes = 1\nnodes = 2"])
+def test_a_file_that_is_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="can't be read"):
+        read_fleet(str(path))
+
+
+def test_a_file_without_a_device(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("nodes = 2\n")
+    with pytest.raises(UsageError, match="does not say which device"):
+        read_fleet(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "measures", "value"),
+    [
+        ("80 GiB", Measures.BYTES, 80 * _GIB),
+        ("80GB", Measures.BYTES, 80e9),
+        ("1,024 B", Measures.BYTES, 1024),
+        ("400 Gbit/s", Measures.BYTES_PER_SECOND, 50e9),
+        ("1e3 MB/s", Measures.BYTES_PER_SECOND, 1e9),
+        ("2 µs", Measures.SECONDS, 2e-6),
+        ("0.5 ms", Measures.SECONDS, 5e-4),
+        ("989 TFLOP/s", Measures.FLOPS, 989e12),
+        ("0.7 kW", Measures.WATTS, 700),
+        ("12 EUR/h", Measures.MONEY, 12),
+    ],
+)
+def test_quantities(text: str, measures: Measures, value: float) -> None:
+    assert read_quantity(text, measures=measures, name="it") == pytest.approx(value)
+
+
+@pytest.mark.parametrize("measures", list(Measures))
+@pytest.mark.parametrize(
+    "text", ["5", 5, None, "", "many", "-1 {}", "0 {}", "5 parsecs", "1e999 {}", "nan {}", ["5 {}"]]
+)
+def test_what_is_no_quantity(text: object, measures: Measures) -> None:
+    given = text.format(next(iter(UNITS[measures]))) if isinstance(text, str) else text
+    with pytest.raises(UsageError, match="it = "):
+        read_quantity(given, measures=measures, name="it")
+
+
+@pytest.mark.parametrize("name", list(DEVICES))
+def test_a_device_of_the_catalogue_can_be(name: str) -> None:
+    entry = DEVICES[name]
+    device = entry.device
+    assert device.name == name and device.source
+    assert 0 < device.reserve_bytes < device.memory_bytes / 4
+    assert {entry.inside, entry.between, entry.host} <= set(LINKS)
+    assert device.rate("fp32") > 0 and device.rate("float8") == device.rate("fp32")
+    if device.is_accelerator:
+        assert 5e12 < device.rate("fp32") <= device.rate("fp16") < 3e15
+        assert 5 < device.rate("fp16") / device.bytes_per_second / 2 < 500  # operations a number read
+        assert device.watts and 1e10 < device.rate("fp16") / device.watts < 1e13
+        assert device.bytes_per_second > LINKS[entry.inside].bytes_per_second
+    fleet = read_fleet(f"2x4x{name}")
+    assert fleet.ranks == 8 and name in str(fleet)
+
+
+@pytest.mark.parametrize("name", list(LINKS))
+def test_a_link_of_the_catalogue_can_be(name: str) -> None:
+    link = LINKS[name]
+    assert link.source and 1e-7 < link.latency_seconds < 1e-3 and 1e8 <= link.bytes_per_second <= 1e12
+
+
+def _ring(size: int, num_bytes: float, latency: float, rate: float) -> float:
+    """The naive version: every rank passes a piece on, size - 1 times."""
+    return sum(latency + num_bytes / size / rate for _ in range(size - 1))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_a_ring_inside_a_node(size: int) -> None:
+    fleet = read_fleet("2x8xH100-80G")
+    group, link = group_of(fleet, [(1, size)]), fleet.inside
+    assert group.all_gather(1e9) == pytest.approx(_ring(size, 1e9, link.latency_seconds, link.bytes_per_second))
+    assert group.all_reduce(1e9) == pytest.approx(2 * group.all_gather(1e9))
+    assert group.pass_on(1e9) == pytest.approx(link.latency_seconds + 1e9 / link.bytes_per_second)
+
+
+def test_a_group_of_one_sends_nothing() -> None:
+    group = group_of(read_fleet("8xH100-80G"), [(1, 1)])
+    assert group.all_gather(1e9) == group.all_reduce(1e9) == group.all_to_all(1e9) == group.pass_on(1e9) == 0
+
+
+def test_which_link_an_axis_takes() -> None:
+    fleet = read_fleet("4x8xH100-80G")
+    inside, between = fleet.inside.bytes_per_second, fleet.between.bytes_per_second
+    assert group_of(fleet, [(1, 8)]).bytes_per_second == inside
+    assert group_of(fleet, [(8, 4)]).bytes_per_second == between  # one of each node: its own port
+    assert group_of(fleet, [(4, 8)]).bytes_per_second == 2 * between  # two of each node
+    assert group_of(fleet, [(1, 32)]).bytes_per_second == min(inside, 8 * between)
+    assert group_of(fleet, [(8, 4)]).hop_bytes_per_second == between
+    slow = read_fleet("4x8xH100-80G@eth-100g")
+    assert group_of(slow, [(8, 4)]).bytes_per_second == slow.between.bytes_per_second / 8  # shared by all of a node
