@@ -49,11 +49,14 @@ def on_cpu(operation: Any, args: Any, kwargs: Any) -> Any:
 
 
 class Journey(dist.Work):
-    """A collective that is on its way until it is waited for, then `arrived` is called; an operation may return it."""
+    """A collective that is on its way until it is waited for, then `arrived` is called; an operation may return it.
 
-    def __init__(self, arrived: Callable[[], object]) -> None:
+    It `keeps` until then what it was given, as gloo does.
+    """
+
+    def __init__(self, arrived: Callable[[], object], *, keeps: Any = None) -> None:
         super().__init__()
-        self._arrived = arrived
+        self._arrived, self._keeps = arrived, keeps
 
     def begin(self) -> Any:
         """As operations return it; it lives until somebody waits."""
@@ -68,6 +71,7 @@ class Journey(dist.Work):
         """It has arrived."""
         if self in _UNDER_WAY:
             _UNDER_WAY.remove(self)
+            self._keeps = None
             self._arrived()
         return True
 

@@ -1,9 +1,10 @@
 """What a rank holds, in bytes: parameters, gradients, optimizer state, buffers, and everything else while it steps."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,13 +89,37 @@ class _Live:
     gone: "weakref.ref[UntypedStorage]"
 
 
+class Made:
+    """The memory that operations have given, as long as it is there."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
+
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """What an operation gave."""
+        for tensor in _within(result):
+            storage = tensor.untyped_storage()
+            place = id(storage)
+            if place not in self._storages:
+                self._storages[place] = weakref.ref(storage, partial(self._forget, place))
+
+    def _forget(self, place: int, _: object) -> None:
+        self._storages.pop(place, None)
+
+    def storages(self) -> list[UntypedStorage]:
+        """Those that are there."""
+        found = [known() for known in list(self._storages.values())]
+        return [storage for storage in found if storage is not None]
+
+
 class Watch(DispatchMode):
     """The most that this rank held at once while it is on, and what that was; memory of one kind of device.
 
     Every result of an operation is followed until its memory is let go, also what `fully_shard` empties and fills
     again. Use it around a step that is not the first: the optimizer's state must be there. `shares` as in `held_now`;
-    those that are copies count with the optimizer. `moment` knows what an operation needs within itself, which is no
-    result of any: the bytes at most while it runs, its results included; `beside`, what lies beside them meanwhile.
+    those that are copies count with the optimizer; `others` are there too, and activations. `moment` knows what an
+    operation needs within itself, which is no result of any: the bytes at most while it runs, its results included;
+    `beside`, what lies beside them meanwhile.
     """
 
     def __init__(
@@ -103,6 +128,7 @@ class Watch(DispatchMode):
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         shares: Sequence[Tensor] = (),
+        others: Iterable[UntypedStorage] = (),
         device: str = "cpu",
         moment: Callable[[Any, Any], int] | None = None,
         beside: Callable[[], int] | None = None,
@@ -122,6 +148,8 @@ class Watch(DispatchMode):
         for kind, tensors in self._known(model, optimizers, shares):
             for tensor in tensors:
                 self._follow(local(tensor).untyped_storage(), kind)
+        for storage in others:
+            self._follow(storage, "activations")
 
     def __enter__(self) -> "Watch":
         self._exits.enter_context(storage_resizes(self._resized))

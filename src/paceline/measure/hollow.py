@@ -46,8 +46,8 @@ class Emptied:
 class Hollow(DispatchMode):
     """Operations of this thread give tensors without numbers while it is on; `see` hears of each, as it ran.
 
-    Threads that hand tensors to each other share the `emptied`. `copies` says how many bytes the backend keeps of a
-    collective that is under way.
+    Threads that hand tensors to each other share the `emptied`. `copies` says how many bytes the backend copies for a
+    collective, and which of its tensors it keeps, both until it is waited for.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Hollow(DispatchMode):
         *,
         emptied: Emptied | None = None,
         see: Callable[[Any, Any, Any, Any], None] | None = None,
-        copies: Callable[[Any, Any], int] | None = None,
+        copies: Callable[[Any, Any], tuple[int, Any]] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._copies = copies
@@ -112,15 +112,14 @@ class Hollow(DispatchMode):
             self._emptied.add(tensor)
         if not isinstance(result, tuple):
             return result
-        num_bytes = 0 if self._copies is None else self._copies(func, args)
-        return (args[0], self._under_way(num_bytes) if num_bytes else result[1])
+        return (args[0], result[1] if self._copies is None else self._under_way(*self._copies(func, args)))
 
-    def _under_way(self, num_bytes: int) -> Any:
+    def _under_way(self, num_bytes: int, keeps: Any) -> Any:
         def arrived() -> None:
             self.copied_bytes -= num_bytes
 
         self.copied_bytes += num_bytes
-        return Journey(arrived).begin()
+        return Journey(arrived, keeps=keeps).begin()
 
     def _is_large(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
         """Whether it computes more floating-point numbers than are worth it."""

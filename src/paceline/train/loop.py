@@ -73,8 +73,7 @@ class Loop:
         self.anew = self._judge.anew
         self._evaluator = Evaluator(built)
         self._began = self._checked = cursor.step
-        kept = _KEPT if built.plan.rule.has_servers else 2 + built.step.lag
-        self._given: deque[StepInput] = deque(maxlen=kept)
+        self._given: deque[StepInput] = deque(maxlen=kept_batches(built))
 
     def batches(self) -> Iterator[StepInput]:
         """This replica's share of each step from where the run stands, until the run is over or stopped."""
@@ -274,3 +273,8 @@ class Loop:
             last = self._heard.last
             loss = last.loss if last is not None and self.built.world.device.type == "cpu" else 0.0
             self._pulse.beat(step=self.cursor.step, total=self.total_steps or 0, loss=loss)
+
+
+def kept_batches(built: Built) -> int:
+    """Of how many steps the loop keeps the batch: until it is known that none of its gradients is bad."""
+    return _KEPT if built.plan.rule.has_servers else 2 + built.step.lag

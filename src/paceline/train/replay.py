@@ -1,14 +1,17 @@
 """A run's own step, placed as it would be, on memory without numbers and ranks that are not there: what it holds."""
 
+import gc
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from paceline.feed.feed import make_feed
 from paceline.feed.types import Cut
 from paceline.job import Job
-from paceline.measure.held import Held, Watch, held_now
+from paceline.measure.held import Held, Made, Watch, held_now
 from paceline.measure.hollow import Hollow
 from paceline.measure.moments import gloo_copies, moment_bytes
 from paceline.measure.sent import Sent
@@ -23,6 +26,7 @@ from paceline.streams import preserved
 from paceline.torch_modes import nobody_there
 from paceline.train.built import build
 from paceline.train.imagined import Scene
+from paceline.train.loop import kept_batches
 
 _MOST_MICRO = 2  # beside the stages of a pipeline: from the second one on all are alike
 
@@ -78,7 +82,8 @@ def _together(job: Job, settings: Settings, plan: Plan, scene: Scene) -> list[Re
 
 def _stage(job: Job, settings: Settings, plan: Plan, scene: Scene, stage: int) -> Replayed:
     world = scene.world(stage, backend=plan.backend)
-    hollow = Hollow(emptied=scene.emptied, copies=gloo_copies if plan.backend == "gloo" else None)
+    made = Made()
+    hollow = Hollow(emptied=scene.emptied, see=made.see, copies=gloo_copies if plan.backend == "gloo" else None)
     with hollow:
         hollow.holds = False
         built = build(job=job, settings=settings, plan=plan, world=world)
@@ -95,22 +100,23 @@ def _stage(job: Job, settings: Settings, plan: Plan, scene: Scene, stage: int) -
             ),
             cursor=Cursor(),
         )
-        given = iter(feed)
         shares = [member.parameter for member in built.named]
         optimizers = built.update.optimizers
-        built.step.run(next(given))
-        second = next(given)
+        given = list(islice(feed, 2 if plan.rule.has_servers else kept_batches(built)))
+        built.step.run(given[-2])
+        gc.collect()  # what is in cycles goes sooner or later, and is no part of the step
         with (
             Sent() as sent,
             Watch(
                 model=built.model,
                 optimizers=optimizers,
                 shares=shares,
-                moment=moment_bytes,
+                others=made.storages(),
+                moment=partial(moment_bytes, threads=plan.threads),
                 beside=lambda: hollow.copied_bytes,
             ) as watch,
         ):
-            built.step.run(second)
+            built.step.run(given[-1])
         between = held_now(model=built.model, optimizers=optimizers, shares=shares)
         built.close()
     return Replayed(between=between, peak=watch.peak, kept_bytes=watch.kept_bytes, sent=sent.as_json())

@@ -71,21 +71,19 @@ class Spread:
     @torch.no_grad()
     def __call__(self) -> None:
         """Gather; a few units are under way at a time, so that no second copy of the model is held."""
+        rooms = [_Room(self._packings[turn::IN_FLIGHT]) for turn in range(IN_FLIGHT)]
         under_way: list[Callable[[], None]] = []
-        for packing in self._packings:
+        for turn, packing in enumerate(self._packings):
             if len(under_way) == IN_FLIGHT:
                 under_way.pop(0)()
-            under_way.append(self._start(packing))
+            under_way.append(self._start(packing, rooms[turn % IN_FLIGHT]))
         for land in under_way:
             land()
 
-    def _start(self, packing: Packing) -> Callable[[], None]:
-        place = self._world.rank
+    def _start(self, packing: Packing, room: "_Room") -> Callable[[], None]:
         shares = [self._shares[member.index] for member in packing.members]
-        first = shares[0].holder
-        chunk = torch.zeros(packing.chunk, dtype=first.dtype, device=first.device)
-        packing.put(chunk, [share.parameter.detach() for share in shares], place=place)
-        out = torch.empty(packing.places, packing.chunk, dtype=first.dtype, device=first.device)
+        out, chunk = room.lay(packing)
+        packing.put(chunk, [share.parameter.detach() for share in shares], place=self._world.rank)
         wait = start_all_gather(chunk, out=out, world=self._world)
 
         def land() -> None:
@@ -93,3 +91,25 @@ class Spread:
             packing.spread(out, [share.holder.detach() for share in shares])
 
         return land
+
+
+class _Room:
+    """Memory for one gather after another. gloo's thread lets go of a unit's tensors some time after it is waited for:
+    with new ones for each unit, now and then three units would be held in the place of two."""
+
+    def __init__(self, packings: Sequence[Packing]) -> None:
+        self._num_bytes = max((_bytes(packing) * (packing.places + 1) for packing in packings), default=0)
+        self._memory: Tensor | None = None
+
+    def lay(self, packing: Packing) -> tuple[Tensor, Tensor]:
+        """Every place's chunk, and this rank's own, of zeros."""
+        first = packing.members[0].parameter
+        if self._memory is None:
+            self._memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=first.device)
+        each, places = _bytes(packing), packing.places
+        out = self._memory[: each * places].view(first.dtype).view(places, packing.chunk)
+        return out, self._memory[each * places : each * (places + 1)].view(first.dtype).zero_()
+
+
+def _bytes(packing: Packing) -> int:
+    return packing.chunk * packing.members[0].parameter.element_size()

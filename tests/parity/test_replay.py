@@ -1,0 +1,87 @@
+"""A replayed step against a real one: what a run's processes had live, by the allocator's own account."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.memory.forecast import against, forecast
+from benchmarks.memory.measured import Setting, measure
+from benchmarks.memory.resident import resident_now
+from torch import nn
+
+import paceline as pl
+from paceline.errors import PacelineError
+from paceline.spec.task import Task
+from paceline.train import replay as replaying
+from paceline.train.ready import prepare
+from paceline.verbs.running import Common, make_task
+
+NEAR = 0.01
+SMALL: dict[str, Any] = {"depth": 2}
+
+
+def near(setting: Setting) -> None:
+    held = against(measure(setting))
+    assert held.exact, "parameters, gradients and optimizer"
+    assert abs(held.error) < NEAR, f"{held.error:+.2%} of {held.measured_bytes:,} bytes, in {held.phase}"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(family="unet", batch=4, job={"depth": 2}),
+        Setting(family="llama", layout="fsdp", ranks=2, job=SMALL),
+    ],
+    ids=str,
+)
+def test_what_it_holds_is_what_a_run_held(setting: Setting) -> None:
+    near(setting)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(family="resnet", layout="ddp", ranks=2, optimizer="sgd"),
+        Setting(family="gpt2", layout="pp", ranks=2, micro=2, job=SMALL),
+        Setting(family="mlp", layout="zero1", ranks=2, job=SMALL),
+        Setting(family="t5", layout="tp", ranks=2, job=SMALL),
+        Setting(family="nano", layout="dp_shard=2,cp=2", ranks=4, job=SMALL),
+        Setting(family="mixtral", layout="fsdp,remat=full", ranks=2, job=SMALL),
+    ],
+    ids=str,
+)
+def test_what_it_holds_is_what_a_larger_run_held(setting: Setting) -> None:
+    near(setting)
+
+
+def test_a_large_run_is_replayed_in_little_memory() -> None:
+    before = resident_now()
+    large = Setting(family="llama", layout="fsdp", ranks=64, batch=64, job={"width": 4096, "depth": 4, "length": 2048})
+    (found,) = forecast(large)
+    assert found.peak.total > 4 << 30
+    assert found.between.parameters * 60 < found.peak.total
+    assert resident_now() - before < 1 << 30
+
+
+def test_more_microbatches_hold_nothing_more_and_are_left_out() -> None:
+    few, many = (forecast(Setting(family="mlp", batch=batch, micro=2, job=SMALL))[0] for batch in (4, 32))
+    assert few.peak.total == many.peak.total
+
+
+def test_an_error_of_the_model_is_told_as_it_is() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Any) -> Any:
+            raise ValueError("a model of its own mind")
+
+    common = Common(ranks=1, layout="single", device="cpu", quiet=True)
+    task: Task = make_task("compare", "benchmarks.memory.jobs:mlp", common, [])
+    ready = prepare(task)
+    job: pl.Job = replace(ready.job, model=Broken)
+    with pytest.raises((PacelineError, ValueError), match="of its own mind"):
+        replaying.replay(job, ready.settings, ready.plan)
