@@ -17,7 +17,7 @@ from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.spec.words import size
 from paceline.store.disk import write_json
-from paceline.store.runs import RunFolder
+from paceline.store.planned import write_advice
 from paceline.train.learn import learn_facts
 from paceline.train.ready import Ready, prepare
 from paceline.train.replay import Replayed, replay, shortened
@@ -48,7 +48,9 @@ def plan(payload: Mapping[str, Any]) -> int:
     fleet = fleet_of(task.options["fleet"])
     facts = learn_facts(ready.job, ready.settings, most_ranks=fleet.ranks)
     advice, seen = _decided(ready, facts, fleet)
-    write_json(RunFolder(Path(task.run)).path / "answer-plan.json", _answer(advice, seen, facts, fleet))
+    answer = _answer(advice, seen, facts, fleet)
+    write_advice(Path(task.run), answer)
+    write_json(Path(task.run) / "answer-plan.json", answer)
     return 0
 
 

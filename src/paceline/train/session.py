@@ -30,6 +30,7 @@ from paceline.store.branch import set_aside
 from paceline.store.checkpoints import Loaded
 from paceline.store.disk import write_json, write_text
 from paceline.store.full import written
+from paceline.store.planned import write_decided
 from paceline.store.runs import RunFolder, run_of
 from paceline.streams import preserved
 from paceline.survive.signals import stop_flag
@@ -172,7 +173,7 @@ class Session:
         task, plan = self.ready.task, self.ready.plan
         write_text(self.run.path / "config.toml", as_toml(self.ready.asked))
         write_json(self.run.path / "job.json", asked_of(self.ready.job))
-        write_json(self.run.path / "plan.json", plan.as_json())
+        write_decided(self.run.path, plan.as_json())
         write_json(self.run.path / "env.json", environment(task.job))
         write_json(self.run.path / "task.json", task.as_json())
         for event in events:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.store.disk import write_text
+from paceline.store.planned import ADVICE
 from paceline.store.runs import RunFolder
 from paceline.watch.asked import settings_of, show_settings
 from paceline.watch.curves import show_curves, show_statistics, show_time
@@ -38,7 +39,7 @@ def page(run: RunFolder) -> str:
         show_settings(run),
         _notes(history),
         show_statistics(history),
-        _table("Plan", _flat(json_or_none(run.path / "plan.json"))),
+        _table("Plan", _flat(_decided(json_or_none(run.path / "plan.json")))),
         _table("Environment", _flat(json_or_none(run.path / "env.json"))),
     ]
     return document(f"{run.path.parent.name} · {run.path.name}", parts)
@@ -112,6 +113,11 @@ def _table(title: str, rows: dict[str, Any]) -> str:
         return ""
     body = "".join(f"<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>" for k, v in rows.items())
     return f"<section><details><summary>{title}</summary><table>{body}</table></details></section>"
+
+
+def _decided(plan: Any) -> Any:
+    """Without the advice that it was chosen from."""
+    return {key: item for key, item in plan.items() if key not in ADVICE} if isinstance(plan, dict) else plan
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

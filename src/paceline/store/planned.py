@@ -1,0 +1,56 @@
+"""plan.json: what was decided for a run, and beside it the advice that `plan` gave, in one file."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.store.disk import read_json, write_json
+
+NAME = "plan.json"
+ADVICE = ("case", "recommended", "plans", "limits", "facts", "efficiency", "cluster")
+
+
+def write_decided(folder: Path, decided: Mapping[str, Any]) -> None:
+    """What every rank follows, `Plan.as_json`; advice that is there stays."""
+    advice = {key: value for key, value in _found(folder / NAME).items() if key in ADVICE}
+    write_json(folder / NAME, {**decided, **advice})
+
+
+def write_advice(folder: Path, advice: Mapping[str, Any]) -> None:
+    """The answer to `plan`: those of its keys that are in `ADVICE`; what was decided stays."""
+    decided = {key: value for key, value in _found(folder / NAME).items() if key not in ADVICE}
+    write_json(folder / NAME, {**decided, **{key: advice[key] for key in ADVICE if key in advice}})
+
+
+def has_advice(folder: Path) -> bool:
+    """Whether `plan` has answered there."""
+    return "plans" in _found(folder / NAME)
+
+
+def read_advice(path: Path) -> dict[str, Any]:
+    """What `write_advice` wrote, of a run's folder or of the file.
+
+    Raises:
+        UsageError: there is none.
+    """
+    file = path / NAME if path.is_dir() else path
+    if not file.exists():
+        raise UsageError(f"there is no plan in {path}.", hint="paceline plan job.py --run-dir FOLDER writes one")
+    found = _found(file)
+    if "plans" not in found:
+        raise UsageError(
+            f"{file} has no layouts in it.",
+            cause="a run that was not planned, or no file of `paceline plan`",
+            hint="paceline plan job.py --run-dir FOLDER writes one",
+        )
+    return {key: value for key, value in found.items() if key in ADVICE}
+
+
+def _found(file: Path) -> dict[str, Any]:
+    """Nothing where it can't be read: what is decided anew goes over it."""
+    try:
+        found = read_json(file)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
