@@ -134,6 +134,8 @@ def test_more_ranks_than_samples() -> None:
     with pytest.raises(LayoutError, match="there is no layout of the model on 8 × T4") as caught:
         advise(Forecast(facts=facts, fleet=read_fleet("8xT4")))
     assert "a global batch of 8 or more" in str(caught.value)
+    with pytest.raises(LayoutError, match="there is no layout of the model on 8 × T4"):
+        advise(Forecast(facts=replace(facts, name=""), fleet=read_fleet("8xT4")))
 
 
 def test_families_that_the_model_or_the_optimizer_refuses_say_why() -> None:
@@ -158,6 +160,9 @@ def test_after_a_run_without_memory_the_next_plan_needs_less() -> None:
     second = advise(forecasts.below(0.9 * first.peak_bytes)).recommended
     assert second.peak_bytes <= 0.9 * first.peak_bytes and second.step_seconds >= first.step_seconds
     assert forecasts.below(1e15).fleet == forecasts.fleet
+    rows = advise(forecasts.below(0.9 * first.peak_bytes).below(0.8 * first.peak_bytes)).rows
+    assert all(" of 80.0 GiB are left" in row.why for row in rows if row.why.startswith(("compute", "waiting")))
+    assert " of 80.0 GiB are left" in rows[0].why
 
 
 def test_differences_name_what_changed_and_what_it_did() -> None:

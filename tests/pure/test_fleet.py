@@ -84,6 +84,17 @@ def test_a_file(tmp_path: Path) -> None:
     assert fleet_of(json.loads(json.dumps(fleet.as_json()))) == fleet
 
 
+def test_a_reserve_and_a_latency_may_be_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ideal.toml"
+    device = '[device]\nmemory = "{}"\nreserve = "0 B"\nbandwidth = "1 TB/s"\nfp32 = "1 TFLOP/s"\n'
+    path.write_text(device.format("1 GiB") + '[inside]\nlatency = "0 s"\nbandwidth = "1 GB/s"\n')
+    fleet = read_fleet(str(path))
+    assert (fleet.device.reserve_bytes, fleet.inside.latency_seconds) == (0.0, 0.0)
+    path.write_text(device.format("0 GiB"))
+    with pytest.raises(UsageError, match=r"device\.memory = '0 GiB' is not positive"):
+        read_fleet(str(path))
+
+
 def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(

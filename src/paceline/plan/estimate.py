@@ -11,8 +11,8 @@ from paceline.plan.seconds import Seconds
 class Estimate:
     """What a candidate is forecast to take: bytes of its fullest rank, seconds of its step, money where it is known.
 
-    `stages` are the blocks of each stage; `limit_bytes` is a device's memory, `host_limit_bytes` a rank's share of its
-    host's, None where it is not known. `price` is that of one step.
+    `stages` are the blocks of each stage; `limit_bytes` is what it may take of a device's `device_bytes`,
+    `host_limit_bytes` a rank's share of its host's, None where it is not known. `price` is that of one step.
     """
 
     candidate: Candidate
@@ -21,6 +21,7 @@ class Estimate:
     stages: tuple[int, ...]
     num_micro: int
     limit_bytes: float
+    device_bytes: float
     host_limit_bytes: float | None = None
     price: float | None = None
     currency: str = ""
@@ -52,7 +53,7 @@ class Estimate:
 
     @property
     def over_bytes(self) -> float:
-        """How much too much it is on the device; negative: how much is left."""
+        """How much more it is than it may be; negative: how much less."""
         return self.peak_bytes - self.limit_bytes
 
     @property

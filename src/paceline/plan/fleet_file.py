@@ -27,6 +27,7 @@ _DEVICE = {
     "reserve": Measures.BYTES,
     "watts": Measures.WATTS,
 }
+_OR_ZERO = ("reserve", "latency")
 _LINK = {"latency": Measures.SECONDS, "bandwidth": Measures.BYTES_PER_SECOND}
 _EXAMPLE = 'device = "H100-80G", nodes = 4, devices = 8, between = "ib-ndr"'
 
@@ -132,7 +133,9 @@ class _Reading:
             if name in tree:
                 try:
                     where = f"{self.path}, {prefix}{name}"
-                    yield name, read_quantity(tree[name], measures=kind, name=f"{prefix}{name}", where=where)
+                    zero = name in _OR_ZERO
+                    full = f"{prefix}{name}"
+                    yield name, read_quantity(tree[name], measures=kind, name=full, where=where, or_zero=zero)
                 except UsageError as error:
                     self.problems.append(error)
 

@@ -22,9 +22,17 @@ _HOUR = 3600.0
 class Forecast:
     """One model on one cluster. Remembers what many candidates share, so that each costs little."""
 
-    def __init__(self, *, facts: ModelFacts, fleet: Fleet, efficiency: Efficiency | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        facts: ModelFacts,
+        fleet: Fleet,
+        efficiency: Efficiency | None = None,
+        device_bytes: float | None = None,
+    ) -> None:
         self.facts = facts
         self.fleet = fleet
+        self.device_bytes = device_bytes or fleet.device.memory_bytes
         self.efficiency = efficiency or usual(fleet.device)
         self._works: dict[Hashable, tuple[Work, ...]] = {}
         self._stages: dict[Hashable, tuple[Stage, ...]] = {}
@@ -59,6 +67,7 @@ class Forecast:
             stages=stages,
             num_micro=self.num_micro(candidate),
             limit_bytes=self.fleet.device.memory_bytes,
+            device_bytes=self.device_bytes,
             host_limit_bytes=self.host_limit_bytes,
             price=None if price is None else price * self.fleet.nodes * seconds.step_seconds / _HOUR,
             currency=self.fleet.currency,
@@ -67,7 +76,8 @@ class Forecast:
     def below(self, peak_bytes: float) -> "Forecast":
         """The same on devices of which no more is to be used: after a run that was forecast to fit did not."""
         device = replace(self.fleet.device, memory_bytes=min(peak_bytes, self.fleet.device.memory_bytes))
-        return Forecast(facts=self.facts, fleet=replace(self.fleet, device=device), efficiency=self.efficiency)
+        fleet = replace(self.fleet, device=device)
+        return Forecast(facts=self.facts, fleet=fleet, efficiency=self.efficiency, device_bytes=self.device_bytes)
 
     @property
     def host_limit_bytes(self) -> float | None:

@@ -42,8 +42,8 @@ _EXAMPLES = {
 }
 
 
-def read_quantity(text: object, *, measures: Measures, name: str, where: str = "") -> float:
-    """In bytes, bytes a second, seconds, operations a second, watts, or money an hour.
+def read_quantity(text: object, *, measures: Measures, name: str, where: str = "", or_zero: bool = False) -> float:
+    """In bytes, bytes a second, seconds, operations a second, watts, or money an hour; `or_zero` where none may be.
 
     Raises:
         UsageError: no unit, one of something else or an unknown one, or a number that is not positive.
@@ -62,7 +62,7 @@ def read_quantity(text: object, *, measures: Measures, name: str, where: str = "
             hint=hint,
         )
     value = float(written[1].replace(",", "").replace("_", "")) * size
-    if not 0 < value < float("inf"):
+    if not (value > 0 or (or_zero and value == 0)) or value == float("inf"):
         raise UsageError(f"{name} = {text!r} is not positive.", where=where, hint=hint)
     return value
 

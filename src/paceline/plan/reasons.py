@@ -29,8 +29,8 @@ _TIMES = (2, 4, 8, 16, 32)
 
 def of_recommended(estimate: Estimate) -> str:
     """What the step goes to, and how much memory is left."""
-    left = size(round(max(0.0, -estimate.over_bytes)))
-    return f"{_shares(estimate)}; {left} of {size(round(estimate.limit_bytes))} are left"
+    left = size(round(max(0.0, estimate.device_bytes - estimate.peak_bytes)))
+    return f"{_shares(estimate)}; {left} of {size(round(estimate.device_bytes))} are left"
 
 
 def of_simple(estimate: Estimate, quickest: Estimate) -> str:
@@ -93,15 +93,16 @@ def no_candidate(family: str, forecast: Forecast) -> str:
 def nothing_fits(forecast: Forecast, grid: Grid, nearest: Estimate | None) -> LayoutError:
     """The error, with the nearest layout and a cluster on which one fits."""
     fleet, facts = forecast.fleet, forecast.facts
+    name = facts.name or "the model"
     if nearest is None:
         samples = many(facts.global_batch_size, "sample")
         return LayoutError(
-            f"there is no layout of {facts.name} on {fleet}.",
+            f"there is no layout of {name} on {fleet}.",
             cause=f"{many(fleet.ranks, 'rank')} leave more replicas than the {samples} of a step",
             hint=f"a global batch of {fleet.ranks} or more, or fewer ranks",
         )
     return LayoutError(
-        f"no layout of {facts.name} fits on {fleet}.",
+        f"no layout of {name} fits on {fleet}.",
         cause=f"the nearest is {nearest.candidate}: {of_misfit(nearest)}",
         hint=_where_it_fits(forecast, grid, nearest),
     )
