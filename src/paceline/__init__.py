@@ -15,6 +15,7 @@ _PUBLIC = {
     "train": "paceline.verbs.train",
     "verify": "paceline.verbs.verify",
     "plan": "paceline.verbs.plan",
+    "simulate": "paceline.verbs.simulate",
     "evaluate": "paceline.verbs.evaluate",
     "compare": "paceline.verbs.compare",
     "report": "paceline.verbs.report",

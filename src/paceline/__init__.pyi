@@ -19,6 +19,7 @@ from paceline.verbs.compare import compare as compare
 from paceline.verbs.evaluate import evaluate as evaluate
 from paceline.verbs.plan import plan as plan
 from paceline.verbs.report import report as report
+from paceline.verbs.simulate import simulate as simulate
 from paceline.verbs.train import train as train
 from paceline.verbs.verify import verify as verify
 from paceline.world import World as World

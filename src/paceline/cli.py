@@ -23,6 +23,7 @@ usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.modu
   train JOB           train; --ranks N processes, --layout ddp|fsdp|pp|tp|..., --resume
   verify JOB          check that a layout is the same training as one process
   plan JOB            which layouts fit, how fast, and why: --cluster 8xH100-80G, or here with --ranks N
+  simulate JOB        a step on virtual time on thousands of ranks; what failures leave: --failures "50000 h"
   train and verify    --update pipedream|2bw|hogwild|local|diloco|ps, --compress bf16|fp16|int8|powersgd|topk
   evaluate [RUN]      exact metrics of a checkpoint
   compare RUN RUN     two runs side by side; where their recordings part

@@ -63,7 +63,7 @@ def test_advice_is_what_was_found(seed: int) -> None:
     assert advice.recommended.fits and advice.recommended.step_seconds <= 1.02 * quickest
     assert len({row.family for row in advice.rows}) == len(advice.rows)
     assert {row.family for row in advice.rows} <= set(FAMILIES)
-    assert all(row.why for row in advice.rows)
+    assert all(row.says for row in advice.rows)
     for row in advice.rows:
         for change in row.changes:
             assert not row.estimate.fits and change.estimate.fits
@@ -75,7 +75,7 @@ def test_advice_is_what_was_found(seed: int) -> None:
 def test_json_has_its_fixed_keys_and_reads_back() -> None:
     advice = advise(made(LLAMA_8B, "8xH100-80G"))
     answer = advice.as_json()
-    assert set(answer) == {"case", "recommended", "plans"}
+    assert set(answer) == {"case", "recommended", "plans", "limits"}
     assert json.loads(json.dumps(answer)) == answer
     assert answer["case"] == 2 and answer["recommended"] == answer["plans"][0]["layout"]
     for plan in answer["plans"]:
@@ -99,7 +99,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_change_it() -> None:
     forecasts = made(LLAMA_8B, "8xH100-80G")
     asked = forecasts.estimate(Candidate(dp_replicate=8, micro_batch_size=1, precision="bf16"))
     row = judged(forecasts, asked)
-    assert not asked.fits and " too much: " in row.why and 1 <= len(row.changes) <= 3
+    assert not asked.fits and " too much: " in row.says and 1 <= len(row.changes) <= 3
     assert all(change.estimate.fits and "dp" in str(change) and " GiB, " in str(change) for change in row.changes)
     times = [change.seconds for change in row.changes]
     assert times == sorted(times)
@@ -161,8 +161,8 @@ def test_after_a_run_without_memory_the_next_plan_needs_less() -> None:
     assert second.peak_bytes <= 0.9 * first.peak_bytes and second.step_seconds >= first.step_seconds
     assert forecasts.below(1e15).fleet == forecasts.fleet
     rows = advise(forecasts.below(0.9 * first.peak_bytes).below(0.8 * first.peak_bytes)).rows
-    assert all(" of 80.0 GiB are left" in row.why for row in rows if row.why.startswith(("compute", "waiting")))
-    assert " of 80.0 GiB are left" in rows[0].why
+    assert all(" of 80.0 GiB are left" in row.says for row in rows if row.fits)
+    assert rows[0].fits and "80.0 GiB" in rows[0].says
 
 
 def test_differences_name_what_changed_and_what_it_did() -> None:

@@ -11,40 +11,69 @@ from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid
 from paceline.plan.least import least_memory
-from paceline.plan.reasons import limits, no_candidate, nothing_fits, of_misfit, of_other, of_recommended, of_simple
+from paceline.plan.reasons import (
+    left_of,
+    limits,
+    no_candidate,
+    nothing_fits,
+    of_misfit,
+    of_other,
+    of_recommended,
+    of_simple,
+)
 from paceline.plan.search import key_of, search_each
-from paceline.spec.words import duration, size
+from paceline.spec.words import exactly, size
 
 _ALIKE = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One layout, with one line that says why it is where it is; `changes` would make one fit that does not."""
+    """One layout, with a line on its time, which one that does not fit needs not; `changes` would make that fit.
+
+    `replayed`: its memory was counted, not reckoned. `refused` says why it can't be had after all.
+    """
 
     family: str
     estimate: Estimate
-    why: str
+    why: str = ""
     changes: tuple[Change, ...] = ()
+    replayed: bool = False
+    refused: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can be had, and no rank needs more than it has."""
+        return self.estimate.fits and not self.refused
+
+    @property
+    def says(self) -> str:
+        """Why it is where it is."""
+        if self.refused or not self.fits:
+            return self.refused or of_misfit(self.estimate)
+        return f"{self.why or of_recommended(self.estimate)}; {left_of(self.estimate)}"
 
     def as_json(self) -> dict[str, Any]:
         """Fixed keys: `layout`, `fits`, `peak_bytes`, its `parts`, `step_seconds`, `why`; others may come and go."""
         found = self.estimate
         return {
             "layout": found.layout,
-            "fits": found.fits,
+            "fits": self.fits,
             "peak_bytes": round(found.peak_bytes),
             "parts": {name: round(value) for name, value in found.memory.parts.items()},
             "step_seconds": found.step_seconds,
-            "why": self.why,
+            "why": self.says,
             "family": self.family,
+            "replayed": self.replayed,
             "seconds": found.seconds.parts,
             "microbatches": found.num_micro,
             "settings": found.settings,
             "host_bytes": round(found.memory.host_bytes),
             "price": found.price,
             "changes": [
-                {"change": change.says, "step_seconds": change.estimate.step_seconds} for change in self.changes
+                {"change": change.says, "step_seconds": change.estimate.step_seconds}
+                for change in self.changes
+                if not self.fits
             ],
         }
 
@@ -69,6 +98,7 @@ class Advice:
             "case": self.case.number,
             "recommended": self.recommended.layout,
             "plans": [row.as_json() for row in self.rows],
+            "limits": list(self.limits),
         }
 
     def lines(self) -> Iterator[str]:
@@ -76,21 +106,26 @@ class Advice:
         best = self.recommended
         yield f"case {self.case.number}: {self.case.says}"
         yield f"recommended: --layout {best.layout}" + "".join(f" --{k} {v}" for k, v in best.settings.items())
-        yield f"  {self.rows[0].why}"
+        yield f"  {self.rows[0].says}"
         yield from (f"  {line}" for line in self.limits)
         yield "of each family the best:"
-        width = max(len(str(row.estimate.candidate)) for row in self.rows)
-        for row in self.rows:
-            mark = "fits" if row.estimate.fits else "does not fit"
-            found = row.estimate
-            money = f"  {found.price:.2f} {found.currency}" if found.price is not None else ""
-            yield (
-                f"  {found.candidate!s:{width}}  {mark}  {size(round(found.peak_bytes))}  "
-                f"{duration(found.step_seconds)}{money}"
-            )
-            yield f"    {row.why}"
-            yield from (f"    {change}" for change in row.changes)
+        yield from row_lines(self.rows)
         yield from (f"  {line}" for line in self.missing)
+
+
+def row_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """One line each with bytes and seconds, and under it why."""
+    width = max((len(str(row.estimate.candidate)) for row in rows), default=0)
+    for row in rows:
+        mark = "refused" if row.refused else "fits" if row.fits else "does not fit"
+        found = row.estimate
+        money = f"  {found.price:.2f} {found.currency}" if found.price is not None else ""
+        yield (
+            f"  {found.candidate!s:{width}}  {mark}  {size(round(found.peak_bytes))}{' (replayed)' * row.replayed}  "
+            f"{exactly(found.step_seconds)}{money}"
+        )
+        yield f"    {row.says}"
+        yield from (f"    {change}" for change in row.changes if not row.fits)
 
 
 def advise(forecast: Forecast, *, others: Sequence[Forecast] = (), grid: Grid | None = None) -> Advice:
@@ -142,4 +177,4 @@ def judged(forecast: Forecast, estimate: Estimate, *, grid: Grid | None = None) 
     if estimate.fits:
         return Row(family=family, estimate=estimate, why=of_recommended(estimate))
     changes = cheapest_changes(forecast, estimate, grid=grid)
-    return Row(family=family, estimate=estimate, why=of_misfit(estimate), changes=changes)
+    return Row(family=family, estimate=estimate, changes=changes)

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 from paceline.plan.candidate import Candidate
 from paceline.plan.estimate import Estimate
-from paceline.spec.words import duration, size
+from paceline.spec.words import exactly, size
 
 _NAMES = tuple(field.name for field in fields(Candidate))
 _SMALL = 0.005
@@ -19,8 +19,8 @@ def differences(one: Estimate, other: Estimate) -> tuple[str, ...]:
     return (
         f"{one.candidate} -> {other.candidate}",
         f"changed: {', '.join(changed) or 'nothing'}",
-        f"step: {duration(one.step_seconds)} -> {duration(other.step_seconds)} ({change:+.1%})"
-        + "".join(f"; {name} {'+' if by > 0 else '-'}{duration(abs(by))}" for name, by in seconds),
+        f"step: {exactly(one.step_seconds)} -> {exactly(other.step_seconds)} ({change:+.1%})"
+        + "".join(f"; {name} {'+' if by > 0 else '-'}{exactly(abs(by))}" for name, by in seconds),
         f"peak: {size(int(one.peak_bytes))} -> {size(int(other.peak_bytes))}"
         + "".join(f"; {name} {'+' if by > 0 else '-'}{size(int(abs(by)))}" for name, by in memory),
     )

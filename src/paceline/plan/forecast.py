@@ -101,18 +101,25 @@ class Forecast:
 
     def seconds(self, candidate: Candidate) -> Seconds:
         """Of one optimizer step."""
-        stages, counts, groups = self.all_stages(candidate), self._cut(candidate)[0], self.groups(candidate)
-        made = dict(zip(counts, stages, strict=True))
-        ends = [
-            end_of(
+        stages, hop = self.all_stages(candidate), self.hop_seconds(candidate)
+        end = max(self.ends(candidate).values(), key=lambda found: sum(found.values()))
+        return seconds_of(candidate, stages, micro=self.num_micro(candidate), hop=hop, end=end)
+
+    def ends(self, candidate: Candidate) -> dict[tuple[Counts, ...], dict[str, float]]:
+        """What comes once a step, by the stages that a rank holds."""
+        groups = self.groups(candidate)
+        made = dict(zip(self.counts(candidate), self.all_stages(candidate), strict=True))
+        return {
+            own: end_of(
                 candidate, made[own[0]], self.elements(candidate, own), facts=self.facts,
                 device=self.fleet.device, groups=groups, efficiency=self.efficiency,
             )
             for _, own in self.ranks(candidate)
-        ]  # fmt: skip
-        end = max(ends, key=lambda found: sum(found.values()))
-        hop = self.hop_seconds(candidate)
-        return seconds_of(candidate, stages, micro=self.num_micro(candidate), hop=hop, end=end)
+        }  # fmt: skip
+
+    def counts(self, candidate: Candidate) -> tuple[Counts, ...]:
+        """The parts of each stage."""
+        return self._cut(candidate)[0]
 
     def all_stages(self, candidate: Candidate) -> tuple[Stage, ...]:
         """Seconds of every stage, with what data parallelism sends in every microbatch."""

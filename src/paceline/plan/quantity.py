@@ -10,6 +10,7 @@ _WRITTEN = re.compile(r"\s*([+-]?[0-9][0-9_,]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)
 _STEPS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _POWERS = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
 _BYTES = {f"{step}B": size for step, size in (_STEPS | _POWERS).items()}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _BITS = {f"{step}bit": size / 8 for step, size in _STEPS.items()}
 
 
@@ -19,6 +20,7 @@ class Measures(StrEnum):
     BYTES = "bytes"
     BYTES_PER_SECOND = "bytes a second"
     SECONDS = "seconds"
+    TIME = "time"
     FLOPS = "floating-point operations a second"
     WATTS = "watts"
     MONEY = "money an hour"
@@ -27,7 +29,8 @@ class Measures(StrEnum):
 UNITS: dict[Measures, dict[str, float]] = {
     Measures.BYTES: _BYTES,
     Measures.BYTES_PER_SECOND: {f"{unit}/s": size for unit, size in (_BYTES | _BITS).items()},
-    Measures.SECONDS: {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
+    Measures.SECONDS: _SECONDS,
+    Measures.TIME: _SECONDS | {"min": 60.0, "h": 3600.0, "d": 86_400.0},
     Measures.FLOPS: {f"{step}FLOP/s": size for step, size in _STEPS.items()},
     Measures.WATTS: {"W": 1.0, "kW": 1e3},
     Measures.MONEY: {"USD/h": 1.0, "EUR/h": 1.0, "GBP/h": 1.0, "CHF/h": 1.0},
@@ -36,6 +39,7 @@ _EXAMPLES = {
     Measures.BYTES: "80 GiB",
     Measures.BYTES_PER_SECOND: "400 Gbit/s",
     Measures.SECONDS: "2 us",
+    Measures.TIME: "50000 h",
     Measures.FLOPS: "989 TFLOP/s",
     Measures.WATTS: "700 W",
     Measures.MONEY: "98.32 USD/h",

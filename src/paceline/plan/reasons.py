@@ -8,9 +8,9 @@ from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid
 from paceline.plan.least import least_memory
 from paceline.plan.search import search
-from paceline.spec.words import duration, many, size
+from paceline.spec.words import exactly, many, size
 
-_SPENT = {
+SPENT_ON = {
     "compute": "compute",
     "again": "activations computed again",
     "tensor": "messages of tp",
@@ -28,9 +28,14 @@ _TIMES = (2, 4, 8, 16, 32)
 
 
 def of_recommended(estimate: Estimate) -> str:
-    """What the step goes to, and how much memory is left."""
+    """What the step goes to."""
+    return _shares(estimate)
+
+
+def left_of(estimate: Estimate) -> str:
+    """How much memory a device has beside."""
     left = size(round(max(0.0, estimate.device_bytes - estimate.peak_bytes)))
-    return f"{_shares(estimate)}; {left} of {size(round(estimate.device_bytes))} are left"
+    return f"{left} of {size(round(estimate.device_bytes))} are left"
 
 
 def of_simple(estimate: Estimate, quickest: Estimate) -> str:
@@ -41,12 +46,12 @@ def of_simple(estimate: Estimate, quickest: Estimate) -> str:
 
 def of_other(estimate: Estimate, best: Estimate) -> str:
     """How much slower than the recommended one, and what takes longer."""
-    more = {name: estimate.seconds.parts[name] - best.seconds.parts[name] for name in _SPENT}
+    more = {name: estimate.seconds.parts[name] - best.seconds.parts[name] for name in SPENT_ON}
     worst = max(more, key=lambda name: more[name])
     times = estimate.step_seconds / best.step_seconds
     if more[worst] <= 0:
         return f"{times:.2f} times as long"
-    return f"{times:.2f} times as long: {_SPENT[worst]} +{duration(more[worst])}"
+    return f"{times:.2f} times as long: {SPENT_ON[worst]} +{exactly(more[worst])}"
 
 
 def of_misfit(estimate: Estimate) -> str:
@@ -55,20 +60,21 @@ def of_misfit(estimate: Estimate) -> str:
     most = sorted(parts, key=lambda name: -parts[name])[:2]
     said = ", ".join(f"{name} {size(round(parts[name]))}" for name in most)
     if estimate.over_bytes > 0:
-        return f"{size(round(estimate.over_bytes))} too much: {said}"
+        more = "; replays hold more than is forecast" if estimate.limit_bytes < estimate.device_bytes else ""
+        return f"{size(round(estimate.over_bytes))} too much: {said}{more}"
     return f"the host would hold {size(round(estimate.memory.host_bytes))} a rank, more than it has"
 
 
 def limits(forecast: Forecast, best: Estimate, grid: Grid) -> tuple[str, ...]:
     """What would make a step quicker: the largest part of its time; and memory, if that keeps a quicker one out."""
-    found = [f"limited by {_SPENT[_largest(best)]}"]
+    found = [f"limited by {SPENT_ON[_largest(best)]}"]
     device = replace(forecast.fleet.device, memory_bytes=2 * forecast.fleet.device.memory_bytes)
     roomy = Forecast(facts=forecast.facts, fleet=replace(forecast.fleet, device=device), efficiency=forecast.efficiency)
     freer = search(roomy, grid=grid).first
     if freer is not None and freer.step_seconds < _GAIN * best.step_seconds:
         more = freer.peak_bytes - best.limit_bytes
         gain = best.step_seconds - freer.step_seconds
-        what = f"with {size(round(more))} more a device, {freer.candidate} would be {duration(gain)} quicker"
+        what = f"with {size(round(more))} more a device, {freer.candidate} would be {exactly(gain)} quicker"
         found.append(f"and by memory: {what}")
     return tuple(found)
 
@@ -124,11 +130,11 @@ def _where_it_fits(forecast: Forecast, grid: Grid, nearest: Estimate) -> str:
 
 def _largest(estimate: Estimate) -> str:
     parts = estimate.seconds.parts
-    return max(_SPENT, key=lambda name: parts[name])
+    return max(SPENT_ON, key=lambda name: parts[name])
 
 
 def _shares(estimate: Estimate) -> str:
     parts = estimate.seconds.parts
-    most = sorted(_SPENT, key=lambda name: -parts[name])
+    most = sorted(SPENT_ON, key=lambda name: -parts[name])
     said = [name for name in most if parts[name] >= _LEAST * estimate.step_seconds][:4]
-    return ", ".join(f"{_SPENT[name]} {parts[name] / estimate.step_seconds:.0%}" for name in said)
+    return ", ".join(f"{SPENT_ON[name]} {parts[name] / estimate.step_seconds:.0%}" for name in said)

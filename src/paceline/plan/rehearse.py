@@ -114,14 +114,14 @@ def rehearse(
     followed = {key: with_slow(key) for key in set(kinds.values())}
     by_replica = {replica: followed[key] for replica, key in kinds.items()} | {-1: alike}
     free_step = max(alone.ends) + update_seconds
-    alike_step = _step([alike], collectives) + update_seconds
+    alike_step = last_done([alike], collectives) + update_seconds
     compute = _compute_seconds(program, costs) + update_seconds
     return Rehearsal(
         ranks=replicas * program.num_ranks * ranks_a_stage,
         compute_seconds=compute,
         bubble_seconds=free_step - compute,
         exposed_seconds=alike_step - free_step,
-        slow_seconds=_step([*followed.values()] or [alike], collectives) + update_seconds - alike_step,
+        slow_seconds=last_done([*followed.values()] or [alike], collectives) + update_seconds - alike_step,
         followed=by_replica,
     )
 
@@ -134,7 +134,7 @@ def _kinds(slow: Iterable[SlowRank]) -> dict[int, tuple[SlowRank, ...]]:
     return {replica: tuple(sorted(own, key=lambda one: (one.rank, one.factor))) for replica, own in found.items()}
 
 
-def _step(followed: Sequence[Followed], collectives: Sequence[Collective]) -> float:
+def last_done(followed: Sequence[Followed], collectives: Sequence[Collective]) -> float:
     """When the last rank is done, its gradients' collectives included, if these are the slowest replicas."""
     program = followed[0].program
     last = [_last_computes(found) for found in followed]

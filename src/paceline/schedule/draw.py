@@ -8,6 +8,7 @@ from math import floor, log10
 from paceline.schedule.program import Action, Op
 from paceline.schedule.strip import names_stages
 from paceline.schedule.timeline import Span, Timeline
+from paceline.spec.words import many
 
 _HEAD, _TAIL, _ROW, _CELL, _TITLE, _FOOT = 58, 128, 32, 28, 34, 52
 _WORDS = {
@@ -69,7 +70,7 @@ def _panel(timeline: Timeline, scale: _Scale) -> str:
     with_stage = names_stages(rows)
     ways = {stage: n for row in rows for n, stage in enumerate(sorted({action.stage for action in row}))}
     held = timeline.peak_activations()
-    heading = f"{timeline.name} · {timeline.num_ranks} ranks · bubble {timeline.bubble:.1%}"
+    heading = f"{timeline.name} · {many(timeline.num_ranks, 'rank')} · bubble {timeline.bubble:.1%}"
     found = [f'<text class="t" x="{_HEAD}" y="20">{escape(heading)}</text>']
     end = scale.x(scale.seconds)
     for rank in range(timeline.num_ranks):

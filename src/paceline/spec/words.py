@@ -32,3 +32,18 @@ def size(num_bytes: int) -> str:
 def duration(seconds: float) -> str:
     """Milliseconds, or seconds from one second on."""
     return f"{seconds:.1f} s" if seconds >= 1.0 else f"{seconds * 1e3:.0f} ms"
+
+
+def exactly(seconds: float) -> str:
+    """To three digits and more: `345 ms`, `12.34 s`, `0.12 ms`."""
+    if seconds >= 1.0:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.2f} ms"
+
+
+def long_duration(seconds: float) -> str:
+    """In the unit in which it is a number to read: `12.5 s`, `34.9 min`, `3.1 h`, `50,000 h`."""
+    for unit, each in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * each:
+            return f"{seconds / each:,.0f} {unit}" if seconds >= 100 * each else f"{seconds / each:.1f} {unit}"
+    return duration(seconds)

@@ -1,17 +1,20 @@
 """What runs for `plan`, in one process: the job's numbers, the search, and the finalists replayed as they would run."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.plan.advice import Advice, advise
+from paceline.plan.advice import Advice, Row, advise
 from paceline.plan.candidate import Candidate
+from paceline.plan.efficiency import usual
 from paceline.plan.facts import ModelFacts
 from paceline.plan.forecast import Forecast
 from paceline.plan.hardware import Fleet, fleet_of
+from paceline.plan.judged import Judged, judge
+from paceline.plan.memory import PARTS, Memory
 from paceline.plan.settle import Cluster, Facts, Plan, settle
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
@@ -47,8 +50,10 @@ def plan(payload: Mapping[str, Any]) -> int:
     ready = replace(ready, job=built_once(ready.job, seed=ready.settings.seed))
     fleet = fleet_of(task.options["fleet"])
     facts = learn_facts(ready.job, ready.settings, most_ranks=fleet.ranks)
-    advice, seen = _decided(ready, facts, fleet)
-    answer = _answer(advice, seen, facts, fleet)
+    if task.options.get("layouts"):
+        answer = _answer(*_judged(ready, facts, fleet, task.options["layouts"]), facts, fleet)
+    else:
+        answer = _answer(*_decided(ready, facts, fleet), facts, fleet)
     write_advice(Path(task.run), answer)
     write_json(Path(task.run) / "answer-plan.json", answer)
     return 0
@@ -74,6 +79,29 @@ def _decided(ready: Ready, facts: ModelFacts, fleet: Fleet) -> tuple[Advice, dic
         if str(candidate) not in seen and each * _work(candidate, facts) < left:
             seen[str(candidate)] = _replayed(ready, candidate, facts, fleet)
     return replace(advice, case=first.case), seen
+
+
+def _judged(ready: Ready, facts: ModelFacts, fleet: Fleet, layouts: Sequence[str]) -> tuple[Judged, dict[str, Seen]]:
+    """The layouts that were named; what time allows of them is replayed."""
+    began, seen = time.monotonic(), dict[str, Seen]()
+    micro = ready.settings.train.micro_batch_size
+    found = judge(Forecast(facts=facts, fleet=fleet), layouts, micro_batch_size=micro)
+    for row in found.rows:
+        each = max((one.seconds / max(1, one.work) for one in seen.values()), default=0.0)
+        candidate, left = row.estimate.candidate, _MOST_SECONDS - (time.monotonic() - began)
+        if each * _work(candidate, facts) < left:
+            seen[str(candidate)] = _replayed(ready, candidate, facts, fleet)
+    return found, seen
+
+
+def learn(payload: Mapping[str, Any]) -> int:
+    """The job's numbers alone, for `simulate`."""
+    task = Task.from_json(payload)
+    ready = prepare(task)
+    ready = replace(ready, job=built_once(ready.job, seed=ready.settings.seed))
+    found = learn_facts(ready.job, ready.settings, most_ranks=int(task.options["ranks"]))
+    write_json(Path(task.run) / f"answer-{task.verb}.json", found.as_json())
+    return 0
 
 
 def _settled(candidate: Candidate, facts: ModelFacts, device: str) -> Plan:
@@ -108,25 +136,37 @@ def _replayed(ready: Ready, candidate: Candidate, facts: ModelFacts, fleet: Flee
     )
 
 
-def _answer(advice: Advice, seen: Mapping[str, Seen], facts: ModelFacts, fleet: Fleet) -> dict[str, Any]:
-    found = advice.as_json()
-    reserve = fleet.device.reserve_bytes
-    for row, told in zip(advice.rows, found["plans"], strict=True):
-        one = seen.get(str(row.estimate.candidate))
-        told["replayed"] = one is not None and not one.error
-        if one is None:
-            continue
-        if one.error:
-            told |= {"fits": False, "why": one.error}
-            continue
-        told["peak_bytes"] = round(one.peak_bytes + reserve)
-        told["parts"] = {**dict(one.parts or {}), "reserve": round(reserve)}
-        told["fits"] = one.peak_bytes + reserve <= fleet.device.memory_bytes
-    lines = [*advice.lines()]
-    own = [one for one in seen.values() if not one.error]
-    if own:
-        lines.append("replayed, operation by operation, without the reserve:")
-        lines += [f"  {one.layout}: {size(one.peak_bytes)} at most, on the fullest rank" for one in own]
-    lines += [f"  {one.layout} can't be had: {one.error}" for one in seen.values() if one.error]
-    head = f"{facts.parameters:,} parameters, global batch {facts.global_batch_size}, on {fleet}"
-    return {**found, "facts": facts.as_json(), "cluster": fleet.as_json(), "lines": [head, *lines]}
+def _answer(advice: Advice | Judged, seen: Mapping[str, Seen], facts: ModelFacts, fleet: Fleet) -> dict[str, Any]:
+    rows = tuple(_as_seen(row, seen.get(str(row.estimate.candidate)), fleet) for row in advice.rows)
+    advice = replace(advice, rows=rows)
+    lines = [f"{facts.parameters:,} parameters, global batch {facts.global_batch_size}, on {fleet}", *advice.lines()]
+    told = {str(row.estimate.candidate) for row in rows}
+    lines += [_lost(name, one, fleet) for name, one in seen.items() if name not in told]
+    efficiency = usual(fleet.device)
+    return {
+        **advice.as_json(),
+        "facts": facts.as_json(),
+        "efficiency": efficiency.as_json(),
+        "cluster": fleet.as_json(),
+        "lines": lines,
+    }
+
+
+def _as_seen(row: Row, seen: Seen | None, fleet: Fleet) -> Row:
+    """With what its replay counted in place of what was reckoned."""
+    if seen is None:
+        return row
+    if seen.error:
+        return replace(row, refused=seen.error)
+    host, reserve = row.estimate.memory.host_bytes, fleet.device.reserve_bytes
+    counted = {name: float(value) for name, value in (seen.parts or {}).items() if name in PARTS}
+    memory = Memory(**counted, reserve=reserve, host_bytes=host)
+    estimate = replace(row.estimate, memory=memory, limit_bytes=fleet.device.memory_bytes)
+    return replace(row, estimate=estimate, replayed=True)
+
+
+def _lost(name: str, seen: Seen, fleet: Fleet) -> str:
+    """What was looked at on the way to the recommended one."""
+    if seen.error:
+        return f"  {name} can't be had: {seen.error}"
+    return f"  {name} does not fit: {size(round(seen.peak_bytes + fleet.device.reserve_bytes))} when it was replayed"

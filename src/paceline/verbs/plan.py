@@ -7,12 +7,19 @@ from typing import Annotated
 
 import tyro
 
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.measure.probe.here import probe_here
 from paceline.plan.fleet import read_fleet
 from paceline.plan.hardware import Fleet
 from paceline.plan.here import fleet_here, host_memory
+from paceline.plan.named import row_named
+from paceline.plan.told import differences_told
+from paceline.spec.jobref import parse_jobref
+from paceline.spec.layout import parse_layout
+from paceline.store.planned import read_advice
+from paceline.verbs.layouts import page_line
 from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
+from paceline.watch.planned import write_plan
 
 ENTRY = "paceline.train.plan_run:plan"
 
@@ -24,12 +31,20 @@ class PlanOptions:
     job: Annotated[str, tyro.conf.Positional]
     cluster: str = "here"
     """here, 8xH100-80G, 4x8xA100-80G@eth-100g, or a TOML file with nodes, devices, links and prices."""
+    layout: str | None = None
+    """Judge this one in place of a search: fsdp, pp=2,dp_shard=4,remat=full, ..."""
+    layouts: tuple[str, ...] = ()
+    """Judge these, and say what is different between them: --layouts fsdp pp=2,dp=4."""
     ranks: int | None = None
     """Processes on this machine, where the cluster is `here`."""
+    against: Path | None = None
+    """A plan.json, or the folder of one: what is different from its recommended layout."""
+    page: Path | None = None
+    """Where a page with the pictures goes."""
     config: Path | None = None
     """A TOML file of settings."""
     run_dir: str | None = None
-    """Where the answer and its log are kept."""
+    """Where plan.json and the log are kept."""
     dry_run: bool = False
     """Check what can be checked, start nothing."""
     json: bool = False
@@ -40,48 +55,84 @@ def planned(options: PlanOptions, settings: Sequence[str]) -> Answer:
     """As it was typed."""
     common = Common(
         ranks=options.ranks,
+        layout=options.layout,
         config=options.config,
         run_dir=options.run_dir,
         dry_run=options.dry_run,
         quiet=options.json,
     )
-    return plan(options.job, cluster=options.cluster, common=common, overrides=settings)
+    return plan(
+        options.job, cluster=options.cluster, layouts=options.layouts, against=options.against, page=options.page,
+        common=common, overrides=settings,
+    )  # fmt: skip
 
 
 def plan(
     job: str,
     *,
     cluster: str = "here",
+    layouts: Sequence[str] = (),
+    against: str | Path | None = None,
+    page: str | Path | None = None,
     common: Common | None = None,
     overrides: Sequence[str] = (),
 ) -> Answer:
     """The layouts of a job that fit a cluster, with predicted memory and time, and why the others do not.
 
-    `cluster` is `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file.
+    `cluster` is `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. `layouts` are judged in
+    place of a search, the others held against the first. `against` is another plan.json. `page` is an HTML file to
+    write.
 
     Raises:
         UsageError, Problems: a cluster or a setting that can't be read, all of it at once.
     """
     common = common or Common()
-    if common.layout is not None:
-        raise UsageError(
-            f"plan looks for a layout, and was given {common.layout}.",
-            hint=f"paceline plan {job}; or paceline compare {job} --layouts {common.layout} ddp to measure it",
-        )
+    named = [*layouts, *([common.layout] if common.layout else [])]
+    _refuse_layouts(named, layouts=layouts)
+    before = None if against is None else read_advice(Path(against))
+    if before is not None:
+        row_named(before)
     ranks = common.ranks or 1
     fleet = None if cluster == "here" else read_fleet(cluster)
     task = make_task("plan", job, replace(common, layout="single", ranks=1, device="cpu"), overrides)
     if common.dry_run:
         return Answer(exit_code=0, run=Path(task.run), value=task.as_json())
-    fleet = fleet or _here(ranks)
-    task = with_run(replace(task, options={"fleet": fleet.as_json()}), resume=None)
+    fleet = fleet or measured_here(ranks)
+    task = with_run(replace(task, options={"fleet": fleet.as_json(), "layouts": named}), resume=None)
     answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
     value = read_answer(task, "plan")
     if value is None:
         return answer
     lines = value.pop("lines")
+    if before is not None:
+        value["against"] = list(differences_told(before, value)) if value["recommended"] else []
+        lines += [f"against {against}:", *(f"  {line}" for line in value["against"] or ["nothing fits"])]
+    if page is not None:
+        over = Path(page).exists()
+        write_plan(value, job=parse_jobref(task.job).short, to=Path(page))
+        value["page"] = str(page)
+        lines.append(page_line(Path(page), over=over))
     return replace(answer, value=value, screen="\n".join(lines))
 
 
-def _here(ranks: int) -> Fleet:
+def measured_here(ranks: int) -> Fleet:
+    """This machine, after a probe that is kept for the next time."""
     return fleet_here(probe_here(ranks=ranks), ranks=ranks, memory_bytes=host_memory())
+
+
+def _refuse_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> None:
+    """What is wrong with the words, before anything runs."""
+    problems: list[PacelineError] = []
+    if layouts and len(named) > len(layouts):
+        problems.append(UsageError("--layout with --layouts says two things.", hint="--layouts alone"))
+    problems += [
+        UsageError(f"--layouts names {name} twice.", hint="each once")
+        for name in dict.fromkeys(named)
+        if list(layouts).count(name) > 1
+    ]
+    for name in named:
+        try:
+            parse_layout(name)
+        except PacelineError as error:
+            problems += getattr(error, "problems", [error])
+    raise_all(problems)

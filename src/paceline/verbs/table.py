@@ -13,6 +13,7 @@ from paceline.verbs import ckpt as ckpt_verbs
 from paceline.verbs import config as config_verb
 from paceline.verbs import new as new_verb
 from paceline.verbs import plan as plan_verb
+from paceline.verbs import simulate as simulate_verb
 from paceline.verbs import train as train_verb
 from paceline.verbs.compare import compare
 from paceline.verbs.evaluate import evaluate
@@ -218,6 +219,11 @@ def _plan(options: plan_verb.PlanOptions, settings: list[str]) -> Printed:
     return answer.exit_code, _summary(answer) if answer.value is None else answer.value, answer.screen
 
 
+def _simulate(options: simulate_verb.SimulateOptions, settings: list[str]) -> Printed:
+    found = simulate_verb.typed(options, settings)
+    return found.exit_code, found.value, found.text
+
+
 def _evaluate(options: EvaluateOptions, _: list[str]) -> Printed:
     common = Common(ranks=options.ranks, quiet=options.json)
     answer = evaluate(options.run, split=options.split, best=options.best, common=common)
@@ -282,6 +288,7 @@ VERBS: dict[str, Verb] = {
     "train": Verb(options=TrainOptions, run=_train, takes_settings=True),
     "verify": Verb(options=VerifyOptions, run=_verify, takes_settings=True),
     "plan": Verb(options=plan_verb.PlanOptions, run=_plan, takes_settings=True),
+    "simulate": Verb(options=simulate_verb.SimulateOptions, run=_simulate, takes_settings=True),
     "evaluate": Verb(options=EvaluateOptions, run=_evaluate),
     "compare": Verb(options=CompareOptions, run=_compare, takes_settings=True),
     "report": Verb(options=ReportOptions, run=_report),

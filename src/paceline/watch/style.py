@@ -1,7 +1,15 @@
 """The look of the pages."""
 
-_LIGHT = ("#2563a8", "#b4541a", "#2c7a4b", "#7a4fa3", "#a33a56", "#5f6b76")
-_DARK = ("#7fb2ea", "#e59a63", "#7cc79a", "#bd9be0", "#e58aa2", "#a5b0ba")
+_LIGHT = (
+    "#2563a8", "#b4541a", "#2c7a4b", "#7a4fa3", "#a33a56", "#5f6b76",
+    "#1d8a99", "#c49a1a", "#86b06a", "#c28bd0", "#8a5a3c", "#aab4bd",
+)  # fmt: skip
+_DARK = (
+    "#7fb2ea", "#e59a63", "#7cc79a", "#bd9be0", "#e58aa2", "#a5b0ba",
+    "#4fc3d2", "#e6c75a", "#4f8a4a", "#7d4f96", "#b98a66", "#5b6670",
+)  # fmt: skip
+
+FILLS = len(_LIGHT)
 
 
 def _inks(colours: tuple[str, ...]) -> str:
@@ -37,6 +45,7 @@ polyline{fill:none;stroke-width:1.6;stroke-linejoin:round;vector-effect:non-scal
 table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
 td,th{text-align:left;padding:4px 18px 4px 0;border-bottom:1px solid var(--rule);vertical-align:top}
 th{color:var(--soft);font-weight:500;font-size:12px}td{overflow-wrap:anywhere}
+.plans{overflow-x:auto}.plans td{white-space:nowrap}.plans td:last-child{white-space:normal;min-width:26em}.plans .soft{margin:0}
 .wide{overflow-x:auto}.wide td{overflow-wrap:break-word}.wide th,.wide td:first-child{white-space:nowrap}.wide td:nth-child(n+5){min-width:16em}.wider{grid-template-columns:repeat(auto-fit,minmax(300px,1fr))}
 .table{overflow-x:auto}.table td,.table th{white-space:nowrap}.table td:first-child{white-space:normal;min-width:14em}.table svg{min-width:620px}
 .band{opacity:.22}.over{stroke-dasharray:6 3}.soft{color:var(--soft);font-size:13px;margin:4px 0 10px}

@@ -1,0 +1,125 @@
+"""A layout by its words, on a cluster: the candidate that it is, or why the model can't have it."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from paceline.errors import LayoutError, PacelineError, UsageError, raise_all
+from paceline.plan.candidate import Candidate, candidate_of
+from paceline.plan.efficiency import Efficiency, usual
+from paceline.plan.estimate import Estimate
+from paceline.plan.facts import ModelFacts, read_facts
+from paceline.plan.forecast import Forecast
+from paceline.plan.grid import Grid, micro_batch_sizes, words_of
+from paceline.plan.hardware import fleet_of
+from paceline.plan.legal import refuse_products
+from paceline.plan.memory import Memory
+from paceline.plan.mesh import mesh_of
+from paceline.plan.search import key_of
+from paceline.plan.seconds import Seconds
+from paceline.spec.layout import Kind, Layout, parse_layout
+
+_MICRO = "train.micro_batch_size"
+
+
+def estimate_named(forecast: Forecast, text: str, *, micro_batch_size: int | None = None) -> Estimate:
+    """Of a layout as it is typed; without a `micro_batch_size` with the one that is quickest of those that fit, or
+    needs least memory where none does.
+
+    Raises:
+        LayoutError, Problems: no layout of these ranks, or one that this model can't have.
+    """
+    layout = parse_layout(text)
+    found = [forecast.estimate(one) for one in _candidates(forecast, layout, micro_batch_size)]
+    fit = [one for one in found if one.fits]
+    return min(fit, key=key_of) if fit else min(found, key=lambda one: one.peak_bytes)
+
+
+def estimate_told(forecast: Forecast, row: Mapping[str, Any]) -> Estimate:
+    """Of a row of plan.json, with the bytes and the seconds that stand there.
+
+    Raises:
+        UsageError: a row of a layout that can't be had.
+    """
+    if "settings" not in row:
+        raise UsageError(f"{row['layout']} can't be had: {row['why']}.", hint="paceline plan job.py --layout L")
+    found = estimate_named(forecast, row["layout"], micro_batch_size=int(row["settings"][_MICRO]))
+    memory = Memory(**_known(Memory, row["parts"]), host_bytes=float(row["host_bytes"]))
+    return replace(found, memory=memory, seconds=Seconds(**_known(Seconds, row["seconds"])))
+
+
+def row_named(advice: Mapping[str, Any], layout: str | None = None) -> Mapping[str, Any]:
+    """The row of a layout in plan.json, or that of the one which is recommended.
+
+    Raises:
+        UsageError: there is no such row.
+    """
+    wanted = layout or advice["recommended"]
+    if wanted is None:
+        raise UsageError("the plan has no layout that fits.", hint="paceline plan job.py, which searches for one")
+    names = [row["layout"] for row in advice["plans"]]
+    if wanted not in names:
+        raise UsageError(
+            f"the plan has no layout {wanted}.", cause=f"it has {' · '.join(names)}", hint=f"--layout {names[0]}"
+        )
+    return next(row for row in advice["plans"] if row["layout"] == wanted)
+
+
+def forecast_of(advice: Mapping[str, Any]) -> Forecast:
+    """What plan.json was made from; of numbers that this version does not know nothing is taken.
+
+    Raises:
+        UsageError: it has none.
+    """
+    if not {"facts", "cluster"} <= set(advice):
+        raise UsageError("the plan does not say what it is of.", hint="paceline plan job.py --run-dir FOLDER")
+    fleet = fleet_of(advice["cluster"])
+    given = _known(Efficiency, advice.get("efficiency", {}))
+    efficiency = replace(usual(fleet.device), **given)
+    return Forecast(facts=read_facts(advice["facts"]), fleet=fleet, efficiency=efficiency)
+
+
+def _known(kind: type, found: Mapping[str, Any]) -> dict[str, float]:
+    """Those numbers that a dataclass has a place for."""
+    return {field.name: float(found[field.name]) for field in fields(kind) if field.name in found}
+
+
+def _candidates(forecast: Forecast, layout: Layout, micro_batch_size: int | None) -> list[Candidate]:
+    facts, problems = forecast.facts, list[PacelineError]()
+    ranks = 1 if layout.kind is Kind.SINGLE else forecast.fleet.ranks
+    if layout.kind is Kind.THREADS:
+        raise LayoutError("threads are replicas in one process, which no plan is of.", hint="--layout ddp")
+    mesh = mesh_of(layout, ranks=ranks, problems=problems)
+    raise_all([*problems, *refuse_products(layout, mesh)])
+    if mesh.replicas > facts.global_batch_size:
+        raise LayoutError(
+            f"{layout} has {mesh.replicas:,} replicas for a global batch of {facts.global_batch_size:,}.",
+            hint=f"--train.global_batch_size {mesh.replicas}, or fewer replicas",
+        )
+    share = -(-facts.global_batch_size // mesh.replicas)
+    if micro_batch_size is not None and not 1 <= micro_batch_size <= share:
+        raise UsageError(
+            f"micro_batch_size {micro_batch_size} is not between 1 and the {share} samples of a replica of {layout}.",
+            hint=f"--train.micro_batch_size {share}",
+        )
+    sizes = (
+        [micro_batch_size] if micro_batch_size else micro_batch_sizes(facts.global_batch_size, mesh.replicas, Grid())
+    )
+    found = [candidate_of(layout, mesh, micro_batch_size=size, precision=facts.precision) for size in sizes]
+    _refuse(found[0], facts)
+    return found
+
+
+def _refuse(candidate: Candidate, facts: ModelFacts) -> None:
+    for word in words_of(candidate):
+        if word in facts.refused:
+            raise LayoutError(f"{candidate.layout} can't be had: {facts.refused[word]}.", hint="another layout")
+    known = {"tp": facts.tp_sizes, "cp": facts.cp_sizes, "ep": facts.ep_sizes}
+    for axis, sizes in known.items():
+        size = getattr(candidate, axis)
+        if size > 1 and size not in sizes:
+            has = f"{axis} of {', '.join(map(str, sizes))}" if sizes else f"no {axis}"
+            hint = f"--layout {axis}={sizes[-1]}" if sizes else "--layout fsdp"
+            raise LayoutError(f"{axis}={size}: the model can have {has}.", hint=hint)
+    if candidate.zero == 3 and facts.optimizer.whole_tensors:
+        raise LayoutError(f"{candidate.layout}: {facts.optimizer.name} looks at whole tensors.", hint="--layout zero1")

@@ -1,0 +1,179 @@
+"""`simulate`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from paceline.errors import ExitCode, UsageError
+from paceline.plan.advice import advise
+from paceline.plan.estimate import Estimate
+from paceline.plan.facts import read_facts
+from paceline.plan.fleet import read_fleet
+from paceline.plan.forecast import Forecast
+from paceline.plan.hardware import Fleet
+from paceline.plan.kept import Checkpoints, Kept, kept
+from paceline.plan.named import estimate_named, estimate_told, forecast_of, row_named
+from paceline.plan.quantity import Measures, read_quantity
+from paceline.plan.simulated import Simulated, simulated
+from paceline.spec.layout import parse_layout
+from paceline.store.planned import NAME, read_advice
+from paceline.verbs.layouts import page_line
+from paceline.verbs.plan import measured_here
+from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
+from paceline.watch.stepped import lines_of, write_step
+
+ENTRY = "paceline.train.plan_run:learn"
+_MICRO = "train.micro_batch_size"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """One step of a planned layout on virtual time, on any number of ranks, and what failures leave of a run."""
+
+    job: Annotated[str, tyro.conf.Positional]
+    """A job; or a plan.json, or the folder of one."""
+    cluster: str | None = None
+    """here, 16x8xH100-80G@ib-ndr, or a TOML file; of a plan.json its own."""
+    layout: str | None = None
+    """fsdp, pp=8,tp=8,dp=2, ...; default: the one that is recommended."""
+    ranks: int | None = None
+    """Processes on this machine, where the cluster is `here`."""
+    failures: str | None = None
+    """Mean time between failures of one device: "50000 h"."""
+    every: int | None = None
+    """Steps between checkpoints; without it what is best is told."""
+    checkpoint_seconds: float = Checkpoints.stall_seconds
+    """Training stops so long for a checkpoint."""
+    write_seconds: float = Checkpoints.write_seconds
+    """So long after that it is safe, while training goes on."""
+    restart_seconds: float = Checkpoints.restart_seconds
+    """From a failure until training goes on."""
+    page: Path | None = None
+    """Where a page with the pictures goes; a name that ends in .svg gets the step's timeline alone."""
+    config: Path | None = None
+    """A TOML file of settings."""
+    run_dir: str | None = None
+    """Where the log is kept."""
+    json: bool = False
+    """The answer for a script."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What was found; `value` are the keys of `--json`."""
+
+    exit_code: int
+    text: str
+    value: dict[str, Any] | None = None
+    step: Simulated | None = None
+    kept: Kept | None = None
+
+
+def typed(options: SimulateOptions, settings: Sequence[str]) -> Simulation:
+    """As it was typed."""
+    return simulate(
+        options.job,
+        cluster=options.cluster,
+        layout=options.layout,
+        failures=options.failures,
+        every=options.every,
+        checkpoint_seconds=options.checkpoint_seconds,
+        write_seconds=options.write_seconds,
+        restart_seconds=options.restart_seconds,
+        page=options.page,
+        common=Common(ranks=options.ranks, config=options.config, run_dir=options.run_dir, quiet=options.json),
+        overrides=settings,
+    )
+
+
+def simulate(
+    job: str | Path,
+    *,
+    cluster: str | None = None,
+    layout: str | None = None,
+    failures: str | None = None,
+    every: int | None = None,
+    checkpoint_seconds: float = Checkpoints.stall_seconds,
+    write_seconds: float = Checkpoints.write_seconds,
+    restart_seconds: float = Checkpoints.restart_seconds,
+    page: str | Path | None = None,
+    common: Common | None = None,
+    overrides: Sequence[str] = (),
+) -> Simulation:
+    """A step of the recommended layout, or of `layout`, on virtual time: what its seconds go to, and its rate.
+
+    `job` is a job, or a plan.json. With `failures`, the mean time between two of one device (`"50000 h"`), what they
+    leave of a run with a checkpoint `every` so many steps, and at the best distance.
+
+    Raises:
+        UsageError, LayoutError, Problems: a cluster, a layout or a number that can't be.
+    """
+    if layout is not None:
+        parse_layout(layout)
+    mean = None if failures is None else read_quantity(failures, measures=Measures.TIME, name="--failures")
+    checkpoints = Checkpoints(
+        stall_seconds=checkpoint_seconds, write_seconds=write_seconds, restart_seconds=restart_seconds, every=every
+    )
+    if mean is None and every is not None:
+        raise UsageError("--every says nothing where nothing fails.", hint='--failures "50000 h"')
+    if _is_plan(Path(job)):
+        if cluster is not None:
+            raise UsageError(f"{job} is a plan for a cluster of its own.", hint=f"paceline simulate {job}")
+        found: tuple[Forecast, Estimate] | Answer = _planned(Path(job), layout)
+    else:
+        found = _of_job(str(job), cluster or "here", layout, common or Common(), overrides)
+    if isinstance(found, Answer):
+        return Simulation(exit_code=found.exit_code, text=found.screen)
+    forecast, estimate = found
+    return _simulation(Path(job), forecast, estimate, mean, checkpoints, None if page is None else Path(page))
+
+
+def _simulation(
+    job: Path, forecast: Forecast, estimate: Estimate, mean: float | None, checkpoints: Checkpoints, page: Path | None
+) -> Simulation:
+    step = replace(simulated(forecast, candidate=estimate.candidate), estimate=estimate)
+    left, seconds, ranks = None, step.step_seconds, forecast.fleet.ranks
+    if mean is not None:
+        left = kept(step_seconds=seconds, ranks=ranks, device_mean_seconds=mean, checkpoints=checkpoints)
+    lines = [*lines_of(step, forecast), *(left.lines() if left else ())]
+    value = step.as_json() | ({"failures": left.as_json()} if left else {})
+    if page is not None:
+        over = page.exists()
+        write_step(forecast, step, left, job=job.stem, to=page)
+        value["page"] = str(page)
+        lines.append(page_line(page, over=over))
+    return Simulation(exit_code=int(ExitCode.DONE), text="\n".join(lines), value=value, step=step, kept=left)
+
+
+def _is_plan(path: Path) -> bool:
+    return path.suffix == ".json" or (path.is_dir() and (path / NAME).exists())
+
+
+def _planned(path: Path, layout: str | None) -> tuple[Forecast, Estimate]:
+    advice: Mapping[str, Any] = read_advice(path)
+    forecast = forecast_of(advice)
+    if layout is None:
+        return forecast, estimate_told(forecast, row_named(advice))
+    return forecast, estimate_named(forecast, layout)
+
+
+def _of_job(
+    job: str, cluster: str, layout: str | None, common: Common, overrides: Sequence[str]
+) -> tuple[Forecast, Estimate] | Answer:
+    fleet: Fleet | None = None if cluster == "here" else read_fleet(cluster)
+    ranks = common.ranks or 1
+    task = make_task("simulate", job, replace(common, layout="single", ranks=1, device="cpu"), overrides)
+    fleet = fleet or measured_here(ranks)
+    task = with_run(replace(task, options={"ranks": fleet.ranks}), resume=None)
+    answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
+    value = read_answer(task, "simulate")
+    if value is None:
+        return answer
+    forecast = Forecast(facts=read_facts(value), fleet=fleet)
+    if layout is None:
+        return forecast, advise(forecast).recommended
+    asked = task.settings.get(_MICRO)
+    return forecast, estimate_named(forecast, layout, micro_batch_size=None if asked is None else int(asked))

@@ -1,0 +1,197 @@
+"""A planned step on virtual time: by hand, against the closed forms, and against the schedule's own simulation."""
+
+import json
+import math
+import random
+from pathlib import Path
+from time import process_time
+
+import pytest
+
+from paceline.errors import PacelineError, UsageError
+from paceline.plan.advice import advise
+from paceline.plan.candidate import Candidate
+from paceline.plan.chain import chain_of
+from paceline.plan.collectives import Collective, When
+from paceline.plan.costs import pipeline_timeline
+from paceline.plan.decoder import Decoder, decoder_facts
+from paceline.plan.exposed import exposed_by_name
+from paceline.plan.fleet import read_fleet
+from paceline.plan.forecast import Forecast
+from paceline.plan.goodput import goodput
+from paceline.plan.grid import Grid, candidates
+from paceline.plan.judged import judge
+from paceline.plan.kept import Checkpoints, kept
+from paceline.plan.rehearse import rehearse
+from paceline.plan.simulated import simulated
+from paceline.schedule import Costs, build
+from paceline.store.planned import write_advice
+from paceline.verbs.simulate import simulate
+from tests.pure.drawn_plans import forecast
+
+HOUR = 3600.0
+SIZES = Decoder(layers=8, width=512, hidden=2048, heads=8, vocabulary=1000)
+
+
+def made(cluster: str = "2x8xA100-80G", *, batch: int = 64, sizes: Decoder = SIZES) -> Forecast:
+    return Forecast(
+        facts=decoder_facts(sizes, name="x", length=1024, global_batch_size=batch), fleet=read_fleet(cluster)
+    )
+
+
+def some(seed: int, *, most: int) -> tuple[Forecast, list[Candidate]]:
+    drawn, grid = forecast(seed)
+    found = list(candidates(drawn.facts, drawn.fleet, grid))
+    random.Random(seed).shuffle(found)
+    return drawn, found[:most]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_parts_add_up_and_one_stage_is_the_closed_form(seed: int) -> None:
+    drawn, found = some(seed, most=25)
+    for candidate in found:
+        step = simulated(drawn, candidate=candidate)
+        assert sum(step.seconds.values()) == pytest.approx(step.step_seconds)
+        assert all(value >= -1e-12 * step.step_seconds for value in step.seconds.values()), step.seconds
+        if candidate.pp == 1:
+            closed = {name: value for name, value in step.estimate.seconds.parts.items() if name != "bubble"}
+            here = {name: value for name, value in step.seconds.items() if name not in ("bubble", "borders")}
+            assert here == pytest.approx(closed, rel=1e-9, abs=1e-12)
+            assert step.step_seconds == pytest.approx(step.estimate.step_seconds)
+            assert step.bubble == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_pipeline_is_the_simulation_of_its_schedule(seed: int) -> None:
+    drawn, found = some(seed, most=400)
+    for candidate in [one for one in found if one.pp > 1][:8]:
+        step = simulated(drawn, candidate=candidate)
+        other = pipeline_timeline(drawn, candidate=candidate)
+        assert step.timeline.makespan == pytest.approx(other.makespan)
+        once = sum(step.seconds[name] for name in ("update", "offload", "start"))
+        assert other.makespan + once <= step.step_seconds * (1 + 1e-9)
+
+
+def test_a_step_by_hand() -> None:
+    """1F1B on 2 ranks, 4 microbatches: 4 passes of the slower rank, one of the other, there and back over the link."""
+    drawn = made("2xA100-80G", batch=4)
+    candidate = Candidate(pp=2, micro_batch_size=1, precision="bf16")
+    step = simulated(drawn, candidate=candidate)
+    one, other = drawn.all_stages(candidate)
+    hop = drawn.hop_seconds(candidate)
+    assert chain_of(drawn.facts).num_blocks == 8 and hop > 0 and other.seconds > one.seconds
+    first, last = one.forward + hop, one.input + one.weight + hop
+    ends = drawn.ends(candidate).values()
+    update = max(end["update"] for end in ends) + drawn.efficiency.step_seconds
+    assert step.timeline.makespan == pytest.approx(first + 4 * other.seconds + last)
+    assert step.step_seconds == pytest.approx(first + 4 * other.seconds + last + update)
+    assert step.seconds["borders"] == pytest.approx(2 * hop)
+    assert step.seconds["compute"] == pytest.approx(2 * (one.seconds + other.seconds))
+    assert step.seconds["bubble"] == pytest.approx(one.seconds + 4 * other.seconds - 2 * (one.seconds + other.seconds))
+
+
+def test_exposed_is_told_by_name_and_sums() -> None:
+    """A message waits at both ends of the pipeline, and twice in its middle, where the third microbatch comes late."""
+    program, costs = build("1f1b", ranks=2, micro=3), Costs(forward=1.0, input=1.0, weight=1.0, transfer=0.25)
+    collectives = [
+        Collective(name="sums", when=When.FORWARD, seconds=0.5),
+        Collective(name="gradients", when=When.END, seconds=2.0, overlap=0.5),
+    ]
+    found = exposed_by_name(program, costs=costs, collectives=collectives)
+    assert found == pytest.approx({"borders": 4 * 0.25, "sums": 2.0, "gradients": 1.0})
+    whole = rehearse(program, costs=costs, collectives=collectives)
+    assert sum(found.values()) == pytest.approx(whole.exposed_seconds)
+
+
+def test_mfu_counts_the_models_operations_once() -> None:
+    drawn = made("8xH100-80G")
+    plain = simulated(drawn, candidate=Candidate(dp_replicate=8, micro_batch_size=1, precision="bf16"))
+    again = simulated(drawn, candidate=Candidate(dp_replicate=8, micro_batch_size=1, precision="bf16", remat="full"))
+    tokens = 64 * 1024
+    layers = 8 * (4 * 512 * 512 + 3 * 512 * 2048)
+    matrices = 6 * tokens * (layers + 512 * 1000)
+    attention = 3 * sum(part.attention_flops.at(samples=64, length=1024) for part in drawn.facts.parts)
+    assert plain.flops == pytest.approx(matrices + attention) and attention > 0
+    assert plain.mfu == pytest.approx(plain.flops / (plain.step_seconds * 8 * 989e12), rel=2e-3)
+    assert again.flops == plain.flops and again.seconds["again"] > 0 and again.mfu < plain.mfu
+
+
+def test_thousands_of_ranks_take_seconds() -> None:
+    sizes = Decoder(layers=126, width=16384, hidden=53248, heads=128, kv_heads=8, vocabulary=128256)
+    drawn = made("2048x8xH100-80G", batch=2048, sizes=sizes)
+    began = process_time()
+    step = simulated(
+        drawn, candidate=Candidate(pp=16, dp_shard=128, zero=1, tp=8, schedule="interleaved", virtual=7, remat="full")
+    )
+    assert step.ranks == 16_384 and process_time() - began < 4
+
+
+@pytest.mark.parametrize("step_seconds", [0.7, 11.5, 400.0])
+@pytest.mark.parametrize("write", [0.0, 90.0])
+def test_the_best_distance_is_that_of_trying_all(step_seconds: float, write: float) -> None:
+    checkpoints = Checkpoints(stall_seconds=20.0, write_seconds=write, restart_seconds=300.0, every=200)
+    found = kept(step_seconds=step_seconds, ranks=4096, device_mean_seconds=50_000 * HOUR, checkpoints=checkpoints)
+    least = max(1, math.ceil(write / step_seconds))
+    tried = {n: goodput(hazard=found.hazard, interval_seconds=n * step_seconds).useful for n in range(least, 5000)}
+    assert tried[found.best_every] == max(tried.values())
+    assert found.hazard.mean_seconds == pytest.approx(50_000 * HOUR / 4096)
+    assert found.wins == pytest.approx(max(tried.values()) - tried[200]) and found.wins >= 0
+    assert found.as_json()["asked"]["steps_a_day"] == pytest.approx(tried[200] * 86_400 / step_seconds)
+
+
+def told(drawn: Forecast, folder: Path, layouts: list[str]) -> Path:
+    """A plan.json, as `plan` writes it."""
+    answer = judge(drawn, layouts).as_json() if layouts else advise(drawn, grid=Grid()).as_json()
+    own = {
+        "facts": drawn.facts.as_json(), "efficiency": drawn.efficiency.as_json(), "cluster": drawn.fleet.as_json()
+    }  # fmt: skip
+    write_advice(folder, json.loads(json.dumps({**answer, **own})))
+    return folder
+
+
+def test_a_plan_in_a_file_is_simulated(tmp_path: Path) -> None:
+    drawn = made()
+    folder = told(drawn, tmp_path, [])
+    best = advise(drawn, grid=Grid()).recommended
+    found = simulate(folder, failures="50000 h", every=1000, page=tmp_path / "step.html")
+    assert found.value is not None and found.exit_code == 0
+    assert found.value["layout"] == best.layout
+    assert found.value["step_seconds"] == simulated(drawn, candidate=best.candidate).step_seconds
+    assert found.value["failures"]["asked"]["every"] == 1000
+    assert "closed forms" in found.text and "best: every " in found.text
+    html = (tmp_path / "step.html").read_text()
+    assert html.count("<svg") == 3 and "http://" not in html.replace("http://www.w3.org/2000/svg", "")
+    other = simulate(folder / "plan.json", layout="pp=4,dp=4,schedule=gpipe", page=tmp_path / "step.svg")
+    assert other.value is not None and other.value["layout"] == "pp=4,dp_replicate=4,schedule=gpipe"
+    assert (tmp_path / "step.svg").read_text().startswith("<svg") and "failures" not in other.value
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "to_do"),
+    [
+        ({"failures": "50000"}, "has no unit", '"50000 h"'),
+        ({"failures": "50000 GB"}, "is no unit of time", '"50000 h"'),
+        ({"failures": "1 ms"}, "leaves nothing of a run", "of one device"),
+        ({"every": 10}, "where nothing fails", "--failures"),
+        ({"failures": "50000 h", "every": 0}, "--every 0", "--every 1000"),
+        ({"failures": "50000 h", "every": 1, "write_seconds": 900}, "takes 900 s to write", "at least"),
+        ({"failures": "50000 h", "checkpoint_seconds": -1}, "stall_seconds=-1", ""),
+        ({"layout": "dpp"}, "dpp", "ddp"),
+        ({"layout": "tp=16,dp=2"}, "needs 32 ranks, you have 16", "tp=16"),
+        ({"cluster": "8xH100-80G"}, "is a plan for a cluster of its own", "paceline simulate"),
+    ],
+)
+def test_nonsense_is_refused(words: dict[str, object], said: str, to_do: str, tmp_path: Path) -> None:
+    folder = told(made(), tmp_path, [])
+    with pytest.raises(PacelineError) as refused:
+        simulate(folder, **words)  # type: ignore[arg-type]
+    assert said in str(refused.value) and to_do in str(refused.value)
+
+
+def test_a_plan_in_which_nothing_fits_says_so(tmp_path: Path) -> None:
+    sizes = Decoder(layers=80, width=8192, hidden=28672, heads=64, kv_heads=8, vocabulary=128256)
+    folder = told(made("8xT4", sizes=sizes), tmp_path, ["ddp"])
+    with pytest.raises(UsageError, match="no layout that fits"):
+        simulate(folder)
+    found = simulate(folder, layout="ddp")
+    assert "it does not fit: " in found.text and found.value is not None and not found.value["fits"]
