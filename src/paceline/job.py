@@ -66,7 +66,7 @@ class Job:
 
 def load_job(ref: JobRef, *, params: Mapping[str, Any]) -> Job:
     """Import what `ref` names and return its job; a function is called with `params`."""
-    module = _import(ref)
+    module = imported(ref)
     found = _pick(ref, module)
     if isinstance(found, Job):
         if params:
@@ -92,7 +92,8 @@ def job_parameters(factory: Callable[..., Any]) -> dict[str, Any]:
     return {name: p.default for name, p in inspect.signature(factory).parameters.items()}
 
 
-def _import(ref: JobRef) -> ModuleType:
+def imported(ref: JobRef) -> ModuleType:
+    """The module or the file that `ref` names."""
     if ref.path is None:
         if str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))

@@ -205,7 +205,7 @@ def _cut(batch: Any, whole: int | None, length: int) -> Any:
     """The first positions of what is as long as the sequence."""
 
     def shorter(tensor: Tensor) -> Tensor:
-        return tensor.narrow(1, 0, length) if tensor.dim() > 1 and tensor.shape[1] == whole else tensor
+        return tensor.narrow(1, 0, length).contiguous() if tensor.dim() > 1 and tensor.shape[1] == whole else tensor
 
     return mapped(batch, shorter)
 

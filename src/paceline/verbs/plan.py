@@ -14,9 +14,9 @@ from paceline.plan.hardware import Fleet
 from paceline.plan.here import fleet_here, host_memory
 from paceline.plan.named import row_named
 from paceline.plan.told import differences_told
-from paceline.spec.jobref import parse_jobref
 from paceline.spec.layout import parse_layout
 from paceline.store.planned import read_advice
+from paceline.verbs.bare import as_job
 from paceline.verbs.layouts import page_line
 from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
 from paceline.watch.planned import write_plan
@@ -79,7 +79,8 @@ def plan(
 ) -> Answer:
     """The layouts of a job that fit a cluster, with predicted memory and time, and why the others do not.
 
-    `cluster` is `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. `layouts` are judged in
+    `job` is a job, or a Hugging Face config: a folder with config.json, or `transformers:LlamaConfig`. `cluster` is
+    `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. `layouts` are judged in
     place of a search, the others held against the first. `against` is another plan.json. `page` is an HTML file to
     write.
 
@@ -94,7 +95,8 @@ def plan(
         row_named(before)
     ranks = common.ranks or 1
     fleet = None if cluster == "here" else read_fleet(cluster)
-    task = make_task("plan", job, replace(common, layout="single", ranks=1, device="cpu"), overrides)
+    own, words, assumed = as_job(job, overrides, ranks=ranks if fleet is None else fleet.ranks)
+    task = make_task("plan", own, replace(common, layout="single", ranks=1, device="cpu"), words)
     if common.dry_run:
         return Answer(exit_code=0, run=Path(task.run), value=task.as_json())
     fleet = fleet or measured_here(ranks)
@@ -103,13 +105,13 @@ def plan(
     value = read_answer(task, "plan")
     if value is None:
         return answer
-    lines = value.pop("lines")
+    lines = value.pop("lines") + assumed
     if before is not None:
         value["against"] = list(differences_told(before, value)) if value["recommended"] else []
         lines += [f"against {against}:", *(f"  {line}" for line in value["against"] or ["nothing fits"])]
     if page is not None:
         over = Path(page).exists()
-        write_plan(value, job=parse_jobref(task.job).short, to=Path(page))
+        write_plan(value, job=Path(job).stem, to=Path(page))
         value["page"] = str(page)
         lines.append(page_line(Path(page), over=over))
     return replace(answer, value=value, screen="\n".join(lines))

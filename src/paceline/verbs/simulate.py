@@ -20,6 +20,7 @@ from paceline.plan.quantity import Measures, read_quantity
 from paceline.plan.simulated import Simulated, simulated
 from paceline.spec.layout import parse_layout
 from paceline.store.planned import NAME, read_advice
+from paceline.verbs.bare import as_job
 from paceline.verbs.layouts import page_line
 from paceline.verbs.plan import measured_here
 from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
@@ -122,23 +123,32 @@ def simulate(
     if _is_plan(Path(job)):
         if cluster is not None:
             raise UsageError(f"{job} is a plan for a cluster of its own.", hint=f"paceline simulate {job}")
-        found: tuple[Forecast, Estimate] | Answer = _planned(Path(job), layout)
+        found: _Found | Answer = _planned(Path(job), layout)
     else:
         found = _of_job(str(job), cluster or "here", layout, common or Common(), overrides)
     if isinstance(found, Answer):
         return Simulation(exit_code=found.exit_code, text=found.screen)
-    forecast, estimate = found
-    return _simulation(Path(job), forecast, estimate, mean, checkpoints, None if page is None else Path(page))
+    return _simulation(Path(job), found, mean, checkpoints, None if page is None else Path(page))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What is to be simulated; `assumed` are lines on what was not given."""
+
+    forecast: Forecast
+    estimate: Estimate
+    assumed: Sequence[str] = ()
 
 
 def _simulation(
-    job: Path, forecast: Forecast, estimate: Estimate, mean: float | None, checkpoints: Checkpoints, page: Path | None
+    job: Path, found: _Found, mean: float | None, checkpoints: Checkpoints, page: Path | None
 ) -> Simulation:
+    forecast, estimate = found.forecast, found.estimate
     step = replace(simulated(forecast, candidate=estimate.candidate), estimate=estimate)
     left, seconds, ranks = None, step.step_seconds, forecast.fleet.ranks
     if mean is not None:
         left = kept(step_seconds=seconds, ranks=ranks, device_mean_seconds=mean, checkpoints=checkpoints)
-    lines = [*lines_of(step, forecast), *(left.lines() if left else ())]
+    lines = [*lines_of(step, forecast), *(left.lines() if left else ()), *found.assumed]
     value = step.as_json() | ({"failures": left.as_json()} if left else {})
     if page is not None:
         over = page.exists()
@@ -152,20 +162,18 @@ def _is_plan(path: Path) -> bool:
     return path.suffix == ".json" or (path.is_dir() and (path / NAME).exists())
 
 
-def _planned(path: Path, layout: str | None) -> tuple[Forecast, Estimate]:
+def _planned(path: Path, layout: str | None) -> _Found:
     advice: Mapping[str, Any] = read_advice(path)
     forecast = forecast_of(advice)
-    if layout is None:
-        return forecast, estimate_told(forecast, row_named(advice))
-    return forecast, estimate_named(forecast, layout)
+    told = estimate_told(forecast, row_named(advice)) if layout is None else estimate_named(forecast, layout)
+    return _Found(forecast=forecast, estimate=told)
 
 
-def _of_job(
-    job: str, cluster: str, layout: str | None, common: Common, overrides: Sequence[str]
-) -> tuple[Forecast, Estimate] | Answer:
+def _of_job(job: str, cluster: str, layout: str | None, common: Common, overrides: Sequence[str]) -> _Found | Answer:
     fleet: Fleet | None = None if cluster == "here" else read_fleet(cluster)
     ranks = common.ranks or 1
-    task = make_task("simulate", job, replace(common, layout="single", ranks=1, device="cpu"), overrides)
+    own, words, assumed = as_job(job, overrides, ranks=ranks if fleet is None else fleet.ranks)
+    task = make_task("simulate", own, replace(common, layout="single", ranks=1, device="cpu"), words)
     fleet = fleet or measured_here(ranks)
     task = with_run(replace(task, options={"ranks": fleet.ranks}), resume=None)
     answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
@@ -174,6 +182,7 @@ def _of_job(
         return answer
     forecast = Forecast(facts=read_facts(value), fleet=fleet)
     if layout is None:
-        return forecast, advise(forecast).recommended
+        return _Found(forecast=forecast, estimate=advise(forecast).recommended, assumed=assumed)
     asked = task.settings.get(_MICRO)
-    return forecast, estimate_named(forecast, layout, micro_batch_size=None if asked is None else int(asked))
+    named = estimate_named(forecast, layout, micro_batch_size=None if asked is None else int(asked))
+    return _Found(forecast=forecast, estimate=named, assumed=assumed)

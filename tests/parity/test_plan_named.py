@@ -1,0 +1,147 @@
+"""`plan` and `simulate` from the command: layouts that are named, plans in files, and Hugging Face configs as jobs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.cli import main
+from paceline.errors import PacelineError
+from paceline.store.planned import read_advice
+from paceline.train.learn import learn_facts
+from paceline.train.ready import prepare
+from paceline.verbs.bare import JOB, as_job, is_config
+from paceline.verbs.running import Common, make_task
+from paceline.verbs.simulate import simulate
+from tests.pure.test_judged import answer, made
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {"vocab_size": 100, "num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 32}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "LlamaConfig": {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    "BertConfig": {**SMALL, "intermediate_size": 64, "max_position_embeddings": 32},
+    "ViTConfig": {**SMALL, "intermediate_size": 64, "image_size": 16, "patch_size": 8},
+    "T5Config": {"vocab_size": 100, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+}
+
+
+def paceline(*words: str, folder: Path) -> Any:
+    command = [sys.executable, "-m", "paceline", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def saved(kind: str, folder: Path) -> Path:
+    """A folder with a config and nothing else."""
+    transformers = pytest.importorskip("transformers")
+    given = {name: value for name, value in CONFIGS[kind].items() if kind != "ViTConfig" or name != "vocab_size"}
+    getattr(transformers, kind)(**given).save_pretrained(folder / kind)
+    assert [path.name for path in (folder / kind).iterdir()] == ["config.json"]
+    return folder / kind
+
+
+def test_layouts_that_are_named_are_replayed_told_apart_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "before").mkdir()
+    told = answer(made(), "fsdp,remat=full")
+    (tmp_path / "before" / "plan.json").write_text(json.dumps(told))
+    job = f"{ROOT / 'tests' / 'zoo.py'}:llama"
+    done = paceline(
+        "plan", job, "--cluster", "4xH100-80G", "--layouts", "ddp", "pp=2,dp=2", "tp=3", "--json",
+        "--run-dir", "run", "--page", "plan.html", "--against", "before", folder=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [plan["layout"] for plan in found["plans"]] == ["ddp", "pp=2,dp_replicate=2", "tp=3"]
+    assert all(plan["replayed"] and plan["fits"] for plan in found["plans"][:2])
+    assert sum(found["plans"][0]["parts"].values()) == found["plans"][0]["peak_bytes"]
+    assert "needs 3 ranks" in found["plans"][2]["why"]
+    assert found["differences"][0][1].startswith("changed: pp 1 -> 2")
+    assert found["against"][0] == "cluster: 8 × H100-80G -> 4 × H100-80G"
+    assert "1f1b · 2 ranks" in (tmp_path / "plan.html").read_text()
+    kept = read_advice(tmp_path / "run")
+    assert kept == {name: found[name] for name in kept} and {"case", "recommended", "plans", "facts"} <= set(kept)
+    step = simulate(tmp_path / "run", layout="pp=2,dp=2").value
+    assert step is not None and step["layout"] == "pp=2,dp_replicate=2"
+    assert step["seconds"]["bubble"] > 0 and step["tokens_per_second"] > 0
+
+
+def test_a_folder_with_a_config_is_a_job(tmp_path: Path) -> None:
+    saved("LlamaConfig", tmp_path)
+    words = ["--cluster", "2x2xH100-80G", "--layout", "fsdp", "--job.length", "48", "--train.precision", "bf16"]
+    done = paceline("simulate", "LlamaConfig", *words, "--failures", "50000 h", "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["layout"] == "fsdp" and found["ranks"] == 4
+    assert found["tokens_per_second"] == pytest.approx(48 * found["samples_per_second"])
+    assert found["samples_per_second"] * found["step_seconds"] == pytest.approx(8 * 4)  # 8 a device
+    assert found["failures"]["best"]["useful"] > 0.9
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_what_a_config_says_is_learnt_without_weights(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    job, words, assumed = as_job(str(saved(kind, tmp_path)), ["--job.length", "16"], ranks=2)
+    assert job == JOB and "--train.global_batch_size 16" in assumed[0] and "job.length" not in assumed[0]
+    ready = prepare(make_task("plan", job, Common(layout="single", ranks=1, device="cpu", quiet=True), words))
+    facts = learn_facts(ready.job, ready.settings, most_ranks=1)
+    torch.manual_seed(0)
+    model = ready.job.model()
+    assert facts.parameters == sum(p.numel() for p in model.parameters())
+    assert facts.global_batch_size == 16 and facts.length == (1 if kind == "ViTConfig" else 16)
+    assert facts.optimizer.state_bytes == pytest.approx(8, rel=0.02) and facts.name
+    assert len(facts.blocks) == CONFIGS[kind].get("num_hidden_layers", 4)
+
+
+def test_words_that_are_a_config_and_words_that_are_a_job(tmp_path: Path) -> None:
+    assert is_config("transformers:LlamaConfig") and is_config("transformers.LlamaForCausalLM")
+    assert is_config("mine.py:tiny_config") and is_config("my.models:TinyConfig")
+    assert not is_config("job.py") and not is_config("pkg.module:name") and not is_config(str(tmp_path))
+    assert as_job("job.py", ["--seed", "1"], ranks=2) == ("job.py", ["--seed", "1"], [])
+    assert as_job("transformers.LlamaConfig", [], ranks=2)[1][0] == "--job.source=transformers:LlamaConfig"
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "said"),
+    [
+        ("transformers:LlammaConfig", {}, "transformers has no LlammaConfig"),
+        ("transformers:PreTrainedModel", {}, "transformers:PreTrainedModel"),
+        ("transformers:BertConfig", {"optimizer": "Adamm"}, "torch.optim has no Adamm"),
+        ("transformers:BertConfig", {"task": "image-classification"}, "transformers has no Bert for image"),
+        ("folder", {}, "config.json can't be read"),
+    ],
+)
+def test_a_config_that_is_none_is_refused(source: str, words: dict[str, str], said: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from paceline.hf.bare import make_job
+
+    (tmp_path / "config.json").write_text('{"model_type": "llamba"}')
+    with pytest.raises(PacelineError) as refused:
+        make_job(str(tmp_path) if source == "folder" else source, **words)  # type: ignore[arg-type]
+    assert said in str(refused.value) and refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "job.py", "--layout", "fsdp", "--layouts", "ddp"], "says two things"),
+        (["plan", "job.py", "--layouts", "ddp", "ddp"], "names ddp twice"),
+        (["plan", "job.py", "--layouts", "ddp", "fspd"], "fsdp"),
+        (["plan", "job.py", "--against", "nowhere"], "there is no plan in nowhere"),
+        (["plan", "empty", "--cluster", "8xH100-80G"], "is a folder without config.json"),
+        (["simulate", "job.py", "--cluster", "8xH1000"], "H100"),
+        (["simulate", "nowhere.json"], "there is no plan in nowhere.json"),
+        (["simulate", "job.py", "--failures", "50000"], "has no unit"),
+    ],
+)
+def test_bad_words_are_refused_before_anything_runs(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "job.py").write_text("def make_job():\n    raise SystemExit(9)\n")
+    monkeypatch.chdir(tmp_path)
+    code, told = main(words), capsys.readouterr()
+    assert code == 2 and said in told.err and "to do:" in told.err, told.err
+    assert not (tmp_path / "runs").exists()
