@@ -10,6 +10,7 @@ import pytest
 from paceline.errors import LayoutError, PacelineError, UsageError
 from paceline.plan.advice import advise
 from paceline.plan.decoder import Decoder, decoder_facts
+from paceline.plan.estimate import Timed
 from paceline.plan.fleet import read_fleet
 from paceline.plan.forecast import Forecast
 from paceline.plan.grid import candidates
@@ -68,6 +69,17 @@ def test_named_layouts_are_judged_in_their_order_with_what_keeps_the_others_out(
     assert "dp_replicate 8 -> 1" in second[1]
     text = "\n".join(found.lines())
     assert "GiB too much: " in text and "quickest that fits: --layout fsdp,remat=full" in text
+
+
+def test_what_was_timed_is_told_and_the_others_are_as_wrong() -> None:
+    drawn, names = made(), ["fsdp,remat=full", "single"]
+    own, other = (row.estimate for row in judge(drawn, names).rows)
+    timed = replace(own, timed=Timed(seconds=3 * own.step_seconds, spread=0.1, steps=5, blocks=(2, 4)))
+    first, second = judge(drawn, names, timed=[timed]).rows
+    assert first.estimate.timed == timed.timed and second.estimate.timed is None
+    assert first.estimate.step_seconds == pytest.approx(3 * own.step_seconds)
+    assert second.estimate.step_seconds == pytest.approx(3 * other.step_seconds)
+    assert "timed (± 10%)" in "\n".join(judge(drawn, names, timed=[timed]).lines())
 
 
 @pytest.mark.parametrize(

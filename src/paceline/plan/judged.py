@@ -12,6 +12,7 @@ from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
 from paceline.plan.named import estimate_named
 from paceline.plan.search import key_of
+from paceline.plan.timed import retimed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,21 +61,28 @@ class Judged:
             yield from (f"  {line}" for line in said)
 
 
-def judge(forecast: Forecast, layouts: Sequence[str], *, micro_batch_size: int | None = None) -> Judged:
-    """Each with its microbatches as given, or as is quickest for it.
+def judge(
+    forecast: Forecast,
+    layouts: Sequence[str],
+    *,
+    micro_batch_size: int | None = None,
+    timed: Sequence[Estimate] = (),
+) -> Judged:
+    """Each with its microbatches as given, or as is quickest for it; with the seconds of those that were `timed`.
 
     Raises:
         PacelineError: none of them can be had; what is wrong with the first.
     """
-    rows, missing = list[Row](), dict[str, PacelineError]()
+    named, missing = list[Estimate](), dict[str, PacelineError]()
     for text in layouts:
         try:
-            rows.append(judged(forecast, estimate_named(forecast, text, micro_batch_size=micro_batch_size)))
+            named.append(estimate_named(forecast, text, micro_batch_size=micro_batch_size))
         except PacelineError as error:
             missing[text] = next(iter(getattr(error, "problems", [error])))
-    if not rows and missing:
+    if not named and missing:
         first = next(iter(missing.values()))
         raise LayoutError(first.what, cause=first.cause, hint=first.hint)
-    return Judged(
-        case=case_of(forecast), rows=tuple(rows), missing={text: error.what for text, error in missing.items()}
-    )
+    found = retimed(named, {str(one.candidate): one.timed for one in timed if one.timed is not None})
+    by_name = {str(one.candidate): one for one in found}
+    rows = tuple(judged(forecast, by_name[str(one.candidate)]) for one in named)
+    return Judged(case=case_of(forecast), rows=rows, missing={text: error.what for text, error in missing.items()})

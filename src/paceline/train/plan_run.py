@@ -2,29 +2,29 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.plan.advice import Advice, Row, advise
+from paceline.plan.advice import Advice, Row, advice_of, advise
 from paceline.plan.candidate import Candidate
-from paceline.plan.efficiency import usual
+from paceline.plan.estimate import Estimate
 from paceline.plan.facts import ModelFacts
 from paceline.plan.forecast import Forecast
 from paceline.plan.hardware import Fleet, fleet_of
 from paceline.plan.judged import Judged, judge
 from paceline.plan.memory import PARTS, Memory
+from paceline.plan.search import search_each
 from paceline.plan.settle import Cluster, Facts, Plan, settle
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.spec.words import size
 from paceline.store.disk import write_json
 from paceline.store.planned import write_advice
-from paceline.train.learn import learn_facts
+from paceline.train.plan_here import Chosen, Here, chosen_here, learn
 from paceline.train.ready import Ready, prepare
 from paceline.train.replay import Replayed, replay, shortened
-from paceline.train.shallow import built_once
 
 _MOST_SECONDS = 45.0
 _MOST_TRIES = 4
@@ -44,64 +44,73 @@ class Seen:
 
 
 def plan(payload: Mapping[str, Any]) -> int:
-    """Write the answer beside the run's other files."""
+    """Write the answer beside the run's other files. Where the cluster is what this runs on, every rank calls this."""
     task = Task.from_json(payload)
     ready = prepare(task)
-    ready = replace(ready, job=built_once(ready.job, seed=ready.settings.seed))
-    fleet = fleet_of(task.options["fleet"])
-    facts = learn_facts(ready.job, ready.settings, most_ranks=fleet.ranks)
-    if task.options.get("layouts"):
-        answer = _answer(*_judged(ready, facts, fleet, task.options["layouts"]), facts, fleet)
+    names = list(task.options.get("layouts", ()))
+    if "here" in task.options:
+        found = chosen_here(ready, Here(**task.options["here"]), layouts=names)
     else:
-        answer = _answer(*_decided(ready, facts, fleet), facts, fleet)
-    write_advice(Path(task.run), answer)
-    write_json(Path(task.run) / "answer-plan.json", answer)
+        fleet = fleet_of(task.options["fleet"])
+        learnt = learn(ready, most_ranks=fleet.ranks)
+        forecast = Forecast(facts=learnt.facts, fleet=fleet)
+        options = [] if names else [*search_each([forecast]).best.values()]
+        found = Chosen(learnt=learnt, forecast=forecast, options=options)
+    if found is not None:
+        advice, seen = _judged(found, names) if names else _decided(found)
+        answer = _answer(advice, seen, found.forecast)
+        answer["timed"] = [_as_timed(one) for one in found.options if one.timed is not None]
+        write_advice(Path(task.run), answer)
+        write_json(Path(task.run) / "answer-plan.json", answer)
     return 0
 
 
-def _decided(ready: Ready, facts: ModelFacts, fleet: Fleet) -> tuple[Advice, dict[str, Seen]]:
+def numbers(payload: Mapping[str, Any]) -> int:
+    """The job's numbers alone, for `simulate`."""
+    task = Task.from_json(payload)
+    found = learn(prepare(task), most_ranks=int(task.options["ranks"])).facts
+    write_json(Path(task.run) / f"answer-{task.verb}.json", found.as_json())
+    return 0
+
+
+def _decided(chosen: Chosen) -> tuple[Advice, dict[str, Seen]]:
     """What is recommended has been replayed, and fits. Where it did not, what closed forms leave out is taken for as
     much of the others."""
-    forecast, seen, began = Forecast(facts=facts, fleet=fleet), dict[str, Seen](), time.monotonic()
+    forecast, options, seen = chosen.forecast, chosen.options, dict[str, Seen]()
+    ready, fleet, began = chosen.learnt.ready, forecast.fleet, time.monotonic()
     room = fleet.device.memory_bytes - fleet.device.reserve_bytes
-    first = advice = advise(forecast)
+    first = advice = advice_of(forecast, options)
     for _ in range(_MOST_TRIES):
         best = advice.recommended
-        found = seen[str(best.candidate)] = _replayed(ready, best.candidate, facts, fleet)
+        found = seen[str(best.candidate)] = _replayed(ready, best.candidate, forecast)
         if not found.error and found.peak_bytes <= room:
             break
+        if best.timed is not None:
+            options = [one for one in options if one is not best]
+            advice = advice_of(forecast, options)
+            continue
         reckoned = best.peak_bytes - fleet.device.reserve_bytes
         less = 1 - _LEAST if found.error else min(1 - _LEAST, room / found.peak_bytes)
         advice = advise(forecast.below(reckoned * less + fleet.device.reserve_bytes))
     each = max(one.seconds / max(1, one.work) for one in seen.values())
     for row in advice.rows:
         candidate, left = row.estimate.candidate, _MOST_SECONDS - (time.monotonic() - began)
-        if str(candidate) not in seen and each * _work(candidate, facts) < left:
-            seen[str(candidate)] = _replayed(ready, candidate, facts, fleet)
+        if str(candidate) not in seen and each * _work(candidate, forecast.facts) < left:
+            seen[str(candidate)] = _replayed(ready, candidate, forecast)
     return replace(advice, case=first.case), seen
 
 
-def _judged(ready: Ready, facts: ModelFacts, fleet: Fleet, layouts: Sequence[str]) -> tuple[Judged, dict[str, Seen]]:
-    """The layouts that were named; what time allows of them is replayed."""
+def _judged(chosen: Chosen, layouts: Sequence[str]) -> tuple[Judged, dict[str, Seen]]:
+    """The layouts that were named, with what was timed of them; what time allows of them is replayed."""
+    forecast, ready = chosen.forecast, chosen.learnt.ready
     began, seen = time.monotonic(), dict[str, Seen]()
-    micro = ready.settings.train.micro_batch_size
-    found = judge(Forecast(facts=facts, fleet=fleet), layouts, micro_batch_size=micro)
+    found = judge(forecast, layouts, micro_batch_size=ready.settings.train.micro_batch_size, timed=chosen.options)
     for row in found.rows:
         each = max((one.seconds / max(1, one.work) for one in seen.values()), default=0.0)
         candidate, left = row.estimate.candidate, _MOST_SECONDS - (time.monotonic() - began)
-        if each * _work(candidate, facts) < left:
-            seen[str(candidate)] = _replayed(ready, candidate, facts, fleet)
+        if each * _work(candidate, forecast.facts) < left:
+            seen[str(candidate)] = _replayed(ready, candidate, forecast)
     return found, seen
-
-
-def learn(payload: Mapping[str, Any]) -> int:
-    """The job's numbers alone, for `simulate`."""
-    task = Task.from_json(payload)
-    ready = prepare(task)
-    ready = replace(ready, job=built_once(ready.job, seed=ready.settings.seed))
-    found = learn_facts(ready.job, ready.settings, most_ranks=int(task.options["ranks"]))
-    write_json(Path(task.run) / f"answer-{task.verb}.json", found.as_json())
-    return 0
 
 
 def _settled(candidate: Candidate, facts: ModelFacts, device: str) -> Plan:
@@ -119,10 +128,10 @@ def _work(candidate: Candidate, facts: ModelFacts) -> int:
     return plan.num_micro // plan.replicas * max(1, len(facts.blocks))
 
 
-def _replayed(ready: Ready, candidate: Candidate, facts: ModelFacts, fleet: Fleet) -> Seen:
-    began = time.monotonic()
+def _replayed(ready: Ready, candidate: Candidate, forecast: Forecast) -> Seen:
+    began, facts = time.monotonic(), forecast.facts
     try:
-        plan = _settled(candidate, facts, fleet.device.kind)
+        plan = _settled(candidate, facts, forecast.fleet.device.kind)
         stages = replay(ready.job, ready.settings, plan)
     except PacelineError as error:
         return Seen(layout=candidate.layout, error=error.what)
@@ -136,17 +145,28 @@ def _replayed(ready: Ready, candidate: Candidate, facts: ModelFacts, fleet: Flee
     )
 
 
-def _answer(advice: Advice | Judged, seen: Mapping[str, Seen], facts: ModelFacts, fleet: Fleet) -> dict[str, Any]:
+def _as_timed(estimate: Estimate) -> dict[str, Any]:
+    """One layout that was timed here, whether or not it is the best of its family."""
+    assert estimate.timed is not None
+    return {
+        "layout": estimate.layout,
+        "settings": estimate.settings,
+        "step_seconds": estimate.step_seconds,
+        **asdict(estimate.timed),
+    }
+
+
+def _answer(advice: Advice | Judged, seen: Mapping[str, Seen], forecast: Forecast) -> dict[str, Any]:
+    facts, fleet = forecast.facts, forecast.fleet
     rows = tuple(_as_seen(row, seen.get(str(row.estimate.candidate)), fleet) for row in advice.rows)
     advice = replace(advice, rows=rows)
     lines = [f"{facts.parameters:,} parameters, global batch {facts.global_batch_size}, on {fleet}", *advice.lines()]
     told = {str(row.estimate.candidate) for row in rows}
     lines += [_lost(name, one, fleet) for name, one in seen.items() if name not in told]
-    efficiency = usual(fleet.device)
     return {
         **advice.as_json(),
         "facts": facts.as_json(),
-        "efficiency": efficiency.as_json(),
+        "efficiency": forecast.efficiency.as_json(),
         "cluster": fleet.as_json(),
         "lines": lines,
     }

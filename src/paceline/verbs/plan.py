@@ -1,20 +1,23 @@
 """`plan`."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from paceline.errors import PacelineError, UsageError, raise_all
+from paceline.launch.environments import detect
+from paceline.measure.probe.here import SECONDS as PROBE_SECONDS
 from paceline.measure.probe.here import probe_here
 from paceline.plan.fleet import read_fleet
-from paceline.plan.hardware import Fleet
 from paceline.plan.here import fleet_here, host_memory
 from paceline.plan.named import row_named
 from paceline.plan.told import differences_told
 from paceline.spec.layout import parse_layout
+from paceline.spec.task import Task
 from paceline.store.planned import read_advice
 from paceline.verbs.bare import as_job
 from paceline.verbs.layouts import page_line
@@ -22,6 +25,7 @@ from paceline.verbs.running import Answer, Common, execute, make_task, read_answ
 from paceline.watch.planned import write_plan
 
 ENTRY = "paceline.train.plan_run:plan"
+TRIAL_SECONDS = 30.0  # to time layouts on this machine, beside the probe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +39,20 @@ class PlanOptions:
     """Judge this one in place of a search: fsdp, pp=2,dp_shard=4,remat=full, ..."""
     layouts: tuple[str, ...] = ()
     """Judge these, and say what is different between them: --layouts fsdp pp=2,dp=4."""
-    ranks: int | None = None
-    """Processes on this machine, where the cluster is `here`."""
     against: Path | None = None
     """A plan.json, or the folder of one: what is different from its recommended layout."""
     page: Path | None = None
     """Where a page with the pictures goes."""
+    ranks: int | None = None
+    """Processes on this machine, where the cluster is `here`."""
+    device: str = "auto"
+    """auto, cpu or cuda, where the cluster is `here`."""
+    seconds: float = TRIAL_SECONDS
+    """For timing layouts, where the cluster is `here`; 0 takes what the probe forecasts."""
     config: Path | None = None
     """A TOML file of settings."""
     run_dir: str | None = None
-    """Where plan.json and the log are kept."""
+    """Where the answer and its log are kept."""
     dry_run: bool = False
     """Check what can be checked, start nothing."""
     json: bool = False
@@ -56,6 +64,7 @@ def planned(options: PlanOptions, settings: Sequence[str]) -> Answer:
     common = Common(
         ranks=options.ranks,
         layout=options.layout,
+        device=options.device,
         config=options.config,
         run_dir=options.run_dir,
         dry_run=options.dry_run,
@@ -63,7 +72,7 @@ def planned(options: PlanOptions, settings: Sequence[str]) -> Answer:
     )
     return plan(
         options.job, cluster=options.cluster, layouts=options.layouts, against=options.against, page=options.page,
-        common=common, overrides=settings,
+        seconds=options.seconds, common=common, overrides=settings,
     )  # fmt: skip
 
 
@@ -74,15 +83,16 @@ def plan(
     layouts: Sequence[str] = (),
     against: str | Path | None = None,
     page: str | Path | None = None,
+    seconds: float = TRIAL_SECONDS,
     common: Common | None = None,
     overrides: Sequence[str] = (),
 ) -> Answer:
     """The layouts of a job that fit a cluster, with predicted memory and time, and why the others do not.
 
     `job` is a job, or a Hugging Face config: a folder with config.json, or `transformers:LlamaConfig`. `cluster` is
-    `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. `layouts` are judged in
-    place of a search, the others held against the first. `against` is another plan.json. `page` is an HTML file to
-    write.
+    `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. What is here is probed once, and layouts
+    are timed for so many `seconds`. `layouts` are judged in place of a search, and told apart from the first; `against`
+    is another plan.json to be told apart from. `page` is an HTML file to write.
 
     Raises:
         UsageError, Problems: a cluster or a setting that can't be read, all of it at once.
@@ -93,14 +103,14 @@ def plan(
     before = None if against is None else read_advice(Path(against))
     if before is not None:
         row_named(before)
-    ranks = common.ranks or 1
     fleet = None if cluster == "here" else read_fleet(cluster)
-    own, words, assumed = as_job(job, overrides, ranks=ranks if fleet is None else fleet.ranks)
-    task = make_task("plan", own, replace(common, layout="single", ranks=1, device="cpu"), words)
+    own = replace(common, layout=None) if fleet is None else replace(common, layout="single", ranks=1, device="cpu")
+    stands, words, assumed = as_job(job, overrides, ranks=(common.ranks or 1) if fleet is None else fleet.ranks)
+    task = make_task("plan", stands, own, words)
     if common.dry_run:
         return Answer(exit_code=0, run=Path(task.run), value=task.as_json())
-    fleet = fleet or measured_here(ranks)
-    task = with_run(replace(task, options={"fleet": fleet.as_json(), "layouts": named}), resume=None)
+    options = {"fleet": fleet.as_json()} if fleet is not None else {"here": _here(task, seconds)}
+    task = with_run(replace(task, options={**options, "layouts": named}), resume=None)
     answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
     value = read_answer(task, "plan")
     if value is None:
@@ -115,11 +125,6 @@ def plan(
         value["page"] = str(page)
         lines.append(page_line(Path(page), over=over))
     return replace(answer, value=value, screen="\n".join(lines))
-
-
-def measured_here(ranks: int) -> Fleet:
-    """This machine, after a probe that is kept for the next time."""
-    return fleet_here(probe_here(ranks=ranks), ranks=ranks, memory_bytes=host_memory())
 
 
 def _refuse_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> None:
@@ -138,3 +143,15 @@ def _refuse_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> None:
         except PacelineError as error:
             problems += getattr(error, "problems", [error])
     raise_all(problems)
+
+
+def _here(task: Task, seconds: float) -> dict[str, Any]:
+    """What a probe found of this machine; where a launcher has started the ranks, they find it themselves."""
+    own: dict[str, Any] = {"seconds": seconds}
+    joined = detect(os.environ)
+    if joined is not None:
+        local = joined.local_world_size
+        return own | {"probe_seconds": PROBE_SECONDS, "ranks_per_node": local, "node_bytes": host_memory()}
+    probe = probe_here(ranks=task.ranks, device=task.device)
+    fleet = fleet_here(probe, ranks=task.ranks, memory_bytes=host_memory())
+    return own | {"fleet": fleet.as_json()}

@@ -1,6 +1,6 @@
 """`simulate`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,26 +8,29 @@ from typing import Annotated, Any
 import tyro
 
 from paceline.errors import ExitCode, UsageError
+from paceline.measure.probe.here import probe_here
 from paceline.plan.advice import advise
 from paceline.plan.estimate import Estimate
 from paceline.plan.facts import read_facts
 from paceline.plan.fleet import read_fleet
 from paceline.plan.forecast import Forecast
 from paceline.plan.hardware import Fleet
+from paceline.plan.here import fleet_here, host_memory
 from paceline.plan.kept import Checkpoints, Kept, kept
 from paceline.plan.named import estimate_named, estimate_told, forecast_of, row_named
 from paceline.plan.quantity import Measures, read_quantity
 from paceline.plan.simulated import Simulated, simulated
 from paceline.spec.layout import parse_layout
+from paceline.spec.words import exactly
 from paceline.store.planned import NAME, read_advice
 from paceline.verbs.bare import as_job
 from paceline.verbs.layouts import page_line
-from paceline.verbs.plan import measured_here
 from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
 from paceline.watch.stepped import lines_of, write_step
 
-ENTRY = "paceline.train.plan_run:learn"
+ENTRY = "paceline.train.plan_run:numbers"
 _MICRO = "train.micro_batch_size"
+_SMALL = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +147,12 @@ def _simulation(
     job: Path, found: _Found, mean: float | None, checkpoints: Checkpoints, page: Path | None
 ) -> Simulation:
     forecast, estimate = found.forecast, found.estimate
-    step = replace(simulated(forecast, candidate=estimate.candidate), estimate=estimate)
+    step = simulated(forecast, candidate=estimate.candidate)
+    step = replace(step, estimate=replace(step.estimate, memory=estimate.memory))
     left, seconds, ranks = None, step.step_seconds, forecast.fleet.ranks
     if mean is not None:
         left = kept(step_seconds=seconds, ranks=ranks, device_mean_seconds=mean, checkpoints=checkpoints)
-    lines = [*lines_of(step, forecast), *(left.lines() if left else ()), *found.assumed]
+    lines = [*lines_of(step, forecast), *_told(step, estimate), *(left.lines() if left else ()), *found.assumed]
     value = step.as_json() | ({"failures": left.as_json()} if left else {})
     if page is not None:
         over = page.exists()
@@ -156,6 +160,13 @@ def _simulation(
         value["page"] = str(page)
         lines.append(page_line(page, over=over))
     return Simulation(exit_code=int(ExitCode.DONE), text="\n".join(lines), value=value, step=step, kept=left)
+
+
+def _told(step: Simulated, estimate: Estimate) -> Iterator[str]:
+    """What a plan says of the step, where that is not its closed forms' alone."""
+    ratio = estimate.step_seconds / step.estimate.step_seconds
+    if abs(ratio - 1) > _SMALL:
+        yield f"  in the plan it is {exactly(estimate.step_seconds)}, {ratio:.2f} times as long, by what was timed"
 
 
 def _is_plan(path: Path) -> bool:
@@ -174,7 +185,7 @@ def _of_job(job: str, cluster: str, layout: str | None, common: Common, override
     ranks = common.ranks or 1
     own, words, assumed = as_job(job, overrides, ranks=ranks if fleet is None else fleet.ranks)
     task = make_task("simulate", own, replace(common, layout="single", ranks=1, device="cpu"), words)
-    fleet = fleet or measured_here(ranks)
+    fleet = fleet or fleet_here(probe_here(ranks=ranks), ranks=ranks, memory_bytes=host_memory())
     task = with_run(replace(task, options={"ranks": fleet.ranks}), resume=None)
     answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
     value = read_answer(task, "simulate")
