@@ -89,13 +89,15 @@ def test_what_was_timed_is_told_and_the_others_are_as_wrong() -> None:
         ("tp=3,dp=1", "needs 3 ranks"),
         ("tp=8", "the model can have tp of 2, 4"),
         ("dp=8,remat=full,tp=1,cp=1,ep=8", "the model can have no ep"),
+        ("pp=2,dp=4", "pp=2,dp_replicate=4 can't be had: no chain of blocks was found"),
         ("pp=8,schedule=interleaved,virtual=9", "72 stages can't be cut from 32 blocks"),
         ("fsp", "fsp"),
     ],
 )
 def test_a_layout_that_can_not_be_had_says_why(layout: str, said: str) -> None:
     drawn = made()
-    drawn = Forecast(facts=replace(drawn.facts, tp_sizes=(2, 4)), fleet=drawn.fleet)
+    refused = {"pp": "no chain of blocks was found"} if layout == "pp=2,dp=4" else {}
+    drawn = Forecast(facts=replace(drawn.facts, tp_sizes=(2, 4), refused=refused), fleet=drawn.fleet)
     with pytest.raises(PacelineError) as refused:
         judge(drawn, [layout])
     assert said in str(refused.value)
@@ -134,6 +136,8 @@ def test_bytes_and_seconds_that_stand_in_the_file_are_taken() -> None:
 
 
 def test_two_plans_are_told_apart() -> None:
+    one, other = answer(made(), "fsdp,remat=full"), answer(made(), "zero2,remat=full")
+    assert next(differences_told(one, other)).startswith("fsdp,remat=full in microbatches of 2 -> zero2")
     lines = list(differences_told(answer(made()), answer(made("16xH100-80G", batch=128))))
     assert lines[:2] == ["cluster: 8 × H100-80G -> 16 × H100-80G", "global batch: 64 -> 128"]
     assert lines[-2].startswith("step: ") and lines[-1].startswith("peak: ")
@@ -150,9 +154,11 @@ def test_the_page_shows_every_part_against_the_limit() -> None:
     assert html.count("<h2>A step of ") == 2 and "1f1b · 2 ranks" in html and "1f1b · 1 rank ·" in html
     assert "<h2>Differences</h2>" in html and "<b>threads</b>" in html
     shapes = re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)"[^>]*class="fill\d+"><title>(\w+) ', html)
+    left = float(shapes[0][0])
     ends = [float(x) + float(wide) for x, wide, name in shapes if name == "reserve"]
     line = float(re.findall(r'class="mark" d="M([\d.]+)', html)[0])
     assert [end > line for end in ends] == [True, False, False]
+    assert (line - left) / (ends[0] - left) == pytest.approx((80 << 30) / told["plans"][0]["peak_bytes"], rel=1e-3)
 
 
 def test_a_picture_of_many_microbatches_is_one_of_few() -> None:
