@@ -16,7 +16,7 @@ from paceline.watch.report import document
 from paceline.watch.stepped import WORDS, timeline_section
 
 _MOST_LABEL = 46
-_HOLDS = "bytes of the fullest rank at its highest moment; the line is what the device has"
+_HOLDS = "bytes of the fullest rank at its highest moment; the line is what the device has; behind × the microbatch"
 _GOES = "by the closed forms, of the busiest rank"
 
 
