@@ -26,7 +26,7 @@ from paceline.world import Place, World
 @dataclass(frozen=True, kw_only=True)
 class Here:
     """Seconds to time layouts; and the machines, as a `Fleet`'s JSON, or what is left to do to know them: seconds of a
-    probe by all ranks, `ranks_per_node` of them and the bytes that a node has.
+    probe by all ranks, `ranks_per_node` of them, and the bytes that a node or each of its GPUs has.
     """
 
     seconds: float
@@ -102,7 +102,8 @@ def _fleet(ready: Ready, here: Here, world: World) -> Fleet:
     ranks, local = world.world_size, here.ranks_per_node
     mark = fingerprint(ranks=ranks, device=ready.plan.device, ranks_per_node=local)
     probe = probe_world(world, mark, seconds=here.probe_seconds, folder=Path(ROOT).absolute(), ranks_per_node=local)
-    return fleet_here(probe, ranks=ranks, memory_bytes=here.node_bytes * ranks / local)
+    nodes = ranks / local if ready.plan.device == "cpu" else 1
+    return fleet_here(probe, ranks=ranks, memory_bytes=nodes * here.node_bytes)
 
 
 def _timed(

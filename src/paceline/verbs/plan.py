@@ -13,7 +13,7 @@ from paceline.launch.environments import detect
 from paceline.measure.probe.here import SECONDS as PROBE_SECONDS
 from paceline.measure.probe.here import probe_here
 from paceline.plan.fleet import read_fleet
-from paceline.plan.here import fleet_here, host_memory
+from paceline.plan.here import fleet_here, node_memory
 from paceline.plan.named import row_named
 from paceline.plan.told import differences_told
 from paceline.spec.layout import parse_layout
@@ -151,7 +151,7 @@ def _here(task: Task, seconds: float) -> dict[str, Any]:
     joined = detect(os.environ)
     if joined is not None:
         local = joined.local_world_size
-        return own | {"probe_seconds": PROBE_SECONDS, "ranks_per_node": local, "node_bytes": host_memory()}
+        return own | {"probe_seconds": PROBE_SECONDS, "ranks_per_node": local, "node_bytes": node_memory(task.device)}
     probe = probe_here(ranks=task.ranks, device=task.device)
-    fleet = fleet_here(probe, ranks=task.ranks, memory_bytes=host_memory())
+    fleet = fleet_here(probe, ranks=task.ranks, memory_bytes=node_memory(task.device))
     return own | {"fleet": fleet.as_json()}

@@ -15,7 +15,7 @@ from paceline.plan.facts import read_facts
 from paceline.plan.fleet import read_fleet
 from paceline.plan.forecast import Forecast
 from paceline.plan.hardware import Fleet
-from paceline.plan.here import fleet_here, host_memory
+from paceline.plan.here import fleet_here, node_memory
 from paceline.plan.kept import Checkpoints, Kept, kept
 from paceline.plan.named import estimate_named, estimate_told, forecast_of, row_named
 from paceline.plan.quantity import Measures, read_quantity
@@ -45,6 +45,8 @@ class SimulateOptions:
     """fsdp, pp=8,tp=8,dp=2, ...; default: the one that is recommended."""
     ranks: int | None = None
     """Processes on this machine, where the cluster is `here`."""
+    device: str = "auto"
+    """auto, cpu or cuda, where the cluster is `here`."""
     failures: str | None = None
     """Mean time between failures of one device: "50000 h"."""
     every: int | None = None
@@ -78,6 +80,13 @@ class Simulation:
 
 def typed(options: SimulateOptions, settings: Sequence[str]) -> Simulation:
     """As it was typed."""
+    common = Common(
+        ranks=options.ranks,
+        device=options.device,
+        config=options.config,
+        run_dir=options.run_dir,
+        quiet=options.json,
+    )
     return simulate(
         options.job,
         cluster=options.cluster,
@@ -88,7 +97,13 @@ def typed(options: SimulateOptions, settings: Sequence[str]) -> Simulation:
         write_seconds=options.write_seconds,
         restart_seconds=options.restart_seconds,
         page=options.page,
-        common=Common(ranks=options.ranks, config=options.config, run_dir=options.run_dir, quiet=options.json),
+        common=Common(
+            ranks=options.ranks,
+            device=options.device,
+            config=options.config,
+            run_dir=options.run_dir,
+            quiet=options.json,
+        ),
         overrides=settings,
     )
 
@@ -182,10 +197,12 @@ def _planned(path: Path, layout: str | None) -> _Found:
 
 def _of_job(job: str, cluster: str, layout: str | None, common: Common, overrides: Sequence[str]) -> _Found | Answer:
     fleet: Fleet | None = None if cluster == "here" else read_fleet(cluster)
-    ranks = common.ranks or 1
-    own, words, assumed = as_job(job, overrides, ranks=ranks if fleet is None else fleet.ranks)
+    own, words, assumed = as_job(job, overrides, ranks=(common.ranks or 1) if fleet is None else fleet.ranks)
+    if fleet is None:
+        asked = make_task("simulate", own, replace(common, layout=None), words)
+        probe = probe_here(ranks=asked.ranks, device=asked.device)
+        fleet = fleet_here(probe, ranks=asked.ranks, memory_bytes=node_memory(asked.device))
     task = make_task("simulate", own, replace(common, layout="single", ranks=1, device="cpu"), words)
-    fleet = fleet or fleet_here(probe_here(ranks=ranks), ranks=ranks, memory_bytes=host_memory())
     task = with_run(replace(task, options={"ranks": fleet.ranks}), resume=None)
     answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
     value = read_answer(task, "simulate")
@@ -194,6 +211,6 @@ def _of_job(job: str, cluster: str, layout: str | None, common: Common, override
     forecast = Forecast(facts=read_facts(value), fleet=fleet)
     if layout is None:
         return _Found(forecast=forecast, estimate=advise(forecast).recommended, assumed=assumed)
-    asked = task.settings.get(_MICRO)
-    named = estimate_named(forecast, layout, micro_batch_size=None if asked is None else int(asked))
+    micro = task.settings.get(_MICRO)
+    named = estimate_named(forecast, layout, micro_batch_size=None if micro is None else int(micro))
     return _Found(forecast=forecast, estimate=named, assumed=assumed)
