@@ -97,13 +97,7 @@ def typed(options: SimulateOptions, settings: Sequence[str]) -> Simulation:
         write_seconds=options.write_seconds,
         restart_seconds=options.restart_seconds,
         page=options.page,
-        common=Common(
-            ranks=options.ranks,
-            device=options.device,
-            config=options.config,
-            run_dir=options.run_dir,
-            quiet=options.json,
-        ),
+        common=common,
         overrides=settings,
     )
 
