@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from paceline.cli import main
-from paceline.errors import PacelineError
+from paceline.errors import MachineError, PacelineError
 from paceline.store.planned import read_advice
 from paceline.train.learn import learn_facts
 from paceline.train.ready import prepare
+from paceline.verbs import bare
 from paceline.verbs.bare import JOB, as_job, is_config
 from paceline.verbs.running import Common, make_task
 from paceline.verbs.simulate import simulate
@@ -95,7 +96,15 @@ def test_what_a_config_says_is_learnt_without_weights(kind: str, tmp_path: Path)
     assert len(facts.blocks) == CONFIGS[kind].get("num_hidden_layers", 4)
 
 
+def test_without_transformers_a_config_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bare, "find_spec", lambda name: None)
+    with pytest.raises(MachineError, match="transformers is not installed"):
+        as_job("transformers:LlamaConfig", [], ranks=2)
+    assert as_job("job.py", [], ranks=2)[0] == "job.py"
+
+
 def test_words_that_are_a_config_and_words_that_are_a_job(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
     assert is_config("transformers:LlamaConfig") and is_config("transformers.LlamaForCausalLM")
     assert is_config("mine.py:tiny_config") and is_config("my.models:TinyConfig")
     assert not is_config("job.py") and not is_config("pkg.module:name") and not is_config(str(tmp_path))

@@ -1,9 +1,10 @@
 """A Hugging Face config in the place of a job, for the verbs that need no data: `plan`, `simulate`."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from paceline.errors import UsageError
+from paceline.errors import MachineError, UsageError
 
 JOB = "paceline.hf.bare:make_job"
 _CONFIG = "config.json"
@@ -20,7 +21,11 @@ def is_config(job: str) -> bool:
 
 
 def as_job(job: str, overrides: Sequence[str], *, ranks: int) -> tuple[str, list[str], list[str]]:
-    """The job that stands for it, its settings, and lines that say what was assumed; anything else as it is."""
+    """The job that stands for it, its settings, and lines that say what was assumed; anything else as it is.
+
+    Raises:
+        UsageError, MachineError: a folder without a config, or no transformers to read one.
+    """
     if not is_config(job):
         if Path(job).is_dir():
             raise UsageError(
@@ -28,6 +33,10 @@ def as_job(job: str, overrides: Sequence[str], *, ranks: int) -> tuple[str, list
                 hint=f"paceline plan {job.rstrip('/')}/job.py, or a model's folder",
             )
         return job, list(overrides), []
+    if find_spec("transformers") is None:
+        raise MachineError(
+            f"{job} is a Hugging Face config, and transformers is not installed.", hint="pip install 'paceline[hf]'"
+        )
     place, colon, name = _split(job)
     source = str(Path(job).resolve()) if Path(job).is_dir() else f"{place}{colon}{name}"
     own, assumed = [f"--job.source={source}"], list[str]()
