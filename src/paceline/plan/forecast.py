@@ -85,9 +85,14 @@ class Forecast:
             for (_, stages), alive in ranks
         ]
         fullest = max(every, key=lambda memory: memory.peak_bytes)
+        fullest = fullest.fuller(self.fleet.fuller.get(candidate.family, 1.0))
         if not candidate.offload:
             return fullest
         return replace(fullest, host_bytes=max(memory.host_bytes for memory in every))
+
+    def longer(self, family: str) -> float:
+        """How many times as long as reckoned a step of this family took where it was measured."""
+        return self.fleet.longer.get(family, 1.0)
 
     def seconds(self, candidate: Candidate) -> Seconds:
         """Of one optimizer step."""
@@ -102,7 +107,8 @@ class Forecast:
         ]  # fmt: skip
         end = max(ends, key=lambda found: sum(found.values()))
         hop = self.hop_seconds(candidate)
-        return seconds_of(candidate, stages, micro=self.num_micro(candidate), hop=hop, end=end)
+        found = seconds_of(candidate, stages, micro=self.num_micro(candidate), hop=hop, end=end)
+        return found.times(self.longer(candidate.family))
 
     def all_stages(self, candidate: Candidate) -> tuple[Stage, ...]:
         """Seconds of every stage, with what data parallelism sends in every microbatch."""

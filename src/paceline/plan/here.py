@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from paceline.plan.catalogue import RESERVE
 from paceline.plan.hardware import Device, Fleet, Link
 from paceline.plan.probed import Probe
 
@@ -20,7 +21,7 @@ def fleet_here(probe: Probe, *, ranks: int, memory_bytes: float) -> Fleet:
         memory_bytes=memory_bytes / ranks if is_cpu else memory_bytes,
         flops_per_second=flops,
         bytes_per_second=rates.streams["add"].best_rate,
-        reserve_bytes=_RESERVE_BYTES if is_cpu else 0,
+        reserve_bytes=_RESERVE_BYTES if is_cpu else RESERVE,
         source="measured here",
     )
     link = _link(probe, ranks)

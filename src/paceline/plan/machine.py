@@ -53,6 +53,16 @@ def _told_by_smi() -> tuple[str, ...]:
     return tuple(sorted(filter(None, map(str.strip, done.stdout.splitlines())))) or ("unknown",)
 
 
+def gpu_bytes() -> int | None:
+    """Memory of the smallest GPU of this machine, without starting CUDA; None where it can't be known."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
+        return min(int(line) << 20 for line in done.stdout.splitlines())
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
 def busy_share(*, seconds: float = 0.3) -> float:
     """How much of all cores is in use, as seen over a moment; nothing where it can't be known."""
     before = _ticks()

@@ -26,6 +26,7 @@ from paceline.train.length import Clock, Length, Progress, derived_interval
 from paceline.train.replicas import check_replicas
 from paceline.train.reread import whole_batch
 from paceline.train.saving import Saver
+from paceline.train.shortage import Before, naming_memory
 from paceline.train.sites import mean_in_place
 from paceline.world import World
 
@@ -48,6 +49,7 @@ class Loop:
         length: Length,
         cursor: Cursor,
         progress: Progress,
+        before: Before,
         on_eval_target: Any = None,
     ) -> None:
         self.built = built
@@ -63,6 +65,7 @@ class Loop:
         self._faults = faults
         self._stop = stop
         self._length = length
+        self._before = before
         self._target = on_eval_target
         self._heard = Heard(built=built, feed=feed, stream=stream, progress=progress)
         batch, drop_last = built.plan.global_batch_size, built.settings.data.drop_last
@@ -95,7 +98,7 @@ class Loop:
 
     def step(self, given: StepInput, *, is_shown: bool = False) -> StepResult:
         """One optimizer step and all that belongs after it. `is_shown`: any rank may read at once what came of it."""
-        with at_step(self.cursor.step + 1):
+        with at_step(self.cursor.step + 1), naming_memory(self.built, self._before):
             result = self._step(given)
             if is_shown:
                 self.built.step.tell()

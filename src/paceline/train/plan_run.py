@@ -60,7 +60,7 @@ def _decided(ready: Ready, facts: ModelFacts, fleet: Fleet) -> tuple[Advice, dic
     first = advice = advise(forecast)
     for _ in range(_MOST_TRIES):
         best = advice.recommended
-        found = seen[str(best.candidate)] = _replayed(ready, best.candidate, facts, fleet)
+        found = seen[str(best.candidate)] = replayed(ready, best.candidate, facts, fleet)
         if not found.error and found.peak_bytes <= room:
             break
         reckoned = best.peak_bytes - fleet.device.reserve_bytes
@@ -70,7 +70,7 @@ def _decided(ready: Ready, facts: ModelFacts, fleet: Fleet) -> tuple[Advice, dic
     for row in advice.rows:
         candidate, left = row.estimate.candidate, _MOST_SECONDS - (time.monotonic() - began)
         if str(candidate) not in seen and each * _work(candidate, facts) < left:
-            seen[str(candidate)] = _replayed(ready, candidate, facts, fleet)
+            seen[str(candidate)] = replayed(ready, candidate, facts, fleet)
     return replace(advice, case=first.case), seen
 
 
@@ -89,7 +89,8 @@ def _work(candidate: Candidate, facts: ModelFacts) -> int:
     return plan.num_micro // plan.replicas * max(1, len(facts.blocks))
 
 
-def _replayed(ready: Ready, candidate: Candidate, facts: ModelFacts, fleet: Fleet) -> Seen:
+def replayed(ready: Ready, candidate: Candidate, facts: ModelFacts, fleet: Fleet) -> Seen:
+    """The run's own step, as this candidate would place it on a device of the fleet."""
     began = time.monotonic()
     try:
         plan = _settled(candidate, facts, fleet.device.kind)

@@ -38,6 +38,7 @@ from paceline.train.length import Progress, length_of, often
 from paceline.train.loop import Loop
 from paceline.train.ready import Ready, as_first_cut
 from paceline.train.saving import Saver, find_checkpoint, goes_on, identity, restore, write_final
+from paceline.train.shortage import Before, naming_memory
 from paceline.train.wishes import asked_of, notes, nothing_left, stopped_early
 from paceline.watch.sinks import CURVES, make_sinks
 from paceline.world import World
@@ -57,7 +58,9 @@ class Session:
             begun = run_of(self._start) if self._start is not None else self.run
             ready = as_first_cut(ready, folder=begun.path, world=world)
         self.ready = ready
-        self.built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
+        self._before = Before.now()
+        with naming_memory(None, self._before):
+            self.built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
         loaded, events = self._found()
         self.identity = identity(self.built, **_data_facts(ready.job, ready.settings))
         cursor = Cursor()
@@ -159,6 +162,7 @@ class Session:
             length=length_of(settings, epoch_samples=self._feed.num_samples),
             cursor=cursor,
             progress=Progress.from_json(extra),
+            before=self._before,
             on_eval_target=target,
         )
 

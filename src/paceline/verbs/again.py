@@ -27,7 +27,7 @@ def command_again(task: Task, joined: Joined | None = None) -> str:
     for file in sorted(files):
         words += ["--config", file]
     for name, value in task.settings.items():
-        if task.origins.get(name) == "command line" and name != "run_dir":
+        if task.origins.get(name) in ("command line", "auto") and name != "run_dir":
             words += [f"--{name}", _shown(value)]
     return shlex.join(words)
 

@@ -31,6 +31,7 @@ from paceline.spec.words import many
 from paceline.start import Outcome, Request, choose_kernels, failure_keys, last_words, start, too_late
 from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, choose_run, new_run
+from paceline.survive.failure import Failure
 from paceline.talk import say
 from paceline.verbs.again import command_again
 from paceline.verbs.machine import choose_device, choose_ranks, refuse_nested
@@ -66,6 +67,8 @@ class Answer:
     value: Any = None
     keys: Mapping[str, Any] = field(default_factory=dict)
     """What the screen says, for `--json`."""
+    failure: Failure | None = None
+    """The first one, of processes that were started here."""
     tells: bool = True
     """False on the other ranks of a world that others made: rank 0 prints for all."""
 
@@ -182,7 +185,7 @@ def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False)
     outcome = start(request, on_start=follow)
     if tails and not common.quiet:
         tails[-1].close()
-    return _answer(task, outcome)
+    return answer_of(task, outcome)
 
 
 def read_answer(task: Task, verb: str) -> Any:
@@ -191,10 +194,14 @@ def read_answer(task: Task, verb: str) -> Any:
     return read_json(path) if path.exists() else None
 
 
-def _answer(task: Task, outcome: Outcome) -> Answer:
+def answer_of(task: Task, outcome: Outcome) -> Answer:
+    """What to say of how it ended."""
     go_on = command_again(task) if task.verb == "train" and outcome.goes_on else ""
     screen, keys = last_words(outcome, go_on=go_on), failure_keys(outcome, go_on=go_on)
-    return Answer(exit_code=outcome.exit_code, run=Path(task.run), seconds=outcome.seconds, screen=screen, keys=keys)
+    return Answer(
+        exit_code=outcome.exit_code, run=Path(task.run), seconds=outcome.seconds, screen=screen, keys=keys,
+        failure=outcome.failure,
+    )  # fmt: skip
 
 
 def _joined(task: Task, entry: str, joined: Joined, one_thread: bool) -> Answer:

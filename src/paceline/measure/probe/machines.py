@@ -1,0 +1,49 @@
+"""The machine that this process is on, as a cluster to plan for: the kept probe of it, or a new one."""
+
+import time
+from dataclasses import dataclass
+
+from paceline.errors import MachineError
+from paceline.measure.probe.cache import fingerprint, read_cached
+from paceline.measure.probe.here import probe_here
+from paceline.plan.hardware import Fleet
+from paceline.plan.here import fleet_here, host_memory
+from paceline.plan.machine import gpu_bytes
+from paceline.plan.probed import Probe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """This machine; `seconds` went to a new probe of it, none where one was kept."""
+
+    fleet: Fleet
+    seconds: float
+
+
+def machine_here(*, ranks: int, device: str) -> Here:
+    """For so many ranks.
+
+    Raises:
+        MachineError: it can't be probed, or the memory of its GPUs can't be known.
+    """
+    began = time.monotonic()
+    is_kept = read_cached(fingerprint(ranks=ranks, device=device)) is not None
+    probe = probe_here(ranks=ranks, device=device)
+    return Here(fleet=_fleet(probe, ranks, device), seconds=0.0 if is_kept else time.monotonic() - began)
+
+
+def kept_here(*, ranks: int, device: str) -> Fleet | None:
+    """The same where a probe was kept, and nothing is measured; else None."""
+    probe = read_cached(fingerprint(ranks=ranks, device=device))
+    return None if probe is None else _fleet(probe, ranks, device)
+
+
+def _fleet(probe: Probe, ranks: int, device: str) -> Fleet:
+    memory = host_memory() if device == "cpu" else gpu_bytes()
+    if memory is None:
+        raise MachineError(
+            "the memory of the GPUs of this machine can't be known.",
+            cause="nvidia-smi is not there, or does not answer",
+            hint="nvidia-smi --query-gpu=memory.total --format=csv",
+        )
+    return fleet_here(probe, ranks=ranks, memory_bytes=memory)
