@@ -123,10 +123,11 @@ def told(task: Task, answer: Mapping[str, Any], here: Here, *, quiet: bool = Fal
 
 
 def on_rung(task: Task, rungs: Sequence[Rung]) -> Task:
-    """The task with the first of these, and the others to fall back to."""
+    """The task with the first of these, which wins over what was asked for, and the others to fall back to."""
     first, *rest = rungs
-    own = {name: value for name, value in task.settings.items() if task.origins.get(name) != ORIGIN}
-    given = {name: value for name, value in first.settings.items() if name not in own}
+    given = dict(first.settings)
+    gone = {name for name in task.settings if task.origins.get(name) == ORIGIN} | set(given)
+    own = {name: value for name, value in task.settings.items() if name not in gone}
     return replace(
         task,
         layout=first.layout,
@@ -156,9 +157,10 @@ def fallen_back(task: Task, failure: Failure | None) -> Task | None:
     newest = marked(run.checkpoints, LATEST)
     place = f"from {newest.name}" if newest is not None else "from the first step, since nothing had been saved"
     why = f"{task.layout} was refused" if is_refused else failure.message.rstrip(".")
+    at = f" at step {failure.step}" if failure.step else ""
     say(
-        f"{why}. auto: going on {place} with {first}, which is forecast to need {size(first.peak_bytes)} "
-        f"in place of {size(before)}",
+        f"rank {failure.rank}{at}: {why}. auto: going on {place} with {first}, which is forecast to need "
+        f"{size(first.peak_bytes)} in place of {size(before)}",
         sys.stderr,
     )
     resume = "newest" if was_saved(run.checkpoints) else None

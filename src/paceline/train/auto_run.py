@@ -46,6 +46,20 @@ def choose(payload: Mapping[str, Any]) -> int:
     return 0
 
 
+def learn(payload: Mapping[str, Any]) -> int:
+    """The model's numbers alone."""
+    task = Task.from_json(payload)
+    ready = prepare(task)
+    write_json(Path(task.run) / ANSWER, learnt_here(ready, most_ranks=int(task.options["most_ranks"])))
+    return 0
+
+
+def learnt_here(ready: Ready, *, most_ranks: int) -> dict[str, Any]:
+    """The same in this process."""
+    job = built_once(ready.job, seed=ready.settings.seed)
+    return {"facts": learn_facts(job, ready.settings, most_ranks=most_ranks).as_json()}
+
+
 def settled_here(task: Task, *, job: Job) -> Task:
     """The task of a `pl.Run` with a layout, planned in this process: a job that a script has made is only here."""
     kept = as_before(task)

@@ -38,7 +38,7 @@ from paceline.train.leased import Home, work
 from paceline.train.ready import Ready, held_folder, is_worker, join_world, prepare, with_folder
 from paceline.train.script import begin_again, change_to_go_on, script_again, script_to_start
 from paceline.train.session import Session
-from paceline.train.starting import CHOSEN, CROSSING, processes_of, start_scripts, threads_of
+from paceline.train.starting import CHOSEN, CROSSING, needing_less, processes_of, start_scripts, threads_of
 from paceline.watch.sinks import check_names
 
 
@@ -273,7 +273,8 @@ class Run:
             )
 
     def _start_again(self, script: list[str]) -> int:
-        outcome = start_scripts(self._task, script, exact=self._exact)
+        task, outcome = start_scripts(self._task, script, exact=self._exact)
         if outcome.exit_code:
-            say(last_words(outcome, go_on=self._go_on(Path(self._task.run))), sys.stderr)
+            less = needing_less(task, outcome, job=self.job)
+            say(last_words(outcome, go_on=self._go_on(Path(task.run)), more=less), sys.stderr)
         return outcome.exit_code

@@ -1,7 +1,11 @@
 """A script that opened a `pl.Run` of several ranks, started as those ranks, and once more where memory was short."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from paceline.job import Job
 from paceline.plan.machine import usable_cores
 from paceline.plan.settle import Cluster, settle_threads
 from paceline.spec.layout import parse_layout
@@ -9,7 +13,10 @@ from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.start import Outcome, Request, start
 from paceline.store.runs import RunFolder
-from paceline.train.auto import fallen_back
+from paceline.train.auto import Rung, fallen_back
+from paceline.train.auto_run import learnt_here
+from paceline.train.cheaper import cheaper
+from paceline.train.ready import prepare
 from paceline.watch.console import Tail
 
 CROSSING = ("run", "attempt", "resume")  # of the task, from the script that starts the ranks to these
@@ -27,13 +34,30 @@ def threads_of(task: Task, *, exact: bool) -> int:
     return settle_threads(cluster=cluster, one=exact, asked=task.settings.get("train.threads"))
 
 
-def start_scripts(task: Task, script: list[str], *, exact: bool) -> Outcome:
-    """Start them and wait; how the last attempt ended."""
+def start_scripts(task: Task, script: list[str], *, exact: bool) -> tuple[Task, Outcome]:
+    """Start them and wait; the last attempt, and how it ended."""
     outcome = _started(task, script, exact=exact)
     while (then := fallen_back(task, outcome.failure)) is not None:
         task = then
         outcome = _started(task, script, exact=exact)
-    return outcome
+    return task, outcome
+
+
+def needing_less(task: Task, outcome: Outcome, *, job: Job) -> tuple[str, ...]:
+    """Where memory was short, what would need less, as words for the `pl.Run`."""
+    failure = outcome.failure
+    if failure is None or not failure.is_short_of_memory:
+        return ()
+
+    def learn(task: Task) -> Mapping[str, Any]:
+        own = replace(task, verb="plan", layout="single", ranks=1, device="cpu", faults="", resume=None)
+        return learnt_here(prepare(own, job=job), most_ranks=task.ranks)
+
+    def typed(rung: Rung) -> str:
+        settings = {name: int(value) if value.isdigit() else value for name, value in rung.settings.items()}
+        return f"pl.Run(..., layout={rung.layout!r}, settings={settings})"
+
+    return cheaper(task, failure, learn=learn, typed=typed).lines
 
 
 def _started(task: Task, script: list[str], *, exact: bool) -> Outcome:

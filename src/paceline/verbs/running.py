@@ -33,6 +33,8 @@ from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, choose_run, new_run
 from paceline.survive.failure import Failure
 from paceline.talk import say
+from paceline.train.auto import on_rung
+from paceline.train.cheaper import Cheaper, cheaper, learnt
 from paceline.verbs.again import command_again
 from paceline.verbs.machine import choose_device, choose_ranks, refuse_nested
 from paceline.verbs.misfits import unknown_parameters
@@ -67,10 +69,15 @@ class Answer:
     value: Any = None
     keys: Mapping[str, Any] = field(default_factory=dict)
     """What the screen says, for `--json`."""
-    failure: Failure | None = None
-    """The first one, of processes that were started here."""
+    outcome: Outcome | None = None
+    """Of processes that were started here."""
     tells: bool = True
     """False on the other ranks of a world that others made: rank 0 prints for all."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first one of theirs."""
+        return None if self.outcome is None else self.outcome.failure
 
 
 def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> Task:
@@ -195,12 +202,17 @@ def read_answer(task: Task, verb: str) -> Any:
 
 
 def answer_of(task: Task, outcome: Outcome) -> Answer:
-    """What to say of how it ended."""
+    """What to say of how it ended; where memory was short, also what would need less."""
     go_on = command_again(task) if task.verb == "train" and outcome.goes_on else ""
-    screen, keys = last_words(outcome, go_on=go_on), failure_keys(outcome, go_on=go_on)
+    help_, failure = Cheaper(), outcome.failure
+    if go_on and failure is not None and failure.is_short_of_memory:
+        help_ = cheaper(task, failure, learn=learnt, typed=lambda rung: command_again(on_rung(task, [rung])))
+        go_on = command_again(on_rung(task, [help_.first])) if help_.first is not None else go_on
+    screen = last_words(outcome, go_on=go_on, more=help_.lines)
+    keys = failure_keys(outcome, go_on=go_on) | ({"changes": list(help_.lines)} if help_.lines else {})
     return Answer(
         exit_code=outcome.exit_code, run=Path(task.run), seconds=outcome.seconds, screen=screen, keys=keys,
-        failure=outcome.failure,
+        outcome=outcome,
     )  # fmt: skip
 
 

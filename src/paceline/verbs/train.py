@@ -42,7 +42,7 @@ def train(
     if chooses:
         task, failed = settled(task, quiet=common.quiet)
         if failed is not None:
-            return answer_of(task, failed)
+            return answer_of(replace(task, layout=AUTO), failed)
     answer = execute(task, entry=ENTRY, common=common)
     while (then := fallen_back(task, answer.failure)) is not None:
         task = then
