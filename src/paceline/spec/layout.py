@@ -107,6 +107,11 @@ class Layout:
         return 1 if self.kind is Kind.THREADS else ranks
 
 
+def is_auto(text: str | None) -> bool:
+    """Whether the layout is to be chosen."""
+    return text is not None and text.strip().lower() == AUTO
+
+
 def parse_layout(text: str) -> Layout:
     """Read `ddp`, `threads=4`, `dp=4`, `fsdp,remat=full`, `pp=2,dp_shard=-1,tp=2,schedule=zb_h1`.
 

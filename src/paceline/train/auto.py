@@ -15,7 +15,7 @@ from paceline.launch.environments import detect
 from paceline.measure.probe.machines import Here, machine_here
 from paceline.plan.machine import usable_cores
 from paceline.spec.compress import parse_compress
-from paceline.spec.layout import AUTO
+from paceline.spec.layout import AUTO, is_auto
 from paceline.spec.task import Task
 from paceline.spec.update import Kind, parse_update
 from paceline.spec.words import duration, size
@@ -51,11 +51,6 @@ class Rung:
     def as_json(self) -> dict[str, Any]:
         """For the file that crosses to the workers."""
         return asdict(self)
-
-
-def is_auto(layout: str | None) -> bool:
-    """Whether the layout is to be chosen."""
-    return layout is not None and layout.strip().lower() == AUTO
 
 
 def refuse_auto(*, update: str, compress: str) -> None:

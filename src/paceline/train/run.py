@@ -19,8 +19,9 @@ from paceline.job import Job
 from paceline.launch.environments import detect, world_size
 from paceline.launch.meet import adopt
 from paceline.plan.machine import visible_gpus
+from paceline.plugins import resolve
 from paceline.spec.compress import parse_compress
-from paceline.spec.layout import parse_layout
+from paceline.spec.layout import is_auto, parse_layout
 from paceline.spec.read import Asked, merge
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
@@ -31,14 +32,12 @@ from paceline.store.disk import read_json
 from paceline.store.hold import Hold
 from paceline.survive.signals import stop_flag
 from paceline.talk import say
-from paceline.train.auto import is_auto, refuse_auto
-from paceline.train.auto_run import settled_here
 from paceline.train.built import job_layer
+from paceline.train.crossing import CHOSEN, CROSSING, processes_of, threads_of
 from paceline.train.leased import Home, work
 from paceline.train.ready import Ready, held_folder, is_worker, join_world, prepare, with_folder
 from paceline.train.script import begin_again, change_to_go_on, script_again, script_to_start
 from paceline.train.session import Session
-from paceline.train.starting import CHOSEN, CROSSING, needing_less, processes_of, start_scripts, threads_of
 from paceline.watch.sinks import check_names
 
 
@@ -68,7 +67,7 @@ class Run:
         kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
         self._chooses = is_auto(layout)
         if self._chooses:
-            refuse_auto(update=update, compress=compress)
+            resolve("paceline.train.auto:refuse_auto")(update=update, compress=compress)
             layout = None
         asked = parse_layout(layout) if layout is not None else None
         rule, here = parse_update(update), visible_gpus() if kind == "cuda" else 1
@@ -254,7 +253,7 @@ class Run:
         script = [] if stays else script_to_start(ranks=processes)
         self._task = with_folder(self._task, make=joined is None or joined.rank == 0)
         if self._chooses:
-            self._task = settled_here(self._task, job=self.job)
+            self._task = resolve("paceline.train.auto_run:settled_here")(self._task, job=self.job)
         if stays:
             if self._exact or processes < self._task.ranks:
                 torch.set_num_threads(threads_of(self._task, exact=self._exact))
@@ -273,8 +272,8 @@ class Run:
             )
 
     def _start_again(self, script: list[str]) -> int:
-        task, outcome = start_scripts(self._task, script, exact=self._exact)
+        begin = resolve("paceline.train.starting:start_scripts")  # brings the planner, which ranks need not
+        outcome, more = begin(self._task, script, exact=self._exact, job=self.job)
         if outcome.exit_code:
-            less = needing_less(task, outcome, job=self.job)
-            say(last_words(outcome, go_on=self._go_on(Path(task.run)), more=less), sys.stderr)
-        return outcome.exit_code
+            say(last_words(outcome, go_on=self._go_on(Path(self._task.run)), more=more), sys.stderr)
+        return int(outcome.exit_code)

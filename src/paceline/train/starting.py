@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.job import Job
-from paceline.plan.machine import usable_cores
-from paceline.plan.settle import Cluster, settle_threads
-from paceline.spec.layout import parse_layout
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.start import Outcome, Request, start
@@ -16,35 +13,22 @@ from paceline.store.runs import RunFolder
 from paceline.train.auto import Rung, fallen_back
 from paceline.train.auto_run import learnt_here
 from paceline.train.cheaper import cheaper
+from paceline.train.crossing import processes_of, threads_of
 from paceline.train.ready import prepare
 from paceline.watch.console import Tail
 
-CROSSING = ("run", "attempt", "resume")  # of the task, from the script that starts the ranks to these
-CHOSEN = ("layout", "settings", "origins", "options")  # where the layout is auto
 
-
-def processes_of(task: Task) -> int:
-    """How many make its ranks."""
-    return parse_layout(task.layout).processes(ranks=task.ranks)
-
-
-def threads_of(task: Task, *, exact: bool) -> int:
-    """Of one rank."""
-    cluster = Cluster(ranks=task.ranks, cores=usable_cores())
-    return settle_threads(cluster=cluster, one=exact, asked=task.settings.get("train.threads"))
-
-
-def start_scripts(task: Task, script: list[str], *, exact: bool) -> tuple[Task, Outcome]:
-    """Start them and wait; the last attempt, and how it ended."""
+def start_scripts(task: Task, script: list[str], *, exact: bool, job: Job) -> tuple[Outcome, tuple[str, ...]]:
+    """Start them and wait; how the last attempt ended and, where memory was short, what would need less."""
     outcome = _started(task, script, exact=exact)
     while (then := fallen_back(task, outcome.failure)) is not None:
         task = then
         outcome = _started(task, script, exact=exact)
-    return task, outcome
+    return outcome, _needing_less(task, outcome, job)
 
 
-def needing_less(task: Task, outcome: Outcome, *, job: Job) -> tuple[str, ...]:
-    """Where memory was short, what would need less, as words for the `pl.Run`."""
+def _needing_less(task: Task, outcome: Outcome, job: Job) -> tuple[str, ...]:
+    """As words for the `pl.Run`."""
     failure = outcome.failure
     if failure is None or not failure.is_short_of_memory:
         return ()

@@ -33,8 +33,6 @@ from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, choose_run, new_run
 from paceline.survive.failure import Failure
 from paceline.talk import say
-from paceline.train.auto import on_rung
-from paceline.train.cheaper import Cheaper, cheaper, learnt
 from paceline.verbs.again import command_again
 from paceline.verbs.machine import choose_device, choose_ranks, refuse_nested
 from paceline.verbs.misfits import unknown_parameters
@@ -204,12 +202,15 @@ def read_answer(task: Task, verb: str) -> Any:
 def answer_of(task: Task, outcome: Outcome) -> Answer:
     """What to say of how it ended; where memory was short, also what would need less."""
     go_on = command_again(task) if task.verb == "train" and outcome.goes_on else ""
-    help_, failure = Cheaper(), outcome.failure
-    if go_on and failure is not None and failure.is_short_of_memory:
-        help_ = cheaper(task, failure, learn=learnt, typed=lambda rung: command_again(on_rung(task, [rung])))
-        go_on = command_again(on_rung(task, [help_.first])) if help_.first is not None else go_on
-    screen = last_words(outcome, go_on=go_on, more=help_.lines)
-    keys = failure_keys(outcome, go_on=go_on) | ({"changes": list(help_.lines)} if help_.lines else {})
+    more: tuple[str, ...] = ()
+    if go_on and outcome.failure is not None and outcome.failure.is_short_of_memory:
+        from paceline.train.auto import on_rung
+        from paceline.train.cheaper import cheaper, learnt
+
+        found = cheaper(task, outcome.failure, learn=learnt, typed=lambda rung: command_again(on_rung(task, [rung])))
+        more, go_on = found.lines, command_again(on_rung(task, [found.first])) if found.first is not None else go_on
+    screen = last_words(outcome, go_on=go_on, more=more)
+    keys = failure_keys(outcome, go_on=go_on) | ({"changes": list(more)} if more else {})
     return Answer(
         exit_code=outcome.exit_code, run=Path(task.run), seconds=outcome.seconds, screen=screen, keys=keys,
         outcome=outcome,

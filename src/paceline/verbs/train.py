@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ExitCode
-from paceline.spec.layout import AUTO
+from paceline.spec.layout import AUTO, is_auto
 from paceline.store.checkpoints import LATEST, marked, step_of
 from paceline.store.runs import RunFolder
-from paceline.train.auto import fallen_back, is_auto, refuse_auto, settled
 from paceline.verbs.running import Answer, Common, answer_of, execute, make_task, with_run
 from paceline.watch.history import json_or_none, read_history
 
@@ -32,6 +31,8 @@ def train(
     common = common or Common()
     chooses = is_auto(common.layout)
     if chooses:
+        from paceline.train.auto import fallen_back, refuse_auto, settled
+
         refuse_auto(update=common.update, compress=common.compress)
     task = make_task("train", job, replace(common, layout=None) if chooses else common, overrides)
     if common.dry_run:
@@ -44,7 +45,7 @@ def train(
         if failed is not None:
             return answer_of(replace(task, layout=AUTO), failed)
     answer = execute(task, entry=ENTRY, common=common)
-    while (then := fallen_back(task, answer.failure)) is not None:
+    while chooses and (then := fallen_back(task, answer.failure)) is not None:
         task = then
         answer = execute(task, entry=ENTRY, common=common)
     return answer
