@@ -9,7 +9,7 @@ from paceline.plan.chain import Chain, Counts, chain_of
 from paceline.plan.efficiency import Efficiency, usual
 from paceline.plan.estimate import Estimate
 from paceline.plan.facts import ModelFacts
-from paceline.plan.hardware import Fleet, group_of
+from paceline.plan.hardware import Fleet, group_of, of_family
 from paceline.plan.in_flight import most_held
 from paceline.plan.memory import Alive, Elements, Memory, alive_of, elements_of, memory_of
 from paceline.plan.seconds import Groups, Seconds, Stage, end_of, seconds_of, sharded, stage_of
@@ -85,14 +85,14 @@ class Forecast:
             for (_, stages), alive in ranks
         ]
         fullest = max(every, key=lambda memory: memory.peak_bytes)
-        fullest = fullest.fuller(self.fleet.fuller.get(candidate.family, 1.0))
+        fullest = fullest.fuller(of_family(self.fleet.fuller, candidate.family))
         if not candidate.offload:
             return fullest
         return replace(fullest, host_bytes=max(memory.host_bytes for memory in every))
 
     def longer(self, family: str) -> float:
         """How many times as long as reckoned a step of this family took where it was measured."""
-        return self.fleet.longer.get(family, 1.0)
+        return of_family(self.fleet.longer, family)
 
     def seconds(self, candidate: Candidate) -> Seconds:
         """Of one optimizer step."""

@@ -85,6 +85,11 @@ class Fleet:
         return own
 
 
+def of_family(ratios: Mapping[str, float], family: str) -> float:
+    """By how much to correct a forecast: as this family's runs came out, else as all did, else not."""
+    return ratios.get(family) or ratios.get("") or 1.0
+
+
 def fleet_of(found: Mapping[str, Any]) -> Fleet:
     """What `Fleet.as_json` wrote."""
     own = dict(found)

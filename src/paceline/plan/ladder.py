@@ -1,10 +1,11 @@
 """What a run may fall back to: each rung is the quickest layout that needs clearly less memory than the one before."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid
+from paceline.plan.rung import Rung
 from paceline.plan.search import search
 
 _LESS = 0.85
@@ -20,3 +21,27 @@ def ladder(forecast: Forecast, first: Estimate, *, grid: Grid | None = None) -> 
             return
         yield found
         last = found
+
+
+def rung_of(
+    estimate: Estimate, *, longer: float = 1.0, fuller: float = 1.0, source: str = "",
+    replayed: tuple[int, Mapping[str, int]] | None = None,
+) -> Rung:  # fmt: skip
+    """Of an estimate; `replayed` are bytes that a replay has counted, and their parts."""
+    reserve = estimate.memory.reserve
+    parts = {name: round(value) for name, value in estimate.memory.parts.items() if name != "reserve" and value}
+    counted, own = replayed or (round(estimate.peak_bytes - reserve), parts)
+    return Rung(
+        layout=estimate.layout,
+        family=estimate.candidate.family,
+        ranks=estimate.candidate.ranks,
+        settings=estimate.settings,
+        peak_bytes=counted,
+        parts=own,
+        step_seconds=estimate.step_seconds,
+        replayed=replayed is not None,
+        longer=longer,
+        fuller=1.0 if replayed else fuller,
+        source=source,
+        seconds={name: value for name, value in estimate.seconds.parts.items() if value},
+    )

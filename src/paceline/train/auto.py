@@ -6,7 +6,7 @@ Needs no torch: the plan itself is made by `auto_run`, in a process of its own o
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from paceline.errors import ExitCode, LayoutError, PacelineError, UsageError, ra
 from paceline.launch.environments import detect
 from paceline.measure.probe.machines import Here, machine_here
 from paceline.plan.machine import usable_cores
+from paceline.plan.rung import Rung
 from paceline.spec.compress import parse_compress
 from paceline.spec.layout import AUTO, is_auto
 from paceline.spec.task import Task
@@ -30,27 +31,6 @@ ENTRY = "paceline.train.auto_run:choose"
 ANSWER = "auto.json"
 SECONDS = 20.0
 ORIGIN = "auto"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rung:
-    """A layout with what goes with it, and its forecast, without what a process needs before it has a model."""
-
-    layout: str
-    family: str
-    settings: Mapping[str, str]
-    peak_bytes: int
-    parts: Mapping[str, int]
-    step_seconds: float
-    replayed: bool = False
-
-    def __str__(self) -> str:
-        """What to type."""
-        return " ".join([f"--layout {self.layout}", *(f"--{name} {value}" for name, value in self.settings.items())])
-
-    def as_json(self) -> dict[str, Any]:
-        """For the file that crosses to the workers."""
-        return asdict(self)
 
 
 def refuse_auto(*, update: str, compress: str) -> None:

@@ -15,12 +15,14 @@ from paceline.plan.estimate import Estimate
 from paceline.plan.facts import ModelFacts
 from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid, words_of
-from paceline.plan.hardware import Fleet, fleet_of
-from paceline.plan.ladder import ladder
+from paceline.plan.hardware import Fleet, fleet_of, of_family
+from paceline.plan.ladder import ladder, rung_of
+from paceline.plan.rung import Rung
 from paceline.spec.task import Task
 from paceline.spec.words import size
 from paceline.store.disk import write_json
-from paceline.train.auto import ANSWER, SECONDS, Rung, as_before, told
+from paceline.train.auto import ANSWER, ORIGIN, SECONDS, as_before, told
+from paceline.train.kept import keep
 from paceline.train.learn import learn_facts
 from paceline.train.plan_run import Seen, replayed
 from paceline.train.ready import Ready, prepare
@@ -89,8 +91,11 @@ def decided(ready: Ready, fleet: Fleet, *, seconds: float) -> dict[str, Any]:
     grid = Grid(micro_batch_size=ready.settings.train.micro_batch_size)
     chosen = _chosen(ready, facts, fleet, grid, until=began + seconds)
     best = chosen.advice.recommended
+    if chosen.seen is not None:
+        counted = {str(best.candidate): (chosen.seen.peak_bytes, chosen.seen.parts or {})}
+        keep(ready, facts, fleet, replayed=counted)
     below = ladder(chosen.forecast, best, grid=grid)
-    rungs = [_rung(best, chosen.seen), *(_rung(one, None) for one in below)]
+    rungs = [_rung(best, chosen.seen, fleet), *(_rung(one, None, fleet) for one in below)]
     return {
         "rungs": [rung.as_json() for rung in rungs],
         "case": chosen.advice.case.number,
@@ -130,18 +135,10 @@ def _without(facts: ModelFacts, candidate: Candidate, error: str) -> ModelFacts:
     return replace(facts, refused={**facts.refused, words[-1]: error})
 
 
-def _rung(estimate: Estimate, seen: Seen | None) -> Rung:
-    reserve = estimate.memory.reserve
-    parts = {name: round(value) for name, value in estimate.memory.parts.items() if name != "reserve" and value}
-    return Rung(
-        layout=estimate.layout,
-        family=estimate.candidate.family,
-        settings=estimate.settings,
-        peak_bytes=round(estimate.peak_bytes - reserve) if seen is None else seen.peak_bytes,
-        parts=parts if seen is None or seen.parts is None else dict(seen.parts),
-        step_seconds=estimate.step_seconds,
-        replayed=seen is not None,
-    )
+def _rung(estimate: Estimate, seen: Seen | None, fleet: Fleet) -> Rung:
+    family, counted = estimate.candidate.family, None if seen is None else (seen.peak_bytes, dict(seen.parts or {}))
+    longer, fuller = of_family(fleet.longer, family), of_family(fleet.fuller, family)
+    return rung_of(estimate, replayed=counted, longer=longer, fuller=fuller, source=ORIGIN)
 
 
 def _second(advice: Advice, rungs: list[Rung]) -> str:

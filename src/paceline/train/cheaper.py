@@ -14,8 +14,10 @@ from paceline.plan.facts import ModelFacts, read_facts
 from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid
 from paceline.plan.hardware import Device, Fleet, Link
+from paceline.plan.ladder import rung_of
 from paceline.plan.machine import usable_cores
 from paceline.plan.mesh import mesh_of
+from paceline.plan.rung import Rung
 from paceline.spec.layout import parse_layout
 from paceline.spec.task import Task
 from paceline.spec.update import Kind, parse_update
@@ -24,7 +26,7 @@ from paceline.start import Request, start
 from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder
 from paceline.survive.failure import Failure
-from paceline.train.auto import ANSWER, Rung
+from paceline.train.auto import ANSWER
 
 LEARN = "paceline.train.auto_run:learn"
 _AT_LEAST = 0.9  # of what was too much, to be worth another start
@@ -56,7 +58,7 @@ def cheaper(
         changes = cheapest_changes(forecast, forecast.estimate(candidate), grid=Grid())
     except (PacelineError, OSError, ValueError, KeyError, TypeError):
         return Cheaper()
-    rungs = [_rung(change) for change in changes]
+    rungs = [rung_of(change.estimate) for change in changes]
     lines = [*_breakdown(forecast, candidate, failure), *_told(changes, rungs, forecast, candidate, fleet, typed)]
     return Cheaper(lines=tuple(lines), first=rungs[0] if rungs else None)
 
@@ -96,15 +98,6 @@ def _short(forecast: Forecast, candidate: Candidate, failure: Failure) -> Foreca
         needed = sum(held.values()) - beside
         room = min(room, (limit - beside) / max(1.0, needed / forecast_bytes))
     return forecast.below(reserve + room)
-
-
-def _rung(change: Change) -> Rung:
-    found = change.estimate
-    parts = {name: round(value) for name, value in found.memory.parts.items() if name != "reserve" and value}
-    return Rung(
-        layout=found.layout, family=found.candidate.family, settings=found.settings, parts=parts,
-        peak_bytes=round(found.peak_bytes - found.memory.reserve), step_seconds=found.step_seconds,
-    )  # fmt: skip
 
 
 def _breakdown(forecast: Forecast, candidate: Candidate, failure: Failure) -> Iterator[str]:

@@ -16,6 +16,7 @@ from paceline.pulse import Pulse
 from paceline.step.result import StepResult
 from paceline.survive.failure import at_step
 from paceline.survive.signals import StopFlag
+from paceline.train.against import Against
 from paceline.train.built import Built
 from paceline.train.evaluate import Evaluator, eval_batch_size
 from paceline.train.handout import Handout
@@ -50,6 +51,7 @@ class Loop:
         cursor: Cursor,
         progress: Progress,
         before: Before,
+        against: Against,
         on_eval_target: Any = None,
     ) -> None:
         self.built = built
@@ -66,6 +68,7 @@ class Loop:
         self._stop = stop
         self._length = length
         self._before = before
+        self.against = against
         self._target = on_eval_target
         self._heard = Heard(built=built, feed=feed, stream=stream, progress=progress)
         batch, drop_last = built.plan.global_batch_size, built.settings.data.drop_last
@@ -108,12 +111,14 @@ class Loop:
         self._handout.check(given)
         self._faults.fire("step", step=self.cursor.step + 1)
         self.built.step.step = self.cursor.step
-        result = self._run(given)
+        with self.against.timing():
+            result = self._run(given)
         self.cursor = given.batch.after
         self._handout.stepped()
         for note in [*given.notes, *self.built.step.new_notes()]:
             self.stream.emit(Note(text=note))
         self._heard.of(result, cursor=self.cursor)
+        self.against.hear(step=self.cursor.step, over=self.is_over())
         self._after()
         return result
 

@@ -18,6 +18,7 @@ from paceline.spec.update import parse_update
 from paceline.spec.words import size
 from paceline.store.disk import write_json
 from paceline.store.runs import RunFolder
+from paceline.train.kept import keep
 from paceline.train.learn import learn_facts
 from paceline.train.ready import Ready, prepare
 from paceline.train.replay import Replayed, replay, shortened
@@ -49,6 +50,9 @@ def plan(payload: Mapping[str, Any]) -> int:
     facts = learn_facts(ready.job, ready.settings, most_ranks=fleet.ranks)
     advice, seen = _decided(ready, facts, fleet)
     write_json(RunFolder(Path(task.run)).path / "answer-plan.json", _answer(advice, seen, facts, fleet))
+    keep(
+        ready, facts, fleet, replayed={n: (one.peak_bytes, one.parts or {}) for n, one in seen.items() if not one.error}
+    )
     return 0
 
 

@@ -21,6 +21,7 @@ from paceline.order.cursor import Cursor
 from paceline.place.batchnorm import running
 from paceline.place.buffers import told
 from paceline.plan.local import never_meet
+from paceline.plan.rung import Rung
 from paceline.pulse import Pulse
 from paceline.spec.read import as_toml
 from paceline.spec.settings import Settings
@@ -33,7 +34,9 @@ from paceline.store.full import written
 from paceline.store.runs import RunFolder, run_of
 from paceline.streams import preserved
 from paceline.survive.signals import stop_flag
+from paceline.train.against import Against
 from paceline.train.built import build
+from paceline.train.foretold import foretold
 from paceline.train.length import Progress, length_of, often
 from paceline.train.loop import Loop
 from paceline.train.ready import Ready, as_first_cut
@@ -61,6 +64,7 @@ class Session:
         self._before = Before.now()
         with naming_memory(None, self._before):
             self.built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
+        self._forecast = self._foretold()
         loaded, events = self._found()
         self.identity = identity(self.built, **_data_facts(ready.job, ready.settings))
         cursor = Cursor()
@@ -75,6 +79,7 @@ class Session:
     def finish(self) -> int:
         """Save, consolidate, and answer with the exit code."""
         code = int(self.loop.finish())
+        self.loop.against.remember()
         if code == 0 and self.ready.settings.checkpoint.consolidated != "none":
             line = write_final(self.built, self.run.path, step=self.loop.cursor.step)
             self.stream.emit(Note(text=line))
@@ -89,6 +94,17 @@ class Session:
         self.stream.close()
         self.built.close()
         self.world.close()
+
+    def _foretold(self) -> Rung | None:
+        """As rank 0 finds it."""
+        parameters = self._parameters()  # of all ranks, not of this one
+        found = foretold(self.ready, folder=self.run.path, parameters=parameters) if self.world.is_main else None
+        shared = self.world.share_json(None if found is None else found.as_json())
+        return None if shared is None else Rung(**shared)
+
+    def _parameters(self) -> int:
+        kept = self.built.kept
+        return sum(math.prod(kept.parts(name)[0].shape) for name in kept.names)
 
     def _found(self) -> tuple[Loaded | None, list[Event]]:
         if self._resume is None:
@@ -163,6 +179,7 @@ class Session:
             cursor=cursor,
             progress=Progress.from_json(extra),
             before=self._before,
+            against=Against(forecast=self._forecast, built=self.built, before=self._before, stream=self.stream),
             on_eval_target=target,
         )
 
@@ -176,7 +193,7 @@ class Session:
         task, plan = self.ready.task, self.ready.plan
         write_text(self.run.path / "config.toml", as_toml(self.ready.asked))
         write_json(self.run.path / "job.json", asked_of(self.ready.job))
-        write_json(self.run.path / "plan.json", plan.as_json())
+        write_json(self.run.path / "plan.json", {**plan.as_json(), **self._planned()})
         write_json(self.run.path / "env.json", environment(task.job))
         write_json(self.run.path / "task.json", task.as_json())
         for event in events:
@@ -194,10 +211,13 @@ class Session:
             )
         )
 
+    def _planned(self) -> dict[str, Any]:
+        found = {"auto": self.ready.task.options.get("auto"), "forecast": self._forecast and self._forecast.as_json()}
+        return {name: value for name, value in found.items() if value is not None}
+
     def _banner(self, cursor: Cursor, loaded: Loaded | None) -> tuple[str, ...]:
         settings, loop = self.ready.settings, self.loop
-        kept = self.built.kept
-        parameters = sum(math.prod(kept.parts(name)[0].shape) for name in kept.names)  # of all ranks, not of this one
+        parameters = self._parameters()
         lines = [f"run: {self.run.path}", f"model: {many(parameters, 'trainable parameter')}", *self.ready.plan.notes]
         samples = self._feed.num_samples
         lines += [] if samples is None else [f"data: {many(samples, 'sample')} an epoch"]

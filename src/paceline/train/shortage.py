@@ -11,7 +11,7 @@ from paceline.measure.held import held_now
 from paceline.survive.short import Room, is_shortage, out_of_memory, own_bytes, own_of, tightest_room
 from paceline.train.built import Built
 
-_OF_PROCESS = ("VmRSS", "VmSize", "VmData")
+_OF_PROCESS = ("VmRSS", "VmHWM", "VmSize", "VmData")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.job import Job
+from paceline.plan.rung import Rung
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.start import Outcome, Request, start
 from paceline.store.runs import RunFolder
-from paceline.train.auto import Rung, fallen_back
+from paceline.train.auto import fallen_back
 from paceline.train.auto_run import learnt_here
 from paceline.train.cheaper import cheaper
 from paceline.train.crossing import processes_of, threads_of

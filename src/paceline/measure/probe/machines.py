@@ -1,11 +1,12 @@
 """The machine that this process is on, as a cluster to plan for: the kept probe of it, or a new one."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.errors import MachineError
 from paceline.measure.probe.cache import fingerprint, read_cached
 from paceline.measure.probe.here import probe_here
+from paceline.measure.remembered import ratios
 from paceline.plan.hardware import Fleet
 from paceline.plan.here import fleet_here, host_memory
 from paceline.plan.machine import gpu_bytes
@@ -46,4 +47,5 @@ def _fleet(probe: Probe, ranks: int, device: str) -> Fleet:
             cause="nvidia-smi is not there, or does not answer",
             hint="nvidia-smi --query-gpu=memory.total --format=csv",
         )
-    return fleet_here(probe, ranks=ranks, memory_bytes=memory)
+    longer, fuller = ratios(probe.fingerprint)
+    return replace(fleet_here(probe, ranks=ranks, memory_bytes=memory), longer=longer, fuller=fuller)
