@@ -44,7 +44,8 @@ def remember(mark: Fingerprint, family: str, *, longer: float | None, fuller: fl
         if ratio is not None:
             runs = found.setdefault(kind, {}).setdefault(family, [])
             found[kind][family] = [*runs, ratio][-_MOST:]
-    _write(file, found)
+    if found:
+        _write(file, found)
 
 
 def ratios(mark: Fingerprint) -> tuple[dict[str, float], dict[str, float]]:

@@ -29,7 +29,7 @@ def rung_of(
 ) -> Rung:  # fmt: skip
     """Of an estimate; `replayed` are bytes that a replay has counted, and their parts."""
     reserve = estimate.memory.reserve
-    parts = {name: round(value) for name, value in estimate.memory.parts.items() if name != "reserve" and value}
+    parts = {name: round(value) for name, value in estimate.memory.parts.items() if name != "reserve"}
     counted, own = replayed or (round(estimate.peak_bytes - reserve), parts)
     return Rung(
         layout=estimate.layout,
@@ -37,7 +37,7 @@ def rung_of(
         ranks=estimate.candidate.ranks,
         settings=estimate.settings,
         peak_bytes=counted,
-        parts=own,
+        parts={name: num_bytes for name, num_bytes in own.items() if num_bytes and name != "total"},
         step_seconds=estimate.step_seconds,
         replayed=replayed is not None,
         longer=longer,

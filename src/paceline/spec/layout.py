@@ -116,7 +116,7 @@ def parse_layout(text: str) -> Layout:
     """Read `ddp`, `threads=4`, `dp=4`, `fsdp,remat=full`, `pp=2,dp_shard=-1,tp=2,schedule=zb_h1`.
 
     Raises:
-        LayoutError, Problems: unknown, mistyped, or `auto`, which only `train` and `pl.Run` make a layout of.
+        LayoutError, Problems: unknown, mistyped, or `auto`, which only `train`, `verify` and `pl.Run` make a layout of.
     """
     problems: list[PacelineError] = []
     kind, sizes, options = Kind.AXES, dict[str, int](), dict[str, str]()
@@ -142,7 +142,7 @@ def parse_layout(text: str) -> Layout:
 
 def _word(text: str, name: str, problems: list[PacelineError]) -> Kind:
     if name == AUTO:
-        what = f"{text!r}: auto stands alone, and only train and pl.Run choose."
+        what = f"{text!r}: auto stands alone, and only train, verify and pl.Run choose."
         hint = "paceline plan JOB --ranks 2 says what train would take; type that after --layout"
         problems.append(LayoutError(what, cause="everything else is asked about one layout", hint=hint))
     elif name not in _WORDS:

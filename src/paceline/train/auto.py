@@ -87,6 +87,8 @@ def told(task: Task, answer: Mapping[str, Any], here: Here, *, quiet: bool = Fal
     rungs = [Rung(**rung) for rung in answer["rungs"]]
     cost = f"planned in {duration(answer['seconds'])}"
     cost += f", after {duration(here.seconds)} for measuring this machine, once" if here.seconds else ""
+    if rungs[0].longer != 1:
+        cost += f"; times as runs here took, {rungs[0].longer:.2f} times the reckoned"
     lines = [
         f"auto: {rungs[0]}, on {here.fleet}",
         f"why: {answer['why']}; {cost}",

@@ -101,7 +101,6 @@ def decided(ready: Ready, fleet: Fleet, *, seconds: float) -> dict[str, Any]:
         "case": chosen.advice.case.number,
         "why": chosen.advice.rows[0].why,
         "second": _second(chosen.advice, rungs),
-        "fitting": sum(row.estimate.fits for row in chosen.advice.rows),
         "seconds": time.monotonic() - began,
         "facts": facts.as_json(),
         "cluster": fleet.as_json(),

@@ -50,9 +50,8 @@ def plan(payload: Mapping[str, Any]) -> int:
     facts = learn_facts(ready.job, ready.settings, most_ranks=fleet.ranks)
     advice, seen = _decided(ready, facts, fleet)
     write_json(RunFolder(Path(task.run)).path / "answer-plan.json", _answer(advice, seen, facts, fleet))
-    keep(
-        ready, facts, fleet, replayed={n: (one.peak_bytes, one.parts or {}) for n, one in seen.items() if not one.error}
-    )
+    counted = {name: (one.peak_bytes, one.parts or {}) for name, one in seen.items() if not one.error}
+    keep(ready, facts, fleet, replayed=counted)
     return 0
 
 

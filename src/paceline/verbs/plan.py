@@ -1,6 +1,6 @@
 """`plan`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -8,10 +8,10 @@ from typing import Annotated
 import tyro
 
 from paceline.errors import UsageError
-from paceline.measure.probe.here import probe_here
+from paceline.measure.probe.machines import machine_here
 from paceline.plan.fleet import read_fleet
 from paceline.plan.hardware import Fleet
-from paceline.plan.here import fleet_here, host_memory
+from paceline.plan.machine import visible_gpus
 from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
 
 ENTRY = "paceline.train.plan_run:plan"
@@ -73,15 +73,19 @@ def plan(
     task = make_task("plan", job, replace(common, layout="single", ranks=1, device="cpu"), overrides)
     if common.dry_run:
         return Answer(exit_code=0, run=Path(task.run), value=task.as_json())
-    fleet = fleet or _here(ranks)
+    fleet = fleet or machine_here(ranks=ranks, device="cuda" if visible_gpus() >= ranks else "cpu").fleet
     task = with_run(replace(task, options={"fleet": fleet.as_json()}), resume=None)
     answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
     value = read_answer(task, "plan")
     if value is None:
         return answer
-    lines = value.pop("lines")
+    lines = [*value.pop("lines"), *_corrected(fleet)]
     return replace(answer, value=value, screen="\n".join(lines))
 
 
-def _here(ranks: int) -> Fleet:
-    return fleet_here(probe_here(ranks=ranks), ranks=ranks, memory_bytes=host_memory())
+def _corrected(fleet: Fleet) -> Iterator[str]:
+    """That runs here have changed the forecast, and by how much."""
+    for what, ratios in (("times", fleet.longer), ("bytes", fleet.fuller)):
+        said = ", ".join(f"{family or 'all others'} × {ratio:.2f}" for family, ratio in ratios.items())
+        if said:
+            yield f"{what} are corrected by what runs here took beside their forecast: {said}"
