@@ -6,6 +6,7 @@ Needs no torch: the plan itself is made by `auto_run`, in a process of its own o
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ ENTRY = "paceline.train.auto_run:choose"
 ANSWER = "auto.json"
 SECONDS = 20.0
 ORIGIN = "auto"
+CUT = "micro_batch_size"  # what a checkpoint has to be told that it may change
+_MICRO = f"train.{CUT}"
 
 
 def refuse_auto(*, update: str, compress: str) -> None:
@@ -70,16 +73,22 @@ def settled(task: Task, *, quiet: bool = False) -> tuple[Task, Outcome | None]:
     here = machine_here(ranks=task.ranks, device=task.device)
     folder = RunFolder(Path(task.run) / AUTO)
     folder.path.mkdir(parents=True, exist_ok=True)
-    own = replace(
-        task, verb="plan", run=str(folder.path), layout="single", ranks=1, device="cpu", faults="", resume=None,
-        options={"fleet": here.fleet.as_json(), "seconds": SECONDS},
-    )  # fmt: skip
+    own = replace(to_plan(task), run=str(folder.path), options={"fleet": here.fleet.as_json(), "seconds": SECONDS})
     outcome = start(Request(
         ranks=1, run=folder, entry=ENTRY, payload=own.as_json(), threads=usable_cores(), saves=False
     ))  # fmt: skip
     if outcome.exit_code:
         return task, outcome
     return told(task, read_json(folder.path / ANSWER), here, quiet=quiet), None
+
+
+def to_plan(task: Task) -> Task:
+    """As one process plans it; a run that goes on on other ranks keeps its microbatches."""
+    settings = {**task.settings}
+    if (begun := _begun(task)) is not None:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            settings.setdefault(_MICRO, read_json(begun / "plan.json")["micro_batch_size"])
+    return replace(task, verb="plan", layout="single", ranks=1, device="cpu", faults="", resume=None, settings=settings)
 
 
 def told(task: Task, answer: Mapping[str, Any], here: Here, *, quiet: bool = False) -> Task:
@@ -140,8 +149,10 @@ def fallen_back(task: Task, failure: Failure | None) -> Task | None:
         f"{size(first.peak_bytes)} in place of {size(before)}",
         sys.stderr,
     )
-    resume = "newest" if was_saved(run.checkpoints) else None
-    return replace(on_rung(task, rungs), resume=resume)
+    found = on_rung(task, rungs)
+    if not was_saved(run.checkpoints):
+        return replace(found, resume=None)
+    return replace(found, resume="newest", allow=tuple(dict.fromkeys([*task.allow, CUT])))
 
 
 def _say(lines: Sequence[str], *, quiet: bool) -> None:
@@ -151,9 +162,8 @@ def _say(lines: Sequence[str], *, quiet: bool) -> None:
 
 def as_before(task: Task, *, quiet: bool = False) -> Task | None:
     """The task as the run that it goes on with had it, where that was on as many ranks."""
-    if task.resume is None:
+    if (folder := _begun(task)) is None:
         return None
-    folder = Path(task.run) if task.resume == "newest" else run_of(Path(task.resume)).path
     try:
         before = Task.from_json(read_json(folder / "task.json"))
     except (OSError, ValueError, TypeError):
@@ -163,3 +173,10 @@ def as_before(task: Task, *, quiet: bool = False) -> Task | None:
     _say([f"auto: --layout {before.layout}, as this run had it"], quiet=quiet)
     options: dict[str, Any] = {name: before.options[name] for name in ("forecast", "rungs") if name in before.options}
     return replace(task, layout=before.layout, options={**task.options, **options})
+
+
+def _begun(task: Task) -> Path | None:
+    """The folder of the run that it goes on with."""
+    if task.resume is None:
+        return None
+    return Path(task.run) if task.resume == "newest" else run_of(Path(task.resume)).path

@@ -21,7 +21,7 @@ from paceline.plan.rung import Rung
 from paceline.spec.task import Task
 from paceline.spec.words import size
 from paceline.store.disk import write_json
-from paceline.train.auto import ANSWER, ORIGIN, SECONDS, as_before, told
+from paceline.train.auto import ANSWER, ORIGIN, SECONDS, as_before, to_plan, told
 from paceline.train.kept import keep
 from paceline.train.learn import learn_facts
 from paceline.train.plan_run import Seen, replayed
@@ -68,8 +68,7 @@ def settled_here(task: Task, *, job: Job) -> Task:
     if kept is not None:
         return kept
     here = machine_here(ranks=task.ranks, device=task.device)
-    own = replace(task, verb="plan", layout="single", ranks=1, device="cpu", faults="", resume=None)
-    return told(task, decided(prepare(own, job=job), here.fleet, seconds=SECONDS), here)
+    return told(task, decided(prepare(to_plan(task), job=job), here.fleet, seconds=SECONDS), here)
 
 
 def decided(ready: Ready, fleet: Fleet, *, seconds: float) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from paceline.start import Request, start
 from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder
 from paceline.survive.failure import Failure
-from paceline.train.auto import ANSWER
+from paceline.train.auto import ANSWER, to_plan
 
 LEARN = "paceline.train.auto_run:learn"
 _AT_LEAST = 0.9  # of what was too much, to be worth another start
@@ -69,10 +69,7 @@ def learnt(task: Task) -> Mapping[str, Any]:
     with suppress(OSError, ValueError):
         return dict(read_json(folder.path / ANSWER))
     folder.path.mkdir(parents=True, exist_ok=True)
-    own = replace(
-        task, verb="plan", run=str(folder.path), layout="single", ranks=1, device="cpu", faults="", resume=None,
-        options={"most_ranks": task.ranks},
-    )  # fmt: skip
+    own = replace(to_plan(task), run=str(folder.path), options={"most_ranks": task.ranks})
     start(Request(ranks=1, run=folder, entry=LEARN, payload=own.as_json(), threads=usable_cores(), saves=False))
     return dict(read_json(folder.path / ANSWER))
 

@@ -1,7 +1,6 @@
 """A script that opened a `pl.Run` of several ranks, started as those ranks, and once more where memory was short."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.start import Outcome, Request, start
 from paceline.store.runs import RunFolder
-from paceline.train.auto import fallen_back
+from paceline.train.auto import fallen_back, to_plan
 from paceline.train.auto_run import learnt_here
 from paceline.train.cheaper import cheaper
 from paceline.train.crossing import processes_of, threads_of
@@ -35,8 +34,7 @@ def _needing_less(task: Task, outcome: Outcome, job: Job) -> tuple[str, ...]:
         return ()
 
     def learn(task: Task) -> Mapping[str, Any]:
-        own = replace(task, verb="plan", layout="single", ranks=1, device="cpu", faults="", resume=None)
-        return learnt_here(prepare(own, job=job), most_ranks=task.ranks)
+        return learnt_here(prepare(to_plan(task), job=job), most_ranks=task.ranks)
 
     def typed(rung: Rung) -> str:
         settings = {name: int(value) if value.isdigit() else value for name, value in rung.settings.items()}

@@ -33,7 +33,7 @@ from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, choose_run, new_run
 from paceline.survive.failure import Failure
 from paceline.talk import say
-from paceline.verbs.again import command_again
+from paceline.verbs.again import command_again, command_with
 from paceline.verbs.machine import choose_device, choose_ranks, refuse_nested
 from paceline.verbs.misfits import unknown_parameters
 from paceline.watch.console import Tail
@@ -207,8 +207,8 @@ def answer_of(task: Task, outcome: Outcome) -> Answer:
         from paceline.train.auto import on_rung
         from paceline.train.cheaper import cheaper, learnt
 
-        found = cheaper(task, outcome.failure, learn=learnt, typed=lambda rung: command_again(on_rung(task, [rung])))
-        more, go_on = found.lines, command_again(on_rung(task, [found.first])) if found.first is not None else go_on
+        found = cheaper(task, outcome.failure, learn=learnt, typed=lambda rung: command_with(on_rung(task, [rung])))
+        more, go_on = found.lines, command_with(on_rung(task, [found.first])) if found.first is not None else go_on
     screen = last_words(outcome, go_on=go_on, more=more)
     keys = failure_keys(outcome, go_on=go_on) | ({"changes": list(more)} if more else {})
     return Answer(
