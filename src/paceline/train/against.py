@@ -11,6 +11,7 @@ import torch
 from paceline.events import Foretold, Stream
 from paceline.measure.probe.cache import fingerprint
 from paceline.measure.remembered import remember
+from paceline.plan.machine import busy_share
 from paceline.plan.rung import Rung
 from paceline.survive.short import own_bytes
 from paceline.train.built import Built
@@ -19,6 +20,7 @@ from paceline.train.shortage import Before
 STEPS = 10
 COMPARABLE = 512 << 20  # resident memory below that is what libraries and allocator keep, more than tensors
 _WARM = 2
+_LOOK_SECONDS, _QUIET = 0.1, 0.5  # how long to see whether others compute here too, and how much of that is too much
 _LEAST_SECONDS = 0.02  # of a forecast step: shorter ones are mostly overhead, and tell nothing of longer ones
 
 
@@ -78,6 +80,7 @@ class Against:
             if mark.threads != plan.threads:
                 return
             tells = forecast.step_seconds / forecast.longer >= _LEAST_SECONDS
+            tells = tells and (self._on_gpu or busy_share(seconds=_LOOK_SECONDS) <= _QUIET)
             fuller = None if told.memory_ratio is None else told.memory_ratio * forecast.fuller
             remember(mark, forecast.family, longer=told.time_ratio * forecast.longer if tells else None, fuller=fuller)
 

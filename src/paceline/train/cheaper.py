@@ -1,5 +1,6 @@
 """After memory was short: what would need less, with its price in time, each as the line to type. Needs no torch."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,10 +27,12 @@ from paceline.start import Request, start
 from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder
 from paceline.survive.failure import Failure
+from paceline.talk import say
 from paceline.train.auto import ANSWER, to_plan
 
 LEARN = "paceline.train.auto_run:learn"
-_AT_LEAST = 0.9  # of what was too much, to be worth another start
+_PART = 0.9  # of what was too much, to be worth another start
+_LIBRARIES_BYTES = 64 << 20  # what a process comes to need once it trains: threads' stacks, buffers of libraries
 _USUAL = Device(  # of a core: only relations between its rates are used, and the page says so
     name="a usual processor", kind="cpu", memory_bytes=1e15, flops_per_second={"fp32": 5e10}, bytes_per_second=5e9
 )
@@ -69,6 +72,7 @@ def learnt(task: Task) -> Mapping[str, Any]:
     with suppress(OSError, ValueError):
         return dict(read_json(folder.path / ANSWER))
     folder.path.mkdir(parents=True, exist_ok=True)
+    say("memory was short: looking for what needs less", sys.stderr)
     own = replace(to_plan(task), run=str(folder.path), options={"most_ranks": task.ranks})
     start(Request(ranks=1, run=folder, entry=LEARN, payload=own.as_json(), threads=usable_cores(), saves=False))
     return dict(read_json(folder.path / ANSWER))
@@ -90,11 +94,12 @@ def _short(forecast: Forecast, candidate: Candidate, failure: Failure) -> Foreca
     forecast_bytes = forecast.estimate(candidate).peak_bytes - reserve
     held: Mapping[str, int] = failure.said.get("held") or {}
     limit, beside = failure.said.get("limit_bytes"), sum(held.get(name, 0) for name in ("rest", "other processes"))
-    room = _AT_LEAST * forecast_bytes
+    room = forecast_bytes
     if limit is not None and "rest" in held:
         needed = sum(held.values()) - beside
-        room = min(room, (limit - beside) / max(1.0, needed / forecast_bytes))
-    return forecast.below(reserve + room)
+        own = 0 if forecast.fleet.device.is_accelerator else _LIBRARIES_BYTES
+        room = min(room, max(0.0, limit - beside - own) / max(1.0, (needed - own) / forecast_bytes))
+    return forecast.below(reserve + _PART * room)
 
 
 def _breakdown(forecast: Forecast, candidate: Candidate, failure: Failure) -> Iterator[str]:
