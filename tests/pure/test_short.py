@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.errors import OutOfMemory
+from paceline.errors import DataError, OutOfMemory
 from paceline.survive.failure import failure_of, from_status
 from paceline.survive.short import Room, is_shortage, killed_for_memory, out_of_memory, part_of, tried_bytes
 
@@ -32,6 +32,10 @@ def test_what_torch_says_of_an_allocation_that_fails_is_known() -> None:
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB."), True),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
         (RuntimeError("std::bad_alloc"), True),
+        (
+            DataError("collating failed: DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+            True,
+        ),
         (OSError(errno.ENOSPC, "No space left on device"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("out of memory"), False),

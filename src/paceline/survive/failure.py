@@ -228,7 +228,7 @@ def _in_our_words(error: BaseException) -> BaseException:
             cause="it was killed, perhaps for memory, or a library in it crashed",
             hint="--data.workers 0 shows the error in the rank itself",
         )
-    if is_shortage(error) and not isinstance(error, PacelineError):
+    if is_shortage(error) and not isinstance(error, OutOfMemory):
         room = tightest_room()
         return out_of_memory(error, held={"this process": own_of(room)}, room=room)
     return error

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from paceline.errors import OutOfMemory
+from paceline.errors import DataError, OutOfMemory
 from paceline.spec.words import size
 
 _SAID = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "out of memory")
@@ -43,7 +43,7 @@ def is_shortage(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _SAID)
+    return isinstance(error, RuntimeError | DataError) and any(word in str(error).lower() for word in _SAID)
 
 
 def tried_bytes(error: BaseException) -> int | None:
@@ -65,7 +65,8 @@ def part_of(trace: TracebackType | None) -> str:
 
 def out_of_memory(error: BaseException, *, part: str = "", held: Mapping[str, int], room: Room | None) -> OutOfMemory:
     """The same in our words, with the traceback, the step and all else that was noted on it."""
-    part, more = part or part_of(error.__traceback__), tried_bytes(error)
+    part = "reading data" if isinstance(error, DataError) else part or part_of(error.__traceback__)
+    more = tried_bytes(error)
     what = "out of memory" + (f" in {part}" if part else "")
     what += f": {size(more)} more could not be had." if more else "."
     used = "" if room is None else f"{room.name} ends at {size(room.limit_bytes)}, {size(room.used_bytes)} were used"

@@ -92,7 +92,7 @@ class Loop:
         self._beat()
         while True:
             began = time.perf_counter()
-            with at_step(self.cursor.step + 1):
+            with at_step(self.cursor.step + 1), naming_memory(self.built, self._before):
                 given = next(batches)
             self._heard.clock.data += time.perf_counter() - began
             yield given

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.errors import OutOfMemory, PacelineError
+from paceline.errors import OutOfMemory
 from paceline.measure.held import held_now
 from paceline.survive.short import Room, is_shortage, out_of_memory, own_bytes, own_of, tightest_room
 from paceline.train.built import Built
@@ -37,7 +37,7 @@ def naming_memory(built: Built | None, before: Before) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, PacelineError) or not is_shortage(error):
+        if isinstance(error, OutOfMemory) or not is_shortage(error):
             raise
         raise _told(error, built, before) from error
 
