@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from paceline.errors import LayoutError, PacelineError, raise_all
+from paceline.spec.auto import AUTO
 from paceline.spec.counts import REST, is_count, read_size, read_virtual
 from paceline.spec.remat import parse_remat
 from paceline.spec.update import Kind as Rule
@@ -29,7 +30,6 @@ class Kind(StrEnum):
     AXES = "axes"
 
 
-AUTO = "auto"
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 OPTIONS = ("zero", "schedule", "virtual", "remat", "offload", "sequence", "params")
 _WORDS = [str(kind) for kind in Kind if kind is not Kind.AXES]
@@ -105,11 +105,6 @@ class Layout:
     def processes(self, *, ranks: int) -> int:
         """How many processes make these ranks: threads are replicas in one."""
         return 1 if self.kind is Kind.THREADS else ranks
-
-
-def is_auto(text: str | None) -> bool:
-    """Whether the layout is to be chosen."""
-    return text is not None and text.strip().lower() == AUTO
 
 
 def parse_layout(text: str) -> Layout:

@@ -16,8 +16,8 @@ from paceline.launch.environments import detect
 from paceline.measure.probe.machines import Here, machine_here
 from paceline.plan.machine import usable_cores
 from paceline.plan.rung import Rung
+from paceline.spec.auto import AUTO, is_auto
 from paceline.spec.compress import parse_compress
-from paceline.spec.layout import AUTO, is_auto
 from paceline.spec.task import Task
 from paceline.spec.update import Kind, parse_update
 from paceline.spec.words import duration, size

@@ -20,8 +20,9 @@ from paceline.launch.environments import detect, world_size
 from paceline.launch.meet import adopt
 from paceline.plan.machine import visible_gpus
 from paceline.plugins import resolve
+from paceline.spec.auto import is_auto
 from paceline.spec.compress import parse_compress
-from paceline.spec.layout import is_auto, parse_layout
+from paceline.spec.layout import parse_layout
 from paceline.spec.read import Asked, merge
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ExitCode
-from paceline.spec.layout import AUTO, is_auto
+from paceline.spec.auto import AUTO, is_auto
 from paceline.store.checkpoints import LATEST, marked, step_of
 from paceline.store.runs import RunFolder
 from paceline.verbs.running import Answer, Common, answer_of, execute, make_task, with_run

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from paceline.errors import ExitCode, LayoutError, RunError, UsageError
 from paceline.plan.local import shortened
-from paceline.spec.layout import AUTO, is_auto, parse_layout
+from paceline.spec.auto import AUTO, is_auto
+from paceline.spec.layout import parse_layout
 from paceline.spec.task import Task
 from paceline.spec.update import Kind, Update, parse_update
 from paceline.start import failure_screen
