@@ -78,11 +78,11 @@ def test_the_ratios_of_runs_are_kept_by_family_and_by_machine(tmp_path: Path, mo
         lambda mark: cache_folder(environ=environ) / f"probe-{mark.ranks}.json",
     )
     assert ratios(MARK) == ({}, {})
-    for ratio in (1.0, 9.0, 1.2, 1.1, 1.3, 1.2):
+    for ratio in (1.0, 9.0, 1.2, 1.1, 1.3, 1.4):
         remember(MARK, "ddp", longer=ratio, fuller=None)
     remember(MARK, "fsdp", longer=2.2, fuller=1.5)
     longer, fuller = ratios(MARK)
-    assert longer == {"ddp": 1.2, "fsdp": 2.2, "": pytest.approx(1.7)} and fuller == {"fsdp": 1.5, "": 1.5}
+    assert longer == {"ddp": 1.3, "fsdp": 2.2, "": pytest.approx(1.75)} and fuller == {"fsdp": 1.5, "": 1.5}
     assert ratios(replace(MARK, ranks=2)) == ({}, {})
     (file,) = (tmp_path / "paceline").iterdir()
     for text in ("", "[]", '{"longer": 3, "fuller": {"ddp": "x", "fsdp": [0, -1, "y"]}}'):

@@ -1,5 +1,6 @@
 """What was forecast for a run: by the plan that chose its layout, or by the last plan of its job that is kept here."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,16 @@ from paceline.store.disk import read_json
 from paceline.train.ready import Ready
 
 
-def foretold(ready: Ready, *, folder: Path, parameters: int) -> Rung | None:
+def can_be_foretold(ready: Ready) -> bool:
+    """Forecasts are of synchronous updates by processes, uncompressed."""
+    plan = ready.plan
+    is_plain = plan.rule.kind is Kind.SYNC and plan.compress == "none" and plan.processes == plan.mesh.ranks
+    return ready.task.verb == "train" and is_plain
+
+
+def foretold(ready: Ready, *, folder: Path, parameters: Callable[[], int]) -> Rung | None:
     """None where nothing is kept, or what is kept is of another model, layout or batch: a run does without."""
     plan = ready.plan
-    if ready.task.verb != "train" or not _can_be(plan):
-        return None
     with suppress(Exception):
         given = ready.task.options.get("forecast") or _of_folder(folder)
         if given is not None and _is_of(rung := Rung(**given), plan):
@@ -28,7 +34,7 @@ def foretold(ready: Ready, *, folder: Path, parameters: int) -> Rung | None:
         found = read_plan(key_of(ready))
         if found is not None:
             # brings the planner, only where there is a plan
-            rung = resolve("paceline.train.kept:estimated")(found, plan, ready.settings, parameters=parameters)
+            rung = resolve("paceline.train.kept:estimated")(found, plan, ready.settings, parameters=parameters())
             return rung if isinstance(rung, Rung) else None
     return None
 
@@ -40,11 +46,6 @@ def key_of(ready: Ready) -> str:
     return plan_key(
         ready.task.job, settings=ready.task.settings, precision=settings.train.precision, global_batch_size=batch
     )
-
-
-def _can_be(plan: Plan) -> bool:
-    """Forecasts are of synchronous updates by processes, uncompressed."""
-    return plan.rule.kind is Kind.SYNC and plan.compress == "none" and plan.processes == plan.mesh.ranks
 
 
 def _of_folder(folder: Path) -> Any:

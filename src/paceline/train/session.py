@@ -36,7 +36,7 @@ from paceline.streams import preserved
 from paceline.survive.signals import stop_flag
 from paceline.train.against import Against
 from paceline.train.built import build
-from paceline.train.foretold import foretold
+from paceline.train.foretold import can_be_foretold, foretold
 from paceline.train.length import Progress, length_of, often
 from paceline.train.loop import Loop
 from paceline.train.ready import Ready, as_first_cut
@@ -97,12 +97,16 @@ class Session:
 
     def _foretold(self) -> Rung | None:
         """As rank 0 finds it."""
-        parameters = self._parameters()  # of all ranks, not of this one
-        found = foretold(self.ready, folder=self.run.path, parameters=parameters) if self.world.is_main else None
+        if not can_be_foretold(self.ready):
+            return None
+        found = None
+        if self.world.is_main:
+            found = foretold(self.ready, folder=self.run.path, parameters=self._parameters)
         shared = self.world.share_json(None if found is None else found.as_json())
         return None if shared is None else Rung(**shared)
 
     def _parameters(self) -> int:
+        """Trainable ones of all ranks, not of this one."""
         kept = self.built.kept
         return sum(math.prod(kept.parts(name)[0].shape) for name in kept.names)
 
