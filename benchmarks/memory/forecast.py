@@ -37,24 +37,15 @@ class Held:
     exact: bool
     phase: str
     seconds: float
-    mean_bytes: float | None = None
-    """Of the ranks and their steps, where experts are apart: real routing gives each rank another share of the tokens,
-    and in each step another, of which a replay knows the mean."""
 
     @property
     def error(self) -> float:
         return self.forecast_bytes / self.measured_bytes - 1
 
-    @property
-    def even_error(self) -> float:
-        """The same with what routing does to a rank taken out."""
-        return self.error if self.mean_bytes is None else self.forecast_bytes / self.mean_bytes - 1
-
     def __str__(self) -> str:
-        even = "" if self.mean_bytes is None else f"  {self.even_error:+.3%} from the mean of ranks and steps"
         return (
             f"{self.name:<66}{self.measured_bytes:>14,}  {self.error:+8.3%}  "
-            f"{'exact' if self.exact else 'PARTS DIFFER'}  {self.phase:<10}{self.seconds:5.1f} s{even}"
+            f"{'exact' if self.exact else 'PARTS DIFFER'}  {self.phase:<10}{self.seconds:5.1f} s"
         )
 
 
@@ -89,12 +80,7 @@ def against(rows: Sequence[Mapping[str, Any]]) -> Held:
         exact=all(getattr(stage.between, part) == row[part] for stage, row in pairs for part in _PARTS),
         phase=most["phase"],
         seconds=time.monotonic() - began,
-        mean_bytes=mean(peak for row in rows for peak in row["peaks"]) if _has_experts_apart(setting) else None,
     )
-
-
-def _has_experts_apart(setting: Setting) -> bool:
-    return any(word.partition("=")[0] == "ep" for word in setting.layout.split(","))
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -129,15 +115,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _summary(found: Sequence[Held]) -> list[str]:
-    ways = {"": lambda held: held.error, ", routing taken as even": lambda held: held.even_error}
-    said = []
-    for way, error_of in ways.items():
-        errors = sorted((abs(error_of(held)), held.name) for held in found)
-        if errors:
-            worst, name = errors[-1]
-            middle = mean(error for error, _ in errors)
-            said.append(f"{len(errors)} settings{way}: mean error {middle:.2%}, worst {worst:.2%} ({name})")
-    return said
+    errors = sorted((abs(held.error), held.name) for held in found)
+    if not errors:
+        return []
+    middle, (worst, name) = mean(error for error, _ in errors), errors[-1]
+    return [f"{len(errors)} settings: mean error {middle:.2%}, worst {worst:.2%} ({name})"]
 
 
 if __name__ == "__main__":

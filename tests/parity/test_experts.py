@@ -1,7 +1,7 @@
 """Experts on several ranks are the experts of one process: outputs, gradients and weights, and mistakes show."""
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -280,6 +280,7 @@ class Counted:
 
     def __init__(self, over: Exchange) -> None:
         self.over, self.rank, self.size, self.elements = over, over.rank, over.size, 0
+        self.is_imagined = over.is_imagined
 
     def swap(self, rows: Tensor, *, send: Any, receive: Any) -> Tensor:
         self.elements += rows.numel()
@@ -347,3 +348,24 @@ def test_a_rank_without_rows_that_left_no_zero_gradient_shows(monkeypatch: pytes
     with pytest.raises(AssertionError):
         for found in play(lambda over: train_experts(model, data, over), size=2):
             assert far_experts(model, data, found, wanted) < 1e-12
+
+
+def test_of_ranks_that_are_not_there_more_than_a_fair_share_comes() -> None:
+    """Two standard deviations of a binomial draw, and on ranks that are there exactly what they send."""
+
+    class Alone:
+        rank, size = 0, 2
+
+        def __init__(self, *, is_imagined: bool) -> None:
+            self.is_imagined = is_imagined
+
+        def swap(self, rows: Tensor, *, send: Any, receive: Any) -> Tensor:
+            return rows
+
+    index = torch.arange(8).repeat(200).view(800, 2)  # 1,600 pairs on 8 experts, 4 of each rank's
+    ranges = [(0, 4), (4, 8)]
+    fair, unlucky = (
+        plan_route(index, ranges=ranges, exchange=cast("Exchange", Alone(is_imagined=flag))) for flag in (False, True)
+    )
+    assert sum(fair.receive) == 1600 and fair.send == unlucky.send == (800, 800)
+    assert sum(unlucky.receive) == pytest.approx(1600 + 2 * (1600 / 2) ** 0.5, abs=8)

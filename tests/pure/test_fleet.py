@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import PacelineError, Problems, UsageError
+from paceline.errors import MachineError, PacelineError, Problems, UsageError
 from paceline.plan.catalogue import DEVICES, LINKS
 from paceline.plan.fleet import read_fleet
 from paceline.plan.hardware import fleet_of, group_of
+from paceline.plan.here import node_memory
 from paceline.plan.quantity import UNITS, Measures, read_quantity
 
 _GIB = 1 << 30
@@ -200,3 +201,21 @@ def test_which_link_an_axis_takes() -> None:
     assert group_of(fleet, [(8, 4)]).hop_bytes_per_second == between
     slow = read_fleet("4x8xH100-80G@eth-100g")
     assert group_of(slow, [(8, 4)]).bytes_per_second == slow.between.bytes_per_second / 8  # shared by all of a node
+
+
+def test_of_gpus_the_driver_is_asked_for_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text('#!/bin/sh\n[ "$1" = --query-gpu=memory.total ] && echo "81559 MiB\n40960 MiB"\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert node_memory("cuda") == 40960 << 20
+
+
+def test_without_a_driver_that_says_it_the_cluster_is_to_be_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MachineError, match="nvidia-smi does not say") as caught:
+        node_memory("cuda")
+    assert "toml" in caught.value.hint
+    assert node_memory("cpu") > 1 << 30

@@ -23,6 +23,8 @@ class Exchange(Protocol):
 
     rank: int
     size: int
+    is_imagined: bool
+    """Whether the other ranks are not there, as in a replay."""
 
     def shift(self, tensors: Sequence[Tensor], *, shapes: Sequence[Shape]) -> Callable[[], list[Tensor]]:
         """Start sending to the next rank; what is returned waits for the previous rank's, of `shapes`."""
@@ -42,6 +44,7 @@ class Sent:
 
     def __init__(self, *, world: World) -> None:
         self._world, self.rank, self.size = world, world.rank, world.world_size
+        self.is_imagined = world.is_imagined
 
     def shift(self, tensors: Sequence[Tensor], *, shapes: Sequence[Shape]) -> Callable[[], list[Tensor]]:
         """Start sending to the next rank; what is returned waits for the previous rank's."""
@@ -149,6 +152,7 @@ class Played:
 
     def __init__(self, *, table: Table, rank: int) -> None:
         self._table, self.rank, self.size = table, rank, table.size
+        self.is_imagined = False
 
     def shift(self, tensors: Sequence[Tensor], *, shapes: Sequence[Shape]) -> Callable[[], list[Tensor]]:
         """The previous rank's tensors."""

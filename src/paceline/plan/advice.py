@@ -1,13 +1,13 @@
 """The answer to a plan: the case, the best layout of each family, the recommended one, and why."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.plan.candidate import FAMILIES
 from paceline.plan.cases import Case, case_of
 from paceline.plan.changes import Change, cheapest_changes
-from paceline.plan.estimate import Estimate
+from paceline.plan.estimate import Estimate, Timed
 from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid
 from paceline.plan.least import least_memory
@@ -36,6 +36,7 @@ class Row:
             "peak_bytes": round(found.peak_bytes),
             "parts": {name: round(value) for name, value in found.memory.parts.items()},
             "step_seconds": found.step_seconds,
+            "timed": None if found.timed is None else asdict(found.timed),
             "why": self.why,
             "family": self.family,
             "seconds": found.seconds.parts,
@@ -86,7 +87,7 @@ class Advice:
             money = f"  {found.price:.2f} {found.currency}" if found.price is not None else ""
             yield (
                 f"  {found.candidate!s:{width}}  {mark}  {size(round(found.peak_bytes))}  "
-                f"{duration(found.step_seconds)}{money}"
+                f"{duration(found.step_seconds)}{_as_found(found.timed)}{money}"
             )
             yield f"    {row.why}"
             yield from (f"    {change}" for change in row.changes)
@@ -100,20 +101,31 @@ def advise(forecast: Forecast, *, others: Sequence[Forecast] = (), grid: Grid | 
         LayoutError: no layout fits; with the nearest, and what would make it fit.
     """
     grid = grid or Grid()
-    found = search_each([forecast, *others], grid=grid)
-    best = sorted(found.best.items(), key=lambda pair: key_of(pair[1]))
+    return advice_of(forecast, search_each([forecast, *others], grid=grid).best.values(), grid=grid)
+
+
+def advice_of(forecast: Forecast, estimates: Iterable[Estimate], *, grid: Grid | None = None) -> Advice:
+    """Explain: of each family the best of `estimates`, all of which fit.
+
+    Raises:
+        LayoutError: there is none; with what is nearest to fit, and what would make it.
+    """
+    grid = grid or Grid()
+    best: dict[str, Estimate] = {}
+    for estimate in sorted(estimates, key=key_of):
+        best.setdefault(estimate.candidate.family, estimate)
     if not best:
         nearest = least_memory(forecast, grid=grid)
         raise nothing_fits(forecast, grid, nearest)
-    rows = list(_ranked(best))
+    rows = list(_ranked(list(best.items())))
     missing = []
     for family in FAMILIES:
-        if family in found.best:
+        if family in best:
             continue
         misfit = least_memory(forecast, grid=grid, family=family)
-        if misfit is not None:
+        if misfit is not None and not misfit.fits:
             rows.append(judged(forecast, misfit, grid=grid))
-        elif (line := no_candidate(family, forecast)) != "":
+        elif misfit is None and (line := no_candidate(family, forecast)) != "":
             missing.append(line)
     return Advice(
         case=case_of(forecast, grid=grid),
@@ -121,6 +133,12 @@ def advise(forecast: Forecast, *, others: Sequence[Forecast] = (), grid: Grid | 
         limits=limits(forecast, rows[0].estimate, grid),
         missing=tuple(missing),
     )
+
+
+def _as_found(timed: Timed | None) -> str:
+    if timed is None:
+        return ""
+    return f" timed (± {timed.spread:.0%})" if timed.spread else " timed"
 
 
 def _ranked(best: Sequence[tuple[str, Estimate]]) -> Iterator[Row]:

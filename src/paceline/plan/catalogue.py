@@ -11,7 +11,7 @@ from paceline.plan.hardware import Device, Fleet, Link
 from paceline.spec.words import did_you_mean
 
 _GIB = float(1 << 30)
-RESERVE = 2 * _GIB  # CUDA context about 0.5 GiB, NCCL 0.5 to 1 GiB, cuBLAS workspaces and what the driver keeps
+_RESERVE = 2 * _GIB  # CUDA context about 0.5 GiB, NCCL 0.5 to 1 GiB, cuBLAS workspaces and what the driver keeps
 _HOST = {"nvlink5": 256, "nvlink4": 256, "nvlink3": 128, "nvlink2": 64, "xgmi3": 64, "xgmi4": 256}  # GiB a device: DGX
 _TERA, _GIGA = 1e12, 1e9
 _US = 1e-6
@@ -47,7 +47,7 @@ def _gpu(
         memory_bytes=memory * _GIB,
         bytes_per_second=bandwidth * _GIGA,
         flops_per_second={precision: rate * _TERA for precision, rate in rates.items()},
-        reserve_bytes=RESERVE,
+        reserve_bytes=_RESERVE,
         watts=watts,
         source=source,
     )

@@ -8,11 +8,24 @@ from paceline.plan.seconds import Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What steps took where they would run. `spread` is half of what the middle half of them spans, as a part of
+    `seconds`; `blocks` are those of the models that were run: where they were fewer than the model has, `seconds` goes
+    on from there in a straight line.
+    """
+
+    seconds: float
+    spread: float
+    steps: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """What a candidate is forecast to take: bytes of its fullest rank, seconds of its step, money where it is known.
 
     `stages` are the blocks of each stage; `limit_bytes` is a device's memory, `host_limit_bytes` a rank's share of its
-    host's, None where it is not known. `price` is that of one step.
+    host's, None where it is not known. `price` is that of one step. Where it was `timed`, `seconds` are those.
     """
 
     candidate: Candidate
@@ -24,6 +37,7 @@ class Estimate:
     host_limit_bytes: float | None = None
     price: float | None = None
     currency: str = ""
+    timed: Timed | None = None
 
     @property
     def layout(self) -> str:
@@ -48,7 +62,11 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether no rank needs more than it has."""
-        return self.peak_bytes <= self.limit_bytes and self.fits_host
+        return self.fits_on(self.limit_bytes)
+
+    def fits_on(self, limit_bytes: float) -> bool:
+        """Whether it would on a device with so much memory."""
+        return self.peak_bytes <= limit_bytes and self.fits_host
 
     @property
     def over_bytes(self) -> float:

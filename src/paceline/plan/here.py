@@ -2,16 +2,17 @@
 
 from pathlib import Path
 
-from paceline.plan.catalogue import RESERVE
+from paceline.errors import MachineError
 from paceline.plan.hardware import Device, Fleet, Link
+from paceline.plan.machine import gpu_memory
 from paceline.plan.probed import Probe
 
 _OWN = 1e15  # bytes a second of what nobody has to send
-_RESERVE_BYTES = 400 << 20  # of a process with torch in it, before there is a model
+_RESERVE_BYTES = {"cpu": 400 << 20, "cuda": 2 << 30}  # of a process with torch in it, before there is a model
 
 
 def fleet_here(probe: Probe, *, ranks: int, memory_bytes: float) -> Fleet:
-    """`memory_bytes` is the device's; of CPUs the machine's, which its ranks share."""
+    """`memory_bytes` is a GPU's; of CPUs those of all machines together, which the ranks share."""
     rates, mark = probe.of_busy(ranks), probe.fingerprint
     is_cpu = mark.device == "cpu"
     flops = {name: products.square.best_rate for name, products in rates.products.items()}
@@ -21,7 +22,7 @@ def fleet_here(probe: Probe, *, ranks: int, memory_bytes: float) -> Fleet:
         memory_bytes=memory_bytes / ranks if is_cpu else memory_bytes,
         flops_per_second=flops,
         bytes_per_second=rates.streams["add"].best_rate,
-        reserve_bytes=_RESERVE_BYTES if is_cpu else RESERVE,
+        reserve_bytes=_RESERVE_BYTES["cpu" if is_cpu else "cuda"],
         source="measured here",
     )
     link = _link(probe, ranks)
@@ -40,6 +41,23 @@ def _link(probe: Probe, ranks: int) -> Link:
     return Link(
         name="measured here", latency_seconds=first / (2 * (ranks - 1)), bytes_per_second=rate, source="measured here"
     )
+
+
+def node_memory(device: str) -> int:
+    """Bytes for ranks to share; of GPUs those of one, which each has.
+
+    Raises:
+        MachineError: the driver does not say how much a GPU has.
+    """
+    if device == "cpu":
+        return host_memory()
+    found = gpu_memory()
+    if found is None:
+        raise MachineError(
+            "nvidia-smi does not say how much memory the GPUs have.",
+            hint="--cluster FILE.toml with memory = ..., or --device cpu",
+        )
+    return found
 
 
 def host_memory() -> int:

@@ -44,23 +44,25 @@ def gpu_models() -> tuple[str, ...]:
     return tuple(sorted(line.partition(":")[2].strip() for line in told)) or _told_by_smi()
 
 
+def gpu_memory() -> int | None:
+    """Bytes of the smallest visible GPU, as its driver tells; None where it does not."""
+    told = [text.partition(" ")[0] for text in _asked_of_smi("memory.total")]
+    sizes = [int(text) << 20 for text in told if text.isdecimal()]
+    return min(sizes) if sizes else None
+
+
 def _told_by_smi() -> tuple[str, ...]:
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return tuple(sorted(_asked_of_smi("name"))) or ("unknown",)
+
+
+def _asked_of_smi(what: str) -> list[str]:
+    """A line of each GPU."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
     except (OSError, subprocess.SubprocessError):
-        return ("unknown",)
-    return tuple(sorted(filter(None, map(str.strip, done.stdout.splitlines())))) or ("unknown",)
-
-
-def gpu_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine, without starting CUDA; None where it can't be known."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
-        return min(int(line) << 20 for line in done.stdout.splitlines())
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
+        return []
+    return [*filter(None, map(str.strip, done.stdout.splitlines()))]
 
 
 def busy_share(*, seconds: float = 0.3) -> float:

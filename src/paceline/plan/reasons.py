@@ -65,9 +65,10 @@ def limits(forecast: Forecast, best: Estimate, grid: Grid) -> tuple[str, ...]:
     device = replace(forecast.fleet.device, memory_bytes=2 * forecast.fleet.device.memory_bytes)
     roomy = Forecast(facts=forecast.facts, fleet=replace(forecast.fleet, device=device), efficiency=forecast.efficiency)
     freer = search(roomy, grid=grid).first
-    if freer is not None and freer.step_seconds < _GAIN * best.step_seconds:
+    reckoned = forecast.seconds(best.candidate).step_seconds
+    if freer is not None and not freer.fits_on(best.limit_bytes) and freer.step_seconds < _GAIN * reckoned:
         more = freer.peak_bytes - best.limit_bytes
-        gain = best.step_seconds - freer.step_seconds
+        gain = reckoned - freer.step_seconds
         what = f"with {size(round(more))} more a device, {freer.candidate} would be {duration(gain)} quicker"
         found.append(f"and by memory: {what}")
     return tuple(found)

@@ -45,8 +45,8 @@ class Seconds:
         return self.compute + self.again + self.tensor + self.context + self.experts + self.gather + self.bubble + once
 
     def times(self, factor: float) -> "Seconds":
-        """All of it, so many times."""
-        return self if factor == 1 else Seconds(**{name: factor * value for name, value in self.parts.items()})
+        """All of them so many times as long."""
+        return Seconds(**{name: factor * value for name, value in self.parts.items()})
 
     @property
     def exposed(self) -> float:

@@ -2,16 +2,18 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.plan.advice import Advice, advise
+from paceline.plan.advice import Advice, advice_of, advise
 from paceline.plan.candidate import Candidate
+from paceline.plan.estimate import Estimate
 from paceline.plan.facts import ModelFacts
 from paceline.plan.forecast import Forecast
-from paceline.plan.hardware import Fleet, fleet_of
+from paceline.plan.hardware import fleet_of
+from paceline.plan.search import search_each
 from paceline.plan.settle import Cluster, Facts, Plan, settle
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
@@ -19,10 +21,9 @@ from paceline.spec.words import size
 from paceline.store.disk import write_json
 from paceline.store.runs import RunFolder
 from paceline.train.kept import keep
-from paceline.train.learn import learn_facts
+from paceline.train.plan_here import Chosen, Here, chosen_here, learn
 from paceline.train.ready import Ready, prepare
 from paceline.train.replay import Replayed, replay, shortened
-from paceline.train.shallow import built_once
 
 _MOST_SECONDS = 45.0
 _MOST_TRIES = 4
@@ -42,38 +43,50 @@ class Seen:
 
 
 def plan(payload: Mapping[str, Any]) -> int:
-    """Write the answer beside the run's other files."""
+    """Write the answer beside the run's other files. Where the cluster is what this runs on, every rank calls this."""
     task = Task.from_json(payload)
     ready = prepare(task)
-    ready = replace(ready, job=built_once(ready.job, seed=ready.settings.seed))
-    fleet = fleet_of(task.options["fleet"])
-    facts = learn_facts(ready.job, ready.settings, most_ranks=fleet.ranks)
-    advice, seen = _decided(ready, facts, fleet)
-    write_json(RunFolder(Path(task.run)).path / "answer-plan.json", _answer(advice, seen, facts, fleet))
-    counted = {name: (one.peak_bytes, one.parts or {}) for name, one in seen.items() if not one.error}
-    keep(ready, facts, fleet, replayed=counted)
+    if "here" in task.options:
+        found = chosen_here(ready, Here(**task.options["here"]))
+    else:
+        fleet = fleet_of(task.options["fleet"])
+        learnt = learn(ready, most_ranks=fleet.ranks)
+        forecast = Forecast(facts=learnt.facts, fleet=fleet)
+        found = Chosen(learnt=learnt, forecast=forecast, options=[*search_each([forecast]).best.values()])
+    if found is not None:
+        advice, seen = _decided(found)
+        answer = _answer(advice, seen, found.forecast)
+        answer["timed"] = [_as_timed(one) for one in found.options if one.timed is not None]
+        write_json(RunFolder(Path(task.run)).path / "answer-plan.json", answer)
+        counted = {name: (one.peak_bytes, one.parts or {}) for name, one in seen.items() if not one.error}
+        keep(ready, found.forecast.facts, found.forecast.fleet, replayed=counted)
     return 0
 
 
-def _decided(ready: Ready, facts: ModelFacts, fleet: Fleet) -> tuple[Advice, dict[str, Seen]]:
+def _decided(chosen: Chosen) -> tuple[Advice, dict[str, Seen]]:
     """What is recommended has been replayed, and fits. Where it did not, what closed forms leave out is taken for as
     much of the others."""
-    forecast, seen, began = Forecast(facts=facts, fleet=fleet), dict[str, Seen](), time.monotonic()
+    forecast, options, seen = chosen.forecast, chosen.options, dict[str, Seen]()
+    ready, fleet, began = chosen.learnt.ready, forecast.fleet, time.monotonic()
     room = fleet.device.memory_bytes - fleet.device.reserve_bytes
-    first = advice = advise(forecast)
+    first = advice = advice_of(forecast, options)
     for _ in range(_MOST_TRIES):
         best = advice.recommended
-        found = seen[str(best.candidate)] = replayed(ready, best.candidate, facts, fleet)
+        found = seen[str(best.candidate)] = replayed(ready, best.candidate, forecast)
         if not found.error and found.peak_bytes <= room:
             break
+        if best.timed is not None:
+            options = [one for one in options if one is not best]
+            advice = advice_of(forecast, options)
+            continue
         reckoned = best.peak_bytes - fleet.device.reserve_bytes
         less = 1 - _LEAST if found.error else min(1 - _LEAST, room / found.peak_bytes)
         advice = advise(forecast.below(reckoned * less + fleet.device.reserve_bytes))
     each = max(one.seconds / max(1, one.work) for one in seen.values())
     for row in advice.rows:
         candidate, left = row.estimate.candidate, _MOST_SECONDS - (time.monotonic() - began)
-        if str(candidate) not in seen and each * _work(candidate, facts) < left:
-            seen[str(candidate)] = replayed(ready, candidate, facts, fleet)
+        if str(candidate) not in seen and each * _work(candidate, forecast.facts) < left:
+            seen[str(candidate)] = replayed(ready, candidate, forecast)
     return replace(advice, case=first.case), seen
 
 
@@ -92,11 +105,11 @@ def _work(candidate: Candidate, facts: ModelFacts) -> int:
     return plan.num_micro // plan.replicas * max(1, len(facts.blocks))
 
 
-def replayed(ready: Ready, candidate: Candidate, facts: ModelFacts, fleet: Fleet) -> Seen:
-    """The run's own step, as this candidate would place it on a device of the fleet."""
-    began = time.monotonic()
+def replayed(ready: Ready, candidate: Candidate, forecast: Forecast) -> Seen:
+    """The run's own step, as this candidate would place it on a device of the forecast's machines."""
+    began, facts = time.monotonic(), forecast.facts
     try:
-        plan = _settled(candidate, facts, fleet.device.kind)
+        plan = _settled(candidate, facts, forecast.fleet.device.kind)
         stages = replay(ready.job, ready.settings, plan)
     except PacelineError as error:
         return Seen(layout=candidate.layout, error=error.what)
@@ -110,8 +123,19 @@ def replayed(ready: Ready, candidate: Candidate, facts: ModelFacts, fleet: Fleet
     )
 
 
-def _answer(advice: Advice, seen: Mapping[str, Seen], facts: ModelFacts, fleet: Fleet) -> dict[str, Any]:
-    found = advice.as_json()
+def _as_timed(estimate: Estimate) -> dict[str, Any]:
+    """One layout that was timed here, whether or not it is the best of its family."""
+    assert estimate.timed is not None
+    return {
+        "layout": estimate.layout,
+        "settings": estimate.settings,
+        "step_seconds": estimate.step_seconds,
+        **asdict(estimate.timed),
+    }
+
+
+def _answer(advice: Advice, seen: Mapping[str, Seen], forecast: Forecast) -> dict[str, Any]:
+    found, facts, fleet = advice.as_json(), forecast.facts, forecast.fleet
     reserve = fleet.device.reserve_bytes
     for row, told in zip(advice.rows, found["plans"], strict=True):
         one = seen.get(str(row.estimate.candidate))

@@ -53,11 +53,16 @@ def prepare(task: Task, *, job: Job | None = None) -> Ready:
     settings = merge(asked)
     if task.verb == "train":
         refuse_unheard(job, settings, evaluate_first=bool(task.options.get("evaluate_first")))
-    plan = _settled(task, job, settings, micro_batch_size=settings.train.micro_batch_size)
+    plan = settled(task, job, settings, micro_batch_size=settings.train.micro_batch_size)
     return Ready(task=task, job=job, asked=asked, settings=settings, plan=plan)
 
 
-def _settled(task: Task, job: Job, settings: Settings, *, micro_batch_size: int | None) -> Plan:
+def settled(task: Task, job: Job, settings: Settings, *, micro_batch_size: int | None) -> Plan:
+    """The plan of the task's layout on its ranks.
+
+    Raises:
+        PacelineError, Problems: they can't be had together.
+    """
     facts = Facts(
         global_batch_size=settings.train.global_batch_size or job.global_batch_size,
         micro_batch_size=micro_batch_size,
@@ -85,7 +90,7 @@ def as_first_cut(ready: Ready, *, folder: Path, world: World) -> Ready:
         return ready
     if saved["global_batch_size"] != now.global_batch_size or saved["micro_batch_size"] == now.micro_batch_size:
         return ready
-    plan = _settled(ready.task, ready.job, ready.settings, micro_batch_size=saved["micro_batch_size"])
+    plan = settled(ready.task, ready.job, ready.settings, micro_batch_size=saved["micro_batch_size"])
     note = f"batch: microbatches of {plan.micro_batch_size}, as this run was started"
     return replace(ready, plan=replace(plan, notes=(*plan.notes, note)))
 

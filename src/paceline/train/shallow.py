@@ -47,22 +47,31 @@ def shallow(job: Job) -> tuple[Job, list[int]]:
     with Hollow() as hollow, preserved():
         hollow.holds = False
         model = job.model()
-        lists: dict[str, list[nn.Module]] = {}
-        for name, block in blocks_of(model).items():
-            lists.setdefault(name.rpartition(".")[0], []).append(block)
-        depths = [len(blocks) for blocks in lists.values()]
-        homes: dict[str, Any] = {name: model.get_submodule(name) for name in lists}
-        can_be_left = all(
-            isinstance(homes[name], nn.ModuleList | nn.Sequential)
-            and len(homes[name]) == len(blocks)
-            and (len(blocks) <= KEPT or _are_alike(blocks))
-            for name, blocks in lists.items()
-        )
-        if not can_be_left or max(depths, default=0) <= KEPT:
-            return job, []
-        for name, depth in zip(lists, depths, strict=True):
-            del homes[name][KEPT - 1 : depth - 1]
-    return replace(job, model=partial(copy.deepcopy, model)), depths
+        depths = cut(model, KEPT)
+    return (replace(job, model=partial(copy.deepcopy, model)), depths) if depths else (job, [])
+
+
+def cut(model: nn.Module, most: int) -> list[int]:
+    """Leave at most so many of each list of like blocks, its first and last among them; how many there were.
+
+    Nothing is left out, and none are told, where blocks are not alike or stand in no list of their own.
+    """
+    lists: dict[str, list[nn.Module]] = {}
+    for name, block in blocks_of(model).items():
+        lists.setdefault(name.rpartition(".")[0], []).append(block)
+    depths = [len(blocks) for blocks in lists.values()]
+    homes: dict[str, Any] = {name: model.get_submodule(name) for name in lists}
+    can_be_left = all(
+        isinstance(homes[name], nn.ModuleList | nn.Sequential)
+        and len(homes[name]) == len(blocks)
+        and (len(blocks) <= most or _are_alike(blocks))
+        for name, blocks in lists.items()
+    )
+    if not can_be_left or max(depths, default=0) <= most:
+        return []
+    for name, depth in zip(lists, depths, strict=True):
+        del homes[name][most - 1 : depth - 1]
+    return depths
 
 
 def _are_alike(blocks: Sequence[nn.Module]) -> bool:

@@ -3,13 +3,11 @@
 import time
 from dataclasses import dataclass, replace
 
-from paceline.errors import MachineError
 from paceline.measure.probe.cache import fingerprint, read_cached
 from paceline.measure.probe.here import probe_here
 from paceline.measure.remembered import ratios
 from paceline.plan.hardware import Fleet
-from paceline.plan.here import fleet_here, host_memory
-from paceline.plan.machine import gpu_bytes
+from paceline.plan.here import fleet_here, node_memory
 from paceline.plan.probed import Probe
 
 
@@ -40,12 +38,5 @@ def kept_here(*, ranks: int, device: str) -> Fleet | None:
 
 
 def _fleet(probe: Probe, ranks: int, device: str) -> Fleet:
-    memory = host_memory() if device == "cpu" else gpu_bytes()
-    if memory is None:
-        raise MachineError(
-            "the memory of the GPUs of this machine can't be known.",
-            cause="nvidia-smi is not there, or does not answer",
-            hint="nvidia-smi --query-gpu=memory.total --format=csv",
-        )
     longer, fuller = ratios(probe.fingerprint)
-    return replace(fleet_here(probe, ranks=ranks, memory_bytes=memory), longer=longer, fuller=fuller)
+    return replace(fleet_here(probe, ranks=ranks, memory_bytes=node_memory(device)), longer=longer, fuller=fuller)

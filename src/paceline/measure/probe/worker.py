@@ -28,7 +28,13 @@ def measure(payload: Mapping[str, Any]) -> int:
     mark = Fingerprint(**{**mark, "gpus": tuple(mark["gpus"])})
     world = _join(mark)
     try:
-        probe = _probe(world, mark, payload)
+        probe = probe_world(
+            world,
+            mark,
+            seconds=float(payload["seconds"]),
+            folder=Path(payload["folder"]),
+            ranks_per_node=int(payload["ranks_per_node"]),
+        )
         if world.is_main:
             write_json(Path(payload["answer"]), probe.as_json())
         world.barrier()
@@ -71,15 +77,16 @@ class Purse:
         return max(left, _LEAST_SECONDS) * part / of
 
 
-def _probe(world: World, mark: Fingerprint, payload: Mapping[str, Any]) -> Probe:
+def probe_world(world: World, mark: Fingerprint, *, seconds: float, folder: Path, ranks_per_node: int) -> Probe:
+    """What all ranks of a world find together within so many seconds, more or less. Every rank calls this."""
     began = time.perf_counter()
-    purse = Purse(world=world, ends=began + float(payload["seconds"]))
+    purse = Purse(world=world, ends=began + seconds)
     links, copies = _LINKS * (world.world_size > 1), _COPIES * (world.device.type == "cuda")
-    crowded = int(payload["ranks_per_node"]) > mark.cores
+    crowded = ranks_per_node > mark.cores
     collectives = measure_links(world, seconds=purse.share(links, of=1), crowded=crowded)
     found = measure_copies(world, seconds=purse.share(copies, of=1 - links))
-    disk = measure_disk(world, folder=Path(payload["folder"]), seconds=purse.share(_DISK, of=1 - links - copies))
-    rates = _rates(purse, mark, int(payload["ranks_per_node"]))
+    disk = measure_disk(world, folder=folder, seconds=purse.share(_DISK, of=1 - links - copies))
+    rates = _rates(purse, mark, ranks_per_node)
     return Probe(
         fingerprint=mark,
         backend=world.backend,

@@ -1,0 +1,279 @@
+"""Step times that `plan --cluster here` says, against those of real runs, and whether what it chooses is the quickest.
+
+    python benchmarks/steps.py --ranks 1 2 4                      # all jobs, about two minutes each
+    python benchmarks/steps.py --ranks 2 --only 'llama*' --out steps.jsonl
+    python benchmarks/steps.py --read steps.jsonl                 # the figures of what was measured before
+    python benchmarks/steps.py --ranks 2 --line 100mbit --only 'llama*'    # as root: ranks in two network namespaces
+
+Every job is planned on its own (probe kept, layouts timed for 25 s at most); then the best of each family and what was
+timed to be nearly as quick run as `paceline train`, twice, in turn. A step is the median of what the run itself logged,
+without the first ones. The noise is how far the two runs are apart.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
+from itertools import combinations
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from benchmarks.sites import ADDRESSES, ENDS, PORT, SPACES, line  # noqa: E402
+
+_PASSES, _WARM = 2, 4
+_SECONDS = 3.0  # of timed steps in a run
+_FEWEST, _MOST = 8, 80  # steps
+_NEAR, _ROWS = 1.3, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A job to plan: a family of `benchmarks.memory.jobs` with its parameters, and other settings."""
+
+    family: str
+    batch: int = 8
+    job: Mapping[str, Any] = field(default_factory=dict)
+    more: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        words = [self.family, f"b{self.batch}", *(f"{name}={value}" for name, value in self.job.items()), *self.more]
+        return " ".join(words)
+
+    def words(self) -> list[str]:
+        """To type after the verb."""
+        own = [f"--job.{name}={value}" for name, value in self.job.items()]
+        return [f"benchmarks.memory.jobs:{self.family}", f"--train.global_batch_size={self.batch}", *own, *self.more]
+
+
+def jobs() -> list[Planned]:
+    """Blocks that are many or few, wide or narrow; weights that weigh much or little against activations."""
+    return [
+        Planned(family="llama", batch=16, job={"depth": 12}),
+        Planned(family="llama", batch=8, job={"width": 512, "depth": 6, "length": 64}),
+        Planned(family="llama", batch=4, job={"depth": 16, "length": 256}),
+        Planned(family="llama", batch=32, job={"width": 128, "depth": 8}),
+        Planned(family="llama", batch=8, job={"depth": 8, "vocabulary": 16384}),
+        Planned(family="llama", batch=16, job={"depth": 8}, more=("--train.precision=bf16",)),
+        Planned(family="gpt2", batch=16, job={"depth": 12}),
+        Planned(family="gpt2", batch=8, job={"width": 512, "depth": 8, "length": 64}),
+        Planned(family="gpt2", batch=4, job={"depth": 8, "length": 256, "optimizer": "sgd"}),
+        Planned(family="bert", batch=16, job={"depth": 12}),
+        Planned(family="bert", batch=8, job={"depth": 8, "width": 384}),
+        Planned(family="t5", batch=8, job={"depth": 6}),
+        Planned(family="t5", batch=16, job={"depth": 3}),
+        Planned(family="vit", batch=16, job={"depth": 8}),
+        Planned(family="vit", batch=8, job={"depth": 12, "width": 384}),
+        Planned(family="mixtral", batch=8, job={"depth": 6}),
+        Planned(family="mixtral", batch=16, job={"optimizer": "sgd"}),
+        Planned(family="resnet", batch=16, job={"optimizer": "sgd"}),
+        Planned(family="resnet", batch=8, job={"side": 64, "optimizer": "sgd"}),
+        Planned(family="unet", batch=8),
+        Planned(family="lstm", batch=32, job={"optimizer": "sgd"}),
+        Planned(family="mlp", batch=256, job={"depth": 12}),
+        Planned(family="nano", batch=8, job={"depth": 8}),
+        Planned(family="encoder", batch=16, job={"depth": 8}),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One layout of a job: what the plan said, and what each real run took."""
+
+    layout: str
+    settings: Mapping[str, str]
+    said: float
+    spread: float
+    taken: Sequence[float]
+
+    @property
+    def seconds(self) -> float:
+        """Of both runs."""
+        return median(self.taken)
+
+    @property
+    def error(self) -> float:
+        """Of what was said."""
+        return self.said / self.seconds - 1
+
+    @property
+    def noise(self) -> float:
+        """How far the runs are apart, of their mean."""
+        return (max(self.taken) - min(self.taken)) / mean(self.taken)
+
+
+class Bench:
+    """How commands are run: as processes of this machine, or one in each of two namespaces."""
+
+    def __init__(self, ranks: int, *, over_line: bool) -> None:
+        self.ranks, self.over_line = ranks, over_line
+
+    def planned(self, job: Planned) -> dict[str, Any]:
+        """What `paceline plan --json` answers."""
+        with tempfile.TemporaryDirectory(prefix="steps-") as folder:
+            said = self._run("plan", [*job.words(), "--cluster=here", "--json", f"--run-dir={folder}/run"])
+        found: dict[str, Any] = json.loads(said)
+        return found
+
+    def trained(self, job: Planned, layout: str, settings: Mapping[str, str], *, guess: float) -> float:
+        """Seconds of a step of a real run."""
+        steps = _WARM + min(_MOST, max(_FEWEST, round(_SECONDS / guess)))
+        with tempfile.TemporaryDirectory(prefix="steps-") as folder:
+            own = [f"--layout={layout}", f"--run-dir={folder}/run", f"--train.steps={steps}", "--log.every=1"]
+            own += [f"--checkpoint.every={steps + 1}", "--checkpoint.consolidated=none"]
+            own += ["--train.check_every=0", *(f"--{name}={value}" for name, value in settings.items())]
+            self._run("train", [*job.words(), *own])
+            events = [json.loads(text) for text in (Path(folder) / "run/events.jsonl").read_text().splitlines()]
+        taken = [event["step_seconds"] for event in events if event["event"] == "StepDone"]
+        return median(taken[_WARM:])
+
+    def _run(self, verb: str, words: Sequence[str]) -> str:
+        command = [sys.executable, "-W", "ignore", "-m", "paceline", verb, *words]
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), str(HERE.parent)])}
+        if not self.over_line:
+            command.append(f"--ranks={self.ranks}")
+            done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+            return _good(done.returncode, done.stdout, done.stderr)
+        ranks = []
+        for rank in (0, 1):
+            own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            own |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": ENDS[rank]}
+            own |= {"OMP_NUM_THREADS": "1"}
+            inside = ["ip", "netns", "exec", SPACES[rank], *command]
+            ranks.append(
+                subprocess.Popen(inside, env=environ | own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            )
+        told = [rank.communicate() for rank in ranks]
+        return _good(max(rank.returncode for rank in ranks), *told[0])
+
+
+def _good(code: int, out: str, error: str) -> str:
+    if code:
+        raise SystemExit(f"exit code {code}\n{out[-2000:]}\n{error[-2000:]}")
+    return out
+
+
+def measured(bench: Bench, job: Planned) -> dict[str, Any]:
+    """One job: the plan, and real runs of what it may have chosen."""
+    began = time.monotonic()
+    plan = bench.planned(job)
+    planned_seconds = time.monotonic() - began
+    chosen = _to_run(plan)
+    taken: list[list[float]] = [[] for _ in chosen]
+    for _ in range(_PASSES):
+        for own, one in zip(taken, chosen, strict=True):
+            own.append(bench.trained(job, one["layout"], one["settings"], guess=one["step_seconds"]))
+    rows = [
+        Row(
+            layout=one["layout"],
+            settings=one["settings"],
+            said=one["step_seconds"],
+            spread=one["spread"],
+            taken=own,
+        )
+        for one, own in zip(chosen, taken, strict=True)
+    ]
+    return {
+        "job": str(job),
+        "ranks": bench.ranks,
+        "line": bench.over_line,
+        "plan_seconds": planned_seconds,
+        "recommended": plan["recommended"],
+        "settings": plan["plans"][0]["settings"],
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def _to_run(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of what was timed the best of each family, and what is near the best of all."""
+    timed = sorted(plan["timed"], key=lambda one: one["step_seconds"])
+    best = {(row["layout"], str(row["settings"])) for row in plan["plans"] if row["fits"]}
+    near = [one for one in timed if one["step_seconds"] <= _NEAR * timed[0]["step_seconds"]][:_ROWS]
+    return [one for one in timed if one in near or (one["layout"], str(one["settings"])) in best]
+
+
+def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Errors, noise, order and choice, by number of ranks."""
+    for ranks in sorted({one["ranks"] for one in found}):
+        every = [one for one in found if one["ranks"] == ranks]
+        rows = [[Row(**row) for row in one["rows"]] for one in every]
+        flat = [row for own in rows for row in own]
+        errors, noise = [abs(row.error) for row in flat], [row.noise for row in flat]
+        yield (
+            f"{ranks} ranks: {len(every)} jobs, {len(flat)} layouts: error of a step's seconds {mean(errors):.1%} "
+            f"mean, {median(errors):.1%} median, {max(errors):.1%} worst; two runs are {mean(noise):.1%} apart on "
+            f"average, {median(noise):.1%} median, {max(noise):.1%} at most"
+        )
+        lost = [_lost(one, own) for one, own in zip(every, rows, strict=True)]
+        good = sum(each <= 0.05 for each in lost)
+        yield f"  chosen: within 5 % of the best in {good} of {len(lost)}, {mean(lost):.1%} mean, {max(lost):.1%} worst"
+        taus = [tau for own in rows if (tau := _tau(own)) is not None]
+        if taus:
+            yield f"  order: Kendall's tau {mean(taus):.3f} mean, {min(taus):.3f} least, of what noise does not hide"
+        yield f"  planned in {mean(one['plan_seconds'] for one in every):.0f} s on average"
+
+
+def _lost(one: Mapping[str, Any], rows: Sequence[Row]) -> float:
+    """How much slower the recommended layout is than the quickest that was run."""
+    own = next(row for row in rows if row.layout == one["recommended"] and row.settings == one["settings"])
+    return own.seconds / min(row.seconds for row in rows) - 1
+
+
+def _tau(rows: Sequence[Row]) -> float | None:
+    """Over pairs whose runs do not overlap."""
+    signs = []
+    for one, other in combinations(rows, 2):
+        if max(one.taken) < min(other.taken) or max(other.taken) < min(one.taken):
+            signs.append(1 if (one.said - other.said) * (one.seconds - other.seconds) > 0 else -1)
+    return mean(signs) if signs else None
+
+
+def show(one: Mapping[str, Any]) -> str:
+    """One job, a line a layout."""
+    lines = [f"{one['job']}, {one['ranks']} ranks: --layout {one['recommended']} {dict(one['settings'])}"]
+    for row in (Row(**each) for each in one["rows"]):
+        named = f"{row.layout} {','.join(row.settings.values())}"
+        lines.append(
+            f"  {named:<52} said {row.said * 1e3:8.1f} ms, took {row.seconds * 1e3:8.1f} ms: {row.error:+6.1%}, "
+            f"runs {row.noise:.1%} apart"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure, or read what was."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--only", default="*", help="jobs whose name is like this")
+    parser.add_argument("--out", type=Path, help="lines of JSON are added to it")
+    parser.add_argument("--read", type=Path, help="only the figures of such a file")
+    parser.add_argument("--line", default="", help="ranks in two namespaces joined by so quick a line: 100mbit")
+    asked = parser.parse_args()
+    found = [json.loads(text) for text in asked.read.read_text().splitlines()] if asked.read else []
+    if not asked.read:
+        with line(asked.line) if asked.line else nullcontext():
+            for ranks in [2] if asked.line else asked.ranks:
+                for job in (one for one in jobs() if fnmatch(str(one), asked.only)):
+                    found.append(measured(Bench(ranks, over_line=bool(asked.line)), job))
+                    print(show(found[-1]), flush=True)
+                    if asked.out:
+                        with asked.out.open("a") as file:
+                            file.write(json.dumps(found[-1]) + "\n")
+    else:
+        print("\n".join(map(show, found)))
+    print("\n".join(summary(found)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

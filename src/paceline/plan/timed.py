@@ -1,0 +1,88 @@
+"""Which of a plan's candidates to time where they would run, and a plan whose seconds are those that were found."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from statistics import median
+from typing import Any
+
+from paceline.plan.candidate import Candidate
+from paceline.plan.estimate import Estimate, Timed
+from paceline.plan.forecast import Forecast
+from paceline.plan.grid import Grid, candidates
+from paceline.plan.search import key_of
+
+MOST = 12
+_EACH = 4  # of a family
+_NEAR = 1.6  # times the quickest forecast: as far as a closed form may be wrong
+_MOST_LOOKED_AT = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Try:
+    """One layout to time: as it would be typed, with what goes beside it; `share` is what it needs of the memory."""
+
+    candidate: str
+    layout: str
+    micro_batch_size: int
+    least_blocks: int
+    share: float
+    stages: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """For the other ranks."""
+        return asdict(self)
+
+
+def shortlist(forecast: Forecast, *, grid: Grid | None = None, most: int = MOST) -> list[Estimate]:
+    """The best of each family that fits, and what is forecast to be nearly as quick as the best; the quickest first."""
+    grid = grid or Grid()
+    every = islice(candidates(forecast.facts, forecast.fleet, grid), _MOST_LOOKED_AT)
+    found = sorted((one for one in map(forecast.estimate, every) if one.fits), key=key_of)
+    plain = {one.candidate for one in found}
+    found = [one for one in found if one.candidate == _kept(one.candidate) or _kept(one.candidate) not in plain]
+    families: dict[str, list[Estimate]] = {}
+    for estimate in found:
+        families.setdefault(estimate.candidate.family, []).append(estimate)
+    chosen = [own[0] for own in families.values()]
+    near = [one for one in found if one.step_seconds <= _NEAR * found[0].step_seconds]
+    for estimate in near:
+        own = families[estimate.candidate.family]
+        if len(chosen) < most and estimate is not own[0] and _place(estimate, own, chosen) < _EACH:
+            chosen.append(estimate)
+    return sorted(chosen, key=key_of)
+
+
+def _kept(candidate: Candidate) -> Candidate:
+    """The same where nothing is computed again: where that fits too, it is the quicker one."""
+    return replace(candidate, remat="none")
+
+
+def _place(estimate: Estimate, own: Sequence[Estimate], chosen: Sequence[Estimate]) -> int:
+    """How many of its family are chosen already."""
+    return sum(one in own for one in chosen if one.candidate.family == estimate.candidate.family)
+
+
+def try_of(estimate: Estimate) -> Try:
+    """What the ranks must know to time it. Each stage needs two blocks, so that one of them has a neighbour."""
+    candidate = estimate.candidate
+    return Try(
+        candidate=str(candidate),
+        layout=str(candidate.asked),
+        micro_batch_size=candidate.micro_batch_size,
+        least_blocks=2 * candidate.pp * candidate.virtual if candidate.pp > 1 else 2,
+        share=estimate.peak_bytes / estimate.limit_bytes,
+        stages=estimate.settings.get("place.stages", ""),
+    )
+
+
+def retimed(estimates: Sequence[Estimate], timed: Mapping[str, Timed]) -> list[Estimate]:
+    """With the seconds that were found; of what was not timed those of the forecast, as wrong as of the others."""
+    ratios = [timed[key].seconds / one.step_seconds for one in estimates if (key := str(one.candidate)) in timed]
+    usual = median(ratios) if ratios else 1.0
+    found = []
+    for one in estimates:
+        own = timed.get(str(one.candidate))
+        ratio = usual if own is None else own.seconds / one.step_seconds
+        found.append(replace(one, seconds=one.seconds.times(ratio), timed=own))
+    return sorted(found, key=key_of)

@@ -1,0 +1,107 @@
+"""A plan for the machines that this runs on: what a probe finds of them, and what steps take there."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.measure.probe.cache import fingerprint
+from paceline.measure.probe.worker import probe_world
+from paceline.plan.estimate import Estimate, Timed
+from paceline.plan.facts import ModelFacts
+from paceline.plan.forecast import Forecast
+from paceline.plan.hardware import Fleet, fleet_of
+from paceline.plan.here import fleet_here
+from paceline.plan.timed import Try, retimed, shortlist, try_of
+from paceline.store.runs import ROOT
+from paceline.train.learn import learn_facts
+from paceline.train.ready import Ready, join_world
+from paceline.train.shallow import built_once, shallow
+from paceline.train.trial import can_be_cut, time_layouts
+from paceline.world import Place, World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """Seconds to time layouts; and the machines, as a `Fleet`'s JSON, or what is left to do to know them: seconds of a
+    probe by all ranks, `ranks_per_node` of them, and the bytes that a node or each of its GPUs has.
+    """
+
+    seconds: float
+    fleet: Mapping[str, Any] | None = None
+    probe_seconds: float = 0.0
+    ranks_per_node: int = 1
+    node_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learnt:
+    """A job that can be replayed, its numbers, and the lengths of its lists of like blocks."""
+
+    ready: Ready
+    facts: ModelFacts
+    depths: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What is forecast of a job, and the layouts among which to choose, each of which should fit."""
+
+    learnt: Learnt
+    forecast: Forecast
+    options: Sequence[Estimate]
+
+
+def learn(ready: Ready, *, most_ranks: int) -> Learnt:
+    """Without a device and without the model's memory.
+
+    Raises:
+        PacelineError: the job can't be run even so.
+    """
+    ready = replace(ready, job=built_once(ready.job, seed=ready.settings.seed))
+    facts = learn_facts(ready.job, ready.settings, most_ranks=most_ranks)
+    return Learnt(ready=ready, facts=facts, depths=shallow(ready.job)[1] if can_be_cut(ready) else [])
+
+
+def chosen_here(ready: Ready, here: Here) -> Chosen | None:
+    """Rank 0 learns what the job is, and chooses what all of them time; the others get nothing. Every rank calls this.
+
+    Ranks that have numbers and those that have none are never in one process group: so learning comes first.
+    """
+    place = Place.read(os.environ)
+    learnt = learn(ready, most_ranks=place.world_size) if place.rank == 0 else None
+    world = join_world(ready)
+    try:
+        fleet = _fleet(ready, here, world)
+        if learnt is None:
+            if here.seconds:
+                _timed(ready, [], (), world=world, seconds=here.seconds)
+            return None
+        forecast = Forecast(facts=learnt.facts, fleet=fleet)
+        options = shortlist(forecast)
+        if here.seconds:
+            options = _timed(ready, options, learnt.depths, world=world, seconds=here.seconds)
+        return Chosen(learnt=learnt, forecast=forecast, options=options)
+    finally:
+        world.close()
+
+
+def _fleet(ready: Ready, here: Here, world: World) -> Fleet:
+    if here.fleet is not None:
+        return fleet_of(here.fleet)
+    ranks, local = world.world_size, here.ranks_per_node
+    mark = fingerprint(ranks=ranks, device=ready.plan.device, ranks_per_node=local)
+    probe = probe_world(world, mark, seconds=here.probe_seconds, folder=Path(ROOT).absolute(), ranks_per_node=local)
+    nodes = ranks / local if ready.plan.device == "cpu" else 1
+    return fleet_here(probe, ranks=ranks, memory_bytes=nodes * here.node_bytes)
+
+
+def _timed(
+    ready: Ready, options: Sequence[Estimate], depths: Sequence[int], *, world: World, seconds: float
+) -> list[Estimate]:
+    """Those of rank 0's options that can be had, with what their steps took."""
+    told, depths = world.share_json([[try_of(one).as_json() for one in options], list(depths)])
+    found = time_layouts(ready, [Try(**one) for one in told], depths=depths, world=world, seconds=seconds)
+    had = [one for one in options if not isinstance(found.get(str(one.candidate)), str)]
+    return retimed(had, {name: one for name, one in found.items() if isinstance(one, Timed)})

@@ -1,0 +1,226 @@
+"""Layouts timed where they would run: the run's own placed step, of a model that may have fewer of its like blocks."""
+
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import PacelineError
+from paceline.feed.feed import make_feed
+from paceline.feed.types import Cut, StepInput
+from paceline.job import Job
+from paceline.order.cursor import Cursor
+from paceline.place.start.stored import Stored
+from paceline.plan.estimate import Timed
+from paceline.plan.timed import Try
+from paceline.train.built import Built, build
+from paceline.train.ready import Ready, settled
+from paceline.train.shallow import cut
+from paceline.world import World
+
+_ROOM = 0.5  # of a rank's memory, for all that is timed together
+_BUILD_SHARE = 0.5  # of the seconds, to make what is timed
+_OVER = 2  # times the seconds, after which nothing more is begun
+_VISIT_SECONDS, _MOST_A_VISIT = 0.15, 5
+_LEAST = 4  # steps that tell how far apart they are
+_HOPELESS = (3.0, 1.6, 1.25)  # times as long as the quickest, by how often it was visited: no closer look
+
+
+@dataclass(kw_only=True)
+class _Trial:
+    """One layout at one depth, ready to step; `seconds` are this rank's, step by step, without the `first`."""
+
+    candidate: str
+    blocks: int
+    built: Built
+    batches: Iterator[StepInput]
+    first: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+    visits: int = 0
+
+    def step(self) -> float:
+        """One, with the reading of its batch."""
+        began = time.perf_counter()
+        self.built.step.run(next(self.batches))
+        if self.built.world.device.type == "cuda":
+            torch.cuda.synchronize(self.built.world.device)
+        return time.perf_counter() - began
+
+    def visit(self) -> None:
+        """A step for the caches' sake, and some that count: as many on every rank."""
+        first = self.step()
+        more = min(_MOST_A_VISIT, max(1, round(_VISIT_SECONDS / first)))
+        self.seconds += [self.step() for _ in range(int(self.built.world.share_json(more)))]
+        self.visits += 1
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self.built.close()
+        del self.built, self.batches
+
+
+def time_layouts(
+    ready: Ready, tries: Sequence[Try], *, depths: Sequence[int], world: World, seconds: float
+) -> dict[str, Timed | str]:
+    """What a step takes in each, by its candidate's name; or why it can't be had. Every rank calls this.
+
+    `depths` are the lengths of the model's lists of like blocks, none where nothing can be left out of them. As many
+    layouts as have room beside each other take their turns, so that what disturbs the machine disturbs all of them.
+    They are made in their order; what is not ready within its part of `seconds` is left out.
+    """
+    found: dict[str, Timed | str] = {}
+    began, groups = time.monotonic(), list(_groups(tries))
+    for group in groups:
+        if found and world.share_json(time.monotonic() - began > _OVER * seconds):
+            break
+        found |= _timed_together(ready, group, depths, world=world, seconds=seconds / len(groups))
+    return found
+
+
+def _groups(tries: Sequence[Try]) -> Iterator[list[Try]]:
+    """What has room beside each other, in turn."""
+    group: list[Try] = []
+    room = _ROOM
+    for one in tries:
+        if group and one.share > room:
+            yield group
+            group, room = [], _ROOM
+        group.append(one)
+        room -= one.share
+    if group:
+        yield group
+
+
+def _timed_together(
+    ready: Ready, tries: Sequence[Try], depths: Sequence[int], *, world: World, seconds: float
+) -> dict[str, Timed | str]:
+    began, trials = time.monotonic(), list[_Trial]()
+    errors: dict[str, Timed | str] = {}
+    try:
+        for one in tries:
+            if trials and world.share_json(time.monotonic() - began > _BUILD_SHARE * seconds):
+                break
+            try:
+                trials += _made(ready, one, depths, world=world)
+            except PacelineError as error:
+                errors[one.candidate] = error.what
+        _take_turns(trials, depths, world=world, ends=began + seconds)
+        every = world.gather_json([trial.seconds or [trial.first] for trial in trials])
+        steps = [[max(step) for step in zip(*of_ranks, strict=True)] for of_ranks in zip(*every, strict=True)]
+        looked = [(trial.candidate, trial.blocks, own) for trial, own in zip(trials, steps, strict=True)]
+    finally:
+        for trial in trials:
+            trial.close()
+        gc.collect()
+    return {**_told(looked, depths), **errors}
+
+
+def _take_turns(trials: Sequence[_Trial], depths: Sequence[int], *, world: World, ends: float) -> None:
+    """Round after round, until the time is over; what is hopeless is not visited any more."""
+    for visits in count():
+        found = _told([(trial.candidate, trial.blocks, trial.seconds or [trial.first]) for trial in trials], depths)
+        quickest = min((one.seconds for one in found.values()), default=0.0)
+        most = _HOPELESS[min(visits, len(_HOPELESS) - 1)] * quickest
+        alive = world.share_json([name for name, one in found.items() if one.seconds <= most])
+        for trial in trials:
+            if trial.candidate in alive:
+                if world.share_json(visits > 0 and time.monotonic() > ends):
+                    return
+                trial.visit()
+        if not trials or world.share_json(time.monotonic() > ends):
+            return
+
+
+def _made(ready: Ready, one: Try, depths: Sequence[int], *, world: World) -> Iterator[_Trial]:
+    """At the whole model, or at two that are cut to fewer blocks; each has made its first step."""
+    task = replace(ready.task, layout=one.layout)
+    plan = settled(task, ready.job, ready.settings, micro_batch_size=one.micro_batch_size)
+    for most in kept_blocks(one, depths):
+        job = ready.job if most is None else replace(ready.job, model=_shorter(ready.job, most))
+        settings = ready.settings
+        if most is None and one.stages:
+            place = replace(settings.place, stages=tuple(map(int, one.stages.split(","))))
+            settings = replace(settings, place=place)
+        blocks = sum(depths) if most is None else sum(min(most, depth) for depth in depths)
+        built = build(job=job, settings=settings, plan=plan, world=world)
+        trial = _Trial(candidate=one.candidate, blocks=blocks, built=built, batches=_batches(built))
+        trial.first = trial.step()
+        yield trial
+
+
+def kept_blocks(one: Try, depths: Sequence[int]) -> list[int | None]:
+    """Of each list of like blocks: two lengths to draw a line through, or None for the whole model."""
+    fewest = -(-one.least_blocks // max(1, len(depths)))
+    return [fewest, 2 * fewest] if depths and min(depths) > 2 * fewest else [None]
+
+
+def can_be_cut(ready: Ready) -> bool:
+    """Whether its lists of blocks may be shortened: not where settings name them, or values come from files."""
+    place = ready.settings.place
+    return not (place.blocks or place.stages or place.tensor_plan or isinstance(ready.job.model, Stored))
+
+
+def _shorter(job: Job, most: int) -> Any:
+    def model() -> nn.Module:
+        found = job.model()
+        cut(found, most)
+        return found
+
+    return model
+
+
+def _batches(built: Built) -> Iterator[StepInput]:
+    plan, settings, job = built.plan, built.settings, built.job
+    data = built.worlds.data
+    while True:
+        yield from make_feed(
+            data=job.train_data,
+            collate=job.collate,
+            order=job.order,
+            seed=settings.seed,
+            cut=Cut(
+                global_batch_size=plan.global_batch_size,
+                micro_batch_size=plan.micro_batch_size,
+                replica=data.rank,
+                replicas=data.world_size,
+                drop_last=settings.data.drop_last,
+            ),
+            cursor=Cursor(),
+            agree=built.world.gather_json,
+        )
+
+
+def _told(looked: Sequence[tuple[str, int, Sequence[float]]], depths: Sequence[int]) -> dict[str, Timed]:
+    """By candidate: the median, or where the line through the medians of two shorter models comes to."""
+    found: dict[str, dict[int, Sequence[float]]] = {}
+    for candidate, blocks, seconds in looked:
+        found.setdefault(candidate, {})[blocks] = seconds
+    return {candidate: _timed(looks, sum(depths)) for candidate, looks in found.items()}
+
+
+def _timed(looks: Mapping[int, Sequence[float]], whole: int) -> Timed:
+    blocks = sorted(looks)
+    middle = [median(looks[one]) for one in blocks]
+    seconds = middle[-1]
+    if len(blocks) == 2:
+        each = (middle[1] - middle[0]) / (blocks[1] - blocks[0])
+        seconds += max(0.0, each) * (whole - blocks[1])
+    return Timed(
+        seconds=seconds,
+        spread=_spread(looks[blocks[-1]]),
+        steps=sum(map(len, looks.values())),
+        blocks=tuple(blocks),
+    )
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    if len(seconds) < _LEAST:
+        return 0.0
+    low, middle, high = quantiles(seconds, n=4)
+    return (high - low) / 2 / middle

@@ -1,0 +1,148 @@
+"""Layouts timed where they would run: what is run, and that `plan --cluster here` says it."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline as pl
+from paceline.plan.estimate import Timed
+from paceline.plan.timed import Try
+from paceline.train.ready import Ready, prepare
+from paceline.train.shallow import cut
+from paceline.train.trial import can_be_cut, kept_blocks, time_layouts
+from paceline.verbs.running import Common, make_task
+from paceline.world import World
+from tests import zoo
+
+ROOT = Path(__file__).resolve().parents[2]
+SLEEP = 0.01
+
+
+class Slow(nn.Module):
+    """A block that takes a known time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(SLEEP)
+        found: torch.Tensor = self.linear(x)
+        return found
+
+
+def slow(depth: int = 12) -> pl.Job:
+    data = torch.utils.data.TensorDataset(torch.randn(16, 8), torch.randn(16, 8))
+    return pl.Job(
+        model=lambda: nn.Sequential(*[Slow() for _ in range(depth)]),
+        loss=lambda output, batch: ((output - batch[1]).square().sum(), output.numel()),
+        train_data=data,
+        optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1e-3),
+        global_batch_size=4,
+    )
+
+
+def ready_of(job: str, *typed: str) -> Ready:
+    return prepare(make_task("plan", job, Common(ranks=1, device="cpu", quiet=True), list(typed)))
+
+
+def one(candidate: str, *, micro: int, layout: str = "dp_replicate=1", share: float = 0.1) -> Try:
+    return Try(candidate=candidate, layout=layout, micro_batch_size=micro, least_blocks=2, share=share)
+
+
+def test_the_first_and_last_of_like_blocks_stay() -> None:
+    model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16) for _ in range(7)])
+    ends = model[0], model[-1]
+    assert cut(model, 3) == [7]
+    assert len(model) == 3 and (model[0], model[-1]) == ends
+    assert cut(model, 3) == []
+
+
+def test_blocks_that_are_not_alike_all_stay() -> None:
+    model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16 + n) for n in range(5)])
+    assert cut(model, 3) == [] and len(model) == 5
+
+
+@pytest.mark.parametrize(
+    ("least", "depths", "kept"),
+    [(2, [12], [2, 4]), (2, [4], [None]), (8, [12], [None]), (8, [20], [8, 16]), (4, [6, 6], [2, 4]), (2, [], [None])],
+)
+def test_two_lengths_that_are_shorter_or_the_whole(least: int, depths: list[int], kept: list[int | None]) -> None:
+    tried = Try(candidate="", layout="", micro_batch_size=1, least_blocks=least, share=0.1)
+    assert kept_blocks(tried, depths) == kept
+
+
+def test_the_line_through_two_lengths_comes_to_the_whole_model() -> None:
+    """Of 12 blocks 2 and 4 are run; a forward sleeps in every block, once for each microbatch."""
+    ready = ready_of("tests.parity.test_trial:slow")
+    assert can_be_cut(ready)
+    tries = [one("whole", micro=4), one("halves", micro=2)]
+    found = time_layouts(ready, tries, depths=[12], world=World.alone(), seconds=2.0)
+    for name, micro in (("whole", 1), ("halves", 2)):
+        own = found[name]
+        assert isinstance(own, Timed)
+        assert own.blocks == (2, 4) and own.steps > 4
+        assert own.seconds == pytest.approx(12 * SLEEP * micro, rel=0.25)
+
+
+def test_what_has_no_room_beside_others_is_timed_after_them() -> None:
+    ready = ready_of("tests.parity.test_trial:slow", "--job.depth=3")
+    tries = [one(str(n), micro=4, share=0.4) for n in range(3)]
+    with watched_closes() as closes:
+        found = time_layouts(ready, tries, depths=[], world=World.alone(), seconds=1.0)
+    assert {*found} == {"0", "1", "2"} and closes == [0, 0, 0]
+
+
+@contextmanager
+def watched_closes() -> Iterator[list[int]]:
+    """How many other trials are alive when one is made."""
+    from paceline.train import trial as module
+
+    alive, seen = [0], list[int]()
+    made, close = module._Trial.__init__, module._Trial.close
+
+    def init(self: Any, **given: Any) -> None:
+        seen.append(alive[0])
+        alive[0] += 1
+        made(self, **given)
+
+    def closed(self: Any) -> None:
+        alive[0] -= 1
+        close(self)
+
+    module._Trial.__init__, module._Trial.close = init, closed  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        module._Trial.__init__, module._Trial.close = made, close  # type: ignore[method-assign]
+
+
+def test_a_layout_that_is_refused_is_told_and_the_others_are_timed() -> None:
+    ready = ready_of("tests.parity.test_trial:slow", "--job.depth=3")
+    tries = [one("bad", micro=2, layout="tp=2"), one("good", micro=2)]
+    found = time_layouts(ready, tries, depths=[], world=World.alone(), seconds=0.5)
+    assert isinstance(found["good"], Timed) and isinstance(found["bad"], str)
+
+
+@pytest.mark.soak
+def test_plan_here_times_layouts_and_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "paceline", "plan", "tests.zoo:llama", "--cluster", "here", "--ranks", "2"]
+    command += ["--json", "--seconds", "10", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    best = min(told["timed"], key=lambda found: found["step_seconds"])
+    first = next(row for row in told["plans"] if row["layout"] == told["recommended"])
+    assert first["step_seconds"] <= 1.02 * best["step_seconds"] and first["timed"]["steps"] > 4
+    assert len({row["family"] for row in told["plans"] if row["timed"]}) > 3
+    assert first["fits"] and first["replayed"]
+    assert zoo.llama().global_batch_size % int(first["settings"]["train.micro_batch_size"]) == 0

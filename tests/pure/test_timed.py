@@ -1,0 +1,82 @@
+"""Which candidates are timed, and what a plan makes of what they took."""
+
+from dataclasses import replace
+from statistics import median
+
+import pytest
+
+from paceline.plan.advice import advice_of
+from paceline.plan.estimate import Timed
+from paceline.plan.grid import Grid, candidates
+from paceline.plan.search import search
+from paceline.plan.timed import MOST, retimed, shortlist, try_of
+from paceline.spec.layout import parse_layout
+from tests.pure.drawn_plans import forecast
+
+SEEDS = range(12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_best_of_every_family_is_timed_and_the_quickest_first(seed: int) -> None:
+    drawn, grid = forecast(seed)
+    found = shortlist(drawn, grid=grid)
+    best = search(drawn, grid=grid).best
+    quickest: dict[str, float] = {}
+    for one in found:
+        quickest.setdefault(one.candidate.family, one.step_seconds)
+    plain = {family: one for family, one in best.items() if one.candidate.remat == "none"}
+    assert {*quickest} == {*best}
+    assert all(quickest[family] == pytest.approx(one.step_seconds) for family, one in plain.items())
+    assert [one.step_seconds for one in found] == sorted(one.step_seconds for one in found)
+    assert len({str(one.candidate) for one in found}) == len(found) <= max(MOST, len(best))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_blocks_run_again_only_where_what_they_keep_does_not_fit(seed: int) -> None:
+    drawn, grid = forecast(seed)
+    fits = {one for one in candidates(drawn.facts, drawn.fleet, grid or Grid()) if drawn.estimate(one).fits}
+    for one in shortlist(drawn, grid=grid):
+        assert one.candidate.remat == "none" or replace(one.candidate, remat="none") not in fits
+
+
+def test_what_was_timed_replaces_the_forecast_and_the_rest_is_as_wrong() -> None:
+    drawn, grid = next(pair for pair in map(forecast, range(60)) if len(shortlist(pair[0], grid=pair[1])) > 3)
+    found = shortlist(drawn, grid=grid)
+    timed = {
+        str(one.candidate): Timed(seconds=one.step_seconds * (5 - n), spread=0.1, steps=9, blocks=(2, 4))
+        for n, one in enumerate(found[:3])
+    }
+    after = {str(one.candidate): one for one in retimed(found, timed)}
+    for one in found:
+        own = after[str(one.candidate)]
+        ratio = own.step_seconds / one.step_seconds
+        expected = timed[str(one.candidate)].seconds / one.step_seconds if one in found[:3] else median([5, 4, 3])
+        assert ratio == pytest.approx(expected)
+        assert own.seconds.compute == pytest.approx(one.seconds.compute * ratio)
+        assert own.memory == one.memory and own.timed == timed.get(str(one.candidate))
+    assert [one.step_seconds for one in retimed(found, timed)] == sorted(one.step_seconds for one in after.values())
+
+
+def test_advice_recommends_what_was_the_quickest_where_it_ran() -> None:
+    drawn, grid = next(
+        pair for pair in map(forecast, range(60)) if len({*search(pair[0], grid=pair[1]).best}) > 2
+    )  # fmt: skip
+    found = shortlist(drawn, grid=grid)
+    last = found[-1]
+    timed = {
+        str(one.candidate): Timed(seconds=1.0 if one is last else 2.0, spread=0.0, steps=1, blocks=(4,))
+        for one in found
+    }
+    advice = advice_of(drawn, retimed(found, timed), grid=grid)
+    assert advice.recommended.candidate == last.candidate and advice.recommended.step_seconds == pytest.approx(1.0)
+    assert "1.0 s timed" in "\n".join(advice.lines())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_stage_of_what_is_tried_has_two_blocks_and_its_layout_can_be_typed(seed: int) -> None:
+    drawn, grid = forecast(seed)
+    for one in shortlist(drawn, grid=grid):
+        told = try_of(one)
+        assert told.least_blocks >= 2 * one.candidate.pp * one.candidate.virtual
+        assert parse_layout(told.layout).sizes == one.candidate.asked.sizes
+        assert 0 < told.share <= 1
