@@ -1,7 +1,7 @@
 """The tree of errors a user can meet: what happened, where, the likely cause, the line to type."""
 
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -103,6 +103,29 @@ class NonFiniteError(RunError):
 
 class DesyncError(RunError):
     """Replicas that must be equal are not."""
+
+
+class OutOfMemory(RunError):
+    """A rank could not get the memory that it asked for.
+
+    `held` are bytes by what they are for, `limit_bytes` is what there is; `part` is forward, backward or optimizer.
+    """
+
+    def __init__(
+        self, what: str, *, cause: str = "", held: Mapping[str, int], limit_bytes: int | None = None, part: str = ""
+    ) -> None:
+        super().__init__(what, cause=cause)
+        self.held = dict(held)
+        self.limit_bytes = limit_bytes
+        self.part = part
+
+    def __str__(self) -> str:
+        rows = [f"  {name}: {num_bytes / 2**20:,.1f} MiB" for name, num_bytes in self.held.items()]
+        return "\n".join([super().__str__(), *rows])
+
+    def as_json(self) -> dict[str, object]:  # type: ignore[override]
+        """With what was held."""
+        return {**super().as_json(), "held": self.held, "limit_bytes": self.limit_bytes, "part": self.part}
 
 
 class MachineError(PacelineError):

@@ -79,6 +79,28 @@ class Staleness(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Foretold(Event):
+    """What was forecast of a run, and what its first steps took.
+
+    Bytes are of the fullest rank; `measured_by` says what was looked at: the device's `allocator`, or by how much the
+    `resident memory` of a process has grown since before its model. `memory_ratio` is None where they can't be held
+    against each other.
+    """
+
+    step: int
+    layout: str
+    source: str
+    peak_bytes: int
+    parts: Mapping[str, int]
+    step_seconds: float
+    measured_bytes: int | None
+    measured_by: str
+    measured_seconds: float
+    memory_ratio: float | None
+    time_ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
     """A checkpoint is whole on disk."""
 
@@ -158,6 +180,12 @@ class Stream:
             except Exception:
                 continue
         self._sinks = []
+
+
+def ratios_of(event: Foretold) -> Mapping[str, float]:
+    """What was measured as so many times its forecast."""
+    memory = {} if event.memory_ratio is None else {"forecast/memory_ratio": event.memory_ratio}
+    return {"forecast/time_ratio": event.time_ratio, **memory}
 
 
 def metrics_of(event: StepDone) -> Mapping[str, float]:

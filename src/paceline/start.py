@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -166,10 +166,10 @@ def too_late(cause: str, *, hint: str = "") -> UsageError:
     )
 
 
-def last_words(outcome: Outcome, *, go_on: str) -> str:
+def last_words(outcome: Outcome, *, go_on: str, more: Sequence[str] = ()) -> str:
     """What is said last where it did not end well; `go_on` is the command that does, empty where there is none."""
     if outcome.failure is not None:
-        return failure_screen(outcome, go_on=go_on if outcome.goes_on else "")
+        return failure_screen(outcome, go_on=go_on if outcome.goes_on else "", more=more)
     if outcome.exit_code == ExitCode.STOPPED:
         return f"Stopped and saved. Go on: {go_on}"
     if outcome.exit_code:
@@ -194,8 +194,8 @@ def _log_of(outcome: Outcome, failure: Failure) -> Path:
     return outcome.attempt_folder if failure.rank == STARTER else outcome.attempt_folder / f"rank-{teller}.log"
 
 
-def failure_screen(outcome: Outcome, *, go_on: str = "") -> str:
-    """One screen: who failed first, where, why, and the command that goes on."""
+def failure_screen(outcome: Outcome, *, go_on: str = "", more: Sequence[str] = ()) -> str:
+    """One screen: who failed first, where, why, what `more` there is to say, and the command that goes on."""
     failure = outcome.failure
     if failure is None:
         return ""
@@ -215,7 +215,7 @@ def failure_screen(outcome: Outcome, *, go_on: str = "") -> str:
     others, left = outcome.ranks - 1, "did not answer" if failure.kind == TIMEOUT else "left"
     if others and failure.kind != APART:
         lines.append(f"The other {others} rank{'s' if others > 1 else ''} stopped because rank {failure.rank} {left}.")
-    lines.append(f"Full text: {log}")
+    lines += [*more, f"Full text: {log}"]
     return "\n".join([*lines, *again])
 
 

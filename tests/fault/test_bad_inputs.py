@@ -59,7 +59,16 @@ EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     "broken config file": (("train", "job.py", "--config", "broken.toml"), "can't be read"),
     "unknown key in a file": (("train", "job.py", "--config", "unknown.toml"), "train.speed"),
     "unknown layout": (("train", "job.py", "--layout", "dpp"), "did you mean"),
-    "a layout of a later version": (("train", "job.py", "--layout", "auto"), "not in this version"),
+    "auto and an option": (("train", "job.py", "--layout", "auto,remat=full"), "auto stands alone"),
+    "auto where layouts are named": (("compare", "job.py", "--layouts", "auto", "ddp"), "auto stands alone"),
+    "auto and an update rule": (
+        ("train", "job.py", "--layout", "auto", "--update", "2bw"),
+        "nothing is known of its time",
+    ),
+    "auto and compression": (
+        ("train", "job.py", "--layout", "auto", "--compress", "bf16"),
+        "a way to send gradients of ddp",
+    ),
     "threads and another axis": (
         ("train", "job.py", "--layout", "threads=2,dp=2"),
         "asks for threads and for something else",

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from time import process_time
 
@@ -202,3 +203,13 @@ def test_a_plan_in_which_nothing_fits_says_so(tmp_path: Path) -> None:
         simulate(folder)
     found = simulate(folder, layout="ddp")
     assert "it does not fit: " in found.text and found.value is not None and not found.value["fits"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_runs_took_longer_is_longer_here_too(seed: int) -> None:
+    drawn, found = some(seed, most=6)
+    slow = Forecast(facts=drawn.facts, fleet=replace(drawn.fleet, longer={"": 1.7}), efficiency=drawn.efficiency)
+    for candidate in found:
+        step, slower = simulated(drawn, candidate=candidate), simulated(slow, candidate=candidate)
+        assert slower.step_seconds == pytest.approx(1.7 * step.step_seconds)
+        assert slower.off == pytest.approx(step.off, abs=1e-9)

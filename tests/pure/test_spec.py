@@ -128,7 +128,8 @@ def test_layouts_are_read_and_written_alike(text: str, kind: Kind, ranks: int | 
     ("text", "words"),
     [
         ("fdsp", "did you mean 'fsdp'"),
-        ("auto", "not in this version"),
+        ("auto", "auto stands alone"),
+        ("atuo", "did you mean 'auto'"),
         ("dp=0", "needs a count, got '0'"),
         ("dp=x", "needs a count, got 'x'"),
         ("wide=3", "is no axis"),

@@ -9,7 +9,7 @@ from paceline.plan.chain import Chain, Counts, chain_of
 from paceline.plan.efficiency import Efficiency, usual
 from paceline.plan.estimate import Estimate
 from paceline.plan.facts import ModelFacts
-from paceline.plan.hardware import Fleet, group_of
+from paceline.plan.hardware import Fleet, group_of, of_family
 from paceline.plan.in_flight import most_held
 from paceline.plan.memory import Alive, Elements, Memory, alive_of, elements_of, memory_of
 from paceline.plan.seconds import Groups, Seconds, Stage, end_of, seconds_of, sharded, stage_of
@@ -95,15 +95,21 @@ class Forecast:
             for (_, stages), alive in ranks
         ]
         fullest = max(every, key=lambda memory: memory.peak_bytes)
+        fullest = fullest.fuller(of_family(self.fleet.fuller, candidate.family))
         if not candidate.offload:
             return fullest
         return replace(fullest, host_bytes=max(memory.host_bytes for memory in every))
+
+    def longer(self, family: str) -> float:
+        """How many times as long as reckoned a step of this family took where it was measured."""
+        return of_family(self.fleet.longer, family)
 
     def seconds(self, candidate: Candidate) -> Seconds:
         """Of one optimizer step."""
         stages, hop = self.all_stages(candidate), self.hop_seconds(candidate)
         end = max(self.ends(candidate).values(), key=lambda found: sum(found.values()))
-        return seconds_of(candidate, stages, micro=self.num_micro(candidate), hop=hop, end=end)
+        found = seconds_of(candidate, stages, micro=self.num_micro(candidate), hop=hop, end=end)
+        return found.times(self.longer(candidate.family))
 
     def ends(self, candidate: Candidate) -> dict[tuple[Counts, ...], dict[str, float]]:
         """What comes once a step, by the stages that a rank holds."""

@@ -1,7 +1,7 @@
 """Devices, the links between them, and how many of them there are: in numbers, each with its source."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -50,7 +50,8 @@ class Link:
 class Fleet:
     """`nodes` machines with `devices` each; the links inside a node, between nodes, and from a device to its host.
 
-    `host_bytes` and `disk_bytes` are a node's; `price_per_hour` is a node's too, in `currency`.
+    `host_bytes` and `disk_bytes` are a node's; `price_per_hour` is a node's too, in `currency`. `longer` and `fuller`
+    are what runs here took, by family of layouts, as so many times their forecast: of seconds, and of bytes.
     """
 
     device: Device
@@ -64,6 +65,8 @@ class Fleet:
     price_per_hour: float | None = None
     currency: str = ""
     name: str = ""
+    longer: Mapping[str, float] = field(default_factory=dict)
+    fuller: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -80,6 +83,11 @@ class Fleet:
         own = asdict(self)
         own["device"]["flops_per_second"] = dict(self.device.flops_per_second)
         return own
+
+
+def of_family(ratios: Mapping[str, float], family: str) -> float:
+    """By how much to correct a forecast: as this family's runs came out, else as all did, else not."""
+    return ratios.get(family) or ratios.get("") or 1.0
 
 
 def fleet_of(found: Mapping[str, Any]) -> Fleet:

@@ -1,7 +1,7 @@
 """Bytes of one rank at its highest moment: in backward, with its activations, or while the optimizer steps."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from paceline.plan.candidate import Candidate
 from paceline.plan.chain import Chain, Counts
@@ -40,6 +40,11 @@ class Memory:
         """All of them on the device."""
         state = self.parameters + self.gradients + self.optimizer + self.master
         return state + self.activations + self.gathered + self.buffers + self.temporaries + self.slack + self.reserve
+
+    def fuller(self, factor: float) -> "Memory":
+        """So many times as much, where that is more: what is not known of it is slack."""
+        more = max(0.0, factor - 1) * (self.peak_bytes - self.reserve)
+        return replace(self, slack=self.slack + more) if more else self
 
     @property
     def state_bytes(self) -> float:

@@ -137,4 +137,8 @@ class _Walk:
             families: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
         else:
             families = (node.family,)
-        return all(family in self.best and bound * _ROUNDING > self.best[family].step_seconds for family in families)
+        bound *= _ROUNDING
+        return all(
+            family in self.best and bound * self.forecast.longer(family) > self.best[family].step_seconds
+            for family in families
+        )

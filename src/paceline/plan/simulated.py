@@ -105,7 +105,7 @@ def simulated(forecast: Forecast, *, candidate: Candidate) -> Simulated:
         forward=[one.forward for one in passes],
         input=[one.input for one in passes],
         weight=[one.weight for one in passes],
-        transfer=forecast.hop_seconds(c),
+        transfer=forecast.longer(c.family) * forecast.hop_seconds(c),
     )
     ends = _ends(forecast, c, program)
     update = {name: max(end[name] for end in ends) for name in ("update", "offload", "start")}
@@ -152,18 +152,19 @@ def _passes(forecast: Forecast, c: Candidate, place: int) -> _Passes:
             back += count * (work.input + work.again)
             tensor += count * work.tensor / times
             experts += count * work.experts / times
-    context = alone.forward - forward - tensor - experts
+    context, longer = alone.forward - forward - tensor - experts, forecast.longer(c.family)
+    messages = {
+        "tensor": (tensor, alone.tensor - tensor),
+        "context": (context, alone.context - context),
+        "experts": (experts, alone.experts - experts),
+        "gather": (whole.forward - alone.forward, whole.input - alone.input),
+    }
     return _Passes(
-        forward=forward,
-        input=back,
-        weight=alone.weight,
-        again=alone.again,
-        messages={
-            "tensor": (tensor, alone.tensor - tensor),
-            "context": (context, alone.context - context),
-            "experts": (experts, alone.experts - experts),
-            "gather": (whole.forward - alone.forward, whole.input - alone.input),
-        },
+        forward=longer * forward,
+        input=longer * back,
+        weight=longer * alone.weight,
+        again=longer * alone.again,
+        messages={axis: (longer * there, longer * back) for axis, (there, back) in messages.items()},
     )
 
 
@@ -177,7 +178,8 @@ def _messages(passes: list[_Passes]) -> Iterator[Collective]:
 
 
 def _ends(forecast: Forecast, c: Candidate, program: Program) -> list[dict[str, float]]:
-    counts, ends = forecast.counts(c), forecast.ends(c)
+    counts, longer = forecast.counts(c), forecast.longer(c.family)
+    ends = {own: {name: longer * each for name, each in end.items()} for own, end in forecast.ends(c).items()}
     return [
         ends[tuple(counts[stage] for stage in sorted(program.stages_of(rank)))] for rank in range(program.num_ranks)
     ]

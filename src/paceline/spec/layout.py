@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from paceline.errors import LayoutError, PacelineError, raise_all
+from paceline.spec.auto import AUTO
 from paceline.spec.counts import REST, is_count, read_size, read_virtual
 from paceline.spec.remat import parse_remat
 from paceline.spec.update import Kind as Rule
@@ -29,7 +30,6 @@ class Kind(StrEnum):
     AXES = "axes"
 
 
-NOT_YET = ("auto",)
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 OPTIONS = ("zero", "schedule", "virtual", "remat", "offload", "sequence", "params")
 _WORDS = [str(kind) for kind in Kind if kind is not Kind.AXES]
@@ -111,7 +111,7 @@ def parse_layout(text: str) -> Layout:
     """Read `ddp`, `threads=4`, `dp=4`, `fsdp,remat=full`, `pp=2,dp_shard=-1,tp=2,schedule=zb_h1`.
 
     Raises:
-        LayoutError, Problems: unknown, mistyped, or not in this version.
+        LayoutError, Problems: unknown, mistyped, or `auto`, which only `train`, `verify` and `pl.Run` make a layout of.
     """
     problems: list[PacelineError] = []
     kind, sizes, options = Kind.AXES, dict[str, int](), dict[str, str]()
@@ -136,11 +136,12 @@ def parse_layout(text: str) -> Layout:
 
 
 def _word(text: str, name: str, problems: list[PacelineError]) -> Kind:
-    if name in NOT_YET:
-        text = f"the layout {name!r} is not in this version yet."
-        problems.append(LayoutError(text, cause="plan, which would choose", hint="--layout ddp"))
+    if name == AUTO:
+        what = f"{text!r}: auto stands alone, and only train, verify and pl.Run choose."
+        hint = "paceline plan JOB --ranks 2 says what train would take; type that after --layout"
+        problems.append(LayoutError(what, cause="everything else is asked about one layout", hint=hint))
     elif name not in _WORDS:
-        what, known = f"{text!r} is no layout.", [*_WORDS, *NOT_YET]
+        what, known = f"{text!r} is no layout.", [*_WORDS, AUTO]
         if name in set(Rule):
             raise LayoutError(what, cause="it is an update rule", hint=f"--update {text.strip()}")
         hint = f"--layout {' | '.join(_WORDS)} | threads=N | axes: dp_shard=2,tp=2"

@@ -15,6 +15,7 @@ from paceline.errors import ExitCode
 from paceline.pulse import read_pulse
 from paceline.survive.decide import exit_code, first_failure, is_lost_connection
 from paceline.survive.failure import Failure, from_status, left_alone, read_failure, starter_ended
+from paceline.survive.short import killed_for_memory
 from paceline.survive.signals import GENTLE, stops_here
 from paceline.survive.slate import SLATE, make_slate
 from paceline.survive.stuck import Silent, apart, find_silent, gave_up, process_state, still_waiting, unanswered
@@ -71,6 +72,7 @@ class Agent:
         self._nursery = 0
         self._slate = make_slate()
         self._failed_at: float | None = None
+        self._killed_for_memory = killed_for_memory()
 
     def run(self, on_tick: Callable[[], None]) -> tuple[int, Failure | None]:
         """Start, wait, and answer with the exit code and the first failure; `on_tick` runs every 50 ms."""
@@ -143,7 +145,9 @@ class Agent:
     def _failure(self, rank: int, status: int) -> Failure:
         beat = read_pulse(self._attempt.folder / f"pulse-{rank}")
         written = read_failure(self._attempt.folder, rank, slate=self._slate)
-        return written or from_status(rank, status=status, step=beat.step + 1 if beat and beat.monotonic_ns else 0)
+        step, kills = beat.step + 1 if beat and beat.monotonic_ns else 0, killed_for_memory()
+        for_memory = kills is not None and kills > (self._killed_for_memory or 0)
+        return written or from_status(rank, status=status, step=step, for_memory=for_memory)
 
     def _after_failure(self) -> None:
         """Give the others a moment to write down what they saw, then end them: they wait for a dead peer."""

@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import DataError, PacelineError, Problems, RunError, user_line
+from paceline.errors import DataError, OutOfMemory, PacelineError, Problems, RunError, user_line
+from paceline.spec.words import size
 from paceline.store.disk import write_text
+from paceline.survive.short import is_shortage, out_of_memory, own_of, tightest_room
 from paceline.survive.slate import read_slate, write_slate
 
 END_OF_TALK = "\x1e"
@@ -43,6 +45,11 @@ class Failure:
     told_by: int | None = None
     said: dict[str, Any] = field(default_factory=dict)
     doing: str = ""
+
+    @property
+    def is_short_of_memory(self) -> bool:
+        """Whether memory could not be had, or the kernel took this rank's."""
+        return self.said.get("error") == OutOfMemory.__name__
 
 
 def write_failure(folder: Path, *, rank: int, error: BaseException, step: int = 0, slate: int | None = None) -> None:
@@ -132,8 +139,20 @@ def read_failure(folder: Path, rank: int, *, slate: int | None = None) -> Failur
         return None
 
 
-def from_status(rank: int, *, status: int, step: int = 0) -> Failure:
-    """A failure without an exception: a signal, or an exit code."""
+def from_status(rank: int, *, status: int, step: int = 0, for_memory: bool = False) -> Failure:
+    """A failure without an exception: a signal, or an exit code. `for_memory`: the kernel has killed for that."""
+    if for_memory and status == -signal.SIGKILL:
+        room = tightest_room()
+        error = OutOfMemory(
+            "SIGKILL (killed by the kernel: memory had run out).",
+            cause="" if room is None else f"{room.name} ends at {size(room.limit_bytes)}",
+            held={},
+            limit_bytes=None if room is None else room.limit_bytes,
+        )
+        return Failure(
+            rank=rank, kind="signal", message=error.what.rstrip("."), screen=str(error), said=error.as_json(),
+            monotonic_ns=time.monotonic_ns(), step=step,
+        )  # fmt: skip
     if status < 0:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
         causes: dict[int, str] = {
@@ -201,13 +220,17 @@ def _text(error: BaseException) -> str:
 
 
 def _in_our_words(error: BaseException) -> BaseException:
-    """torch tells of a dead data worker from a signal handler, wherever the rank happens to be."""
+    """torch tells of a dead data worker from a signal handler, wherever the rank happens to be; of memory everybody
+    tells otherwise."""
     if isinstance(error, RuntimeError) and "DataLoader worker" in _text(error):
         return DataError(
             f"a data worker died: {error}",
             cause="it was killed, perhaps for memory, or a library in it crashed",
             hint="--data.workers 0 shows the error in the rank itself",
         )
+    if is_shortage(error) and not isinstance(error, OutOfMemory):
+        room = tightest_room()
+        return out_of_memory(error, held={"this process": own_of(room)}, room=room)
     return error
 
 

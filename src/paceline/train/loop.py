@@ -16,6 +16,7 @@ from paceline.pulse import Pulse
 from paceline.step.result import StepResult
 from paceline.survive.failure import at_step
 from paceline.survive.signals import StopFlag
+from paceline.train.against import Against
 from paceline.train.built import Built
 from paceline.train.evaluate import Evaluator, eval_batch_size
 from paceline.train.handout import Handout
@@ -26,6 +27,7 @@ from paceline.train.length import Clock, Length, Progress, derived_interval
 from paceline.train.replicas import check_replicas
 from paceline.train.reread import whole_batch
 from paceline.train.saving import Saver
+from paceline.train.shortage import Before, naming_memory
 from paceline.train.sites import mean_in_place
 from paceline.world import World
 
@@ -48,6 +50,8 @@ class Loop:
         length: Length,
         cursor: Cursor,
         progress: Progress,
+        before: Before,
+        against: Against,
         on_eval_target: Any = None,
     ) -> None:
         self.built = built
@@ -63,6 +67,8 @@ class Loop:
         self._faults = faults
         self._stop = stop
         self._length = length
+        self._before = before
+        self.against = against
         self._target = on_eval_target
         self._heard = Heard(built=built, feed=feed, stream=stream, progress=progress)
         batch, drop_last = built.plan.global_batch_size, built.settings.data.drop_last
@@ -86,7 +92,7 @@ class Loop:
         self._beat()
         while True:
             began = time.perf_counter()
-            with at_step(self.cursor.step + 1):
+            with at_step(self.cursor.step + 1), naming_memory(self.built, self._before):
                 given = next(batches)
             self._heard.clock.data += time.perf_counter() - began
             yield given
@@ -95,7 +101,7 @@ class Loop:
 
     def step(self, given: StepInput, *, is_shown: bool = False) -> StepResult:
         """One optimizer step and all that belongs after it. `is_shown`: any rank may read at once what came of it."""
-        with at_step(self.cursor.step + 1):
+        with at_step(self.cursor.step + 1), naming_memory(self.built, self._before):
             result = self._step(given)
             if is_shown:
                 self.built.step.tell()
@@ -105,12 +111,14 @@ class Loop:
         self._handout.check(given)
         self._faults.fire("step", step=self.cursor.step + 1)
         self.built.step.step = self.cursor.step
-        result = self._run(given)
+        with self.against.timing():
+            result = self._run(given)
         self.cursor = given.batch.after
         self._handout.stepped()
         for note in [*given.notes, *self.built.step.new_notes()]:
             self.stream.emit(Note(text=note))
         self._heard.of(result, cursor=self.cursor)
+        self.against.hear(step=self.cursor.step, over=self.is_over())
         self._after()
         return result
 

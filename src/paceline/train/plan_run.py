@@ -22,6 +22,7 @@ from paceline.spec.update import parse_update
 from paceline.spec.words import size
 from paceline.store.disk import write_json
 from paceline.store.planned import write_advice
+from paceline.train.kept import keep
 from paceline.train.plan_here import Chosen, Here, chosen_here, learn
 from paceline.train.ready import Ready, prepare
 from paceline.train.replay import Replayed, replay, shortened
@@ -62,6 +63,8 @@ def plan(payload: Mapping[str, Any]) -> int:
         answer["timed"] = [_as_timed(one) for one in found.options if one.timed is not None]
         write_advice(Path(task.run), answer)
         write_json(Path(task.run) / "answer-plan.json", answer)
+        counted = {name: (one.peak_bytes, one.parts or {}) for name, one in seen.items() if not one.error}
+        keep(ready, found.forecast.facts, found.forecast.fleet, replayed=counted)
     return 0
 
 
@@ -82,7 +85,7 @@ def _decided(chosen: Chosen) -> tuple[Advice, dict[str, Seen]]:
     first = advice = advice_of(forecast, options)
     for _ in range(_MOST_TRIES):
         best = advice.recommended
-        found = seen[str(best.candidate)] = _replayed(ready, best.candidate, forecast)
+        found = seen[str(best.candidate)] = replayed(ready, best.candidate, forecast)
         if not found.error and found.peak_bytes <= room:
             break
         if best.timed is not None:
@@ -96,7 +99,7 @@ def _decided(chosen: Chosen) -> tuple[Advice, dict[str, Seen]]:
     for row in advice.rows:
         candidate, left = row.estimate.candidate, _MOST_SECONDS - (time.monotonic() - began)
         if str(candidate) not in seen and each * _work(candidate, forecast.facts) < left:
-            seen[str(candidate)] = _replayed(ready, candidate, forecast)
+            seen[str(candidate)] = replayed(ready, candidate, forecast)
     return replace(advice, case=first.case), seen
 
 
@@ -109,7 +112,7 @@ def _judged(chosen: Chosen, layouts: Sequence[str]) -> tuple[Judged, dict[str, S
         each = max((one.seconds / max(1, one.work) for one in seen.values()), default=0.0)
         candidate, left = row.estimate.candidate, _MOST_SECONDS - (time.monotonic() - began)
         if each * _work(candidate, forecast.facts) < left:
-            seen[str(candidate)] = _replayed(ready, candidate, forecast)
+            seen[str(candidate)] = replayed(ready, candidate, forecast)
     return found, seen
 
 
@@ -128,7 +131,8 @@ def _work(candidate: Candidate, facts: ModelFacts) -> int:
     return plan.num_micro // plan.replicas * max(1, len(facts.blocks))
 
 
-def _replayed(ready: Ready, candidate: Candidate, forecast: Forecast) -> Seen:
+def replayed(ready: Ready, candidate: Candidate, forecast: Forecast) -> Seen:
+    """The run's own step, as this candidate would place it on a device of the forecast's machines."""
     began, facts = time.monotonic(), forecast.facts
     try:
         plan = _settled(candidate, facts, forecast.fleet.device.kind)

@@ -18,27 +18,27 @@ from paceline.feed.types import StepInput
 from paceline.job import Job
 from paceline.launch.environments import detect, world_size
 from paceline.launch.meet import adopt
-from paceline.plan.machine import usable_cores, visible_gpus
-from paceline.plan.settle import Cluster, settle_threads
+from paceline.plan.machine import visible_gpus
+from paceline.plugins import resolve
+from paceline.spec.auto import is_auto
 from paceline.spec.compress import parse_compress
 from paceline.spec.layout import parse_layout
 from paceline.spec.read import Asked, merge
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
-from paceline.start import Request, choose_kernels, last_words, start, too_late
+from paceline.start import choose_kernels, last_words, too_late
 from paceline.step.generate import generate
 from paceline.step.result import StepResult
 from paceline.store.disk import read_json
 from paceline.store.hold import Hold
-from paceline.store.runs import RunFolder
 from paceline.survive.signals import stop_flag
 from paceline.talk import say
 from paceline.train.built import job_layer
+from paceline.train.crossing import CHOSEN, CROSSING, processes_of, threads_of
 from paceline.train.leased import Home, work
 from paceline.train.ready import Ready, held_folder, is_worker, join_world, prepare, with_folder
 from paceline.train.script import begin_again, change_to_go_on, script_again, script_to_start
 from paceline.train.session import Session
-from paceline.watch.console import Tail
 from paceline.watch.sinks import check_names
 
 
@@ -66,6 +66,10 @@ class Run:
         self.exit_code = int(ExitCode.DONE)
         self._session: Session | None = None
         kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
+        self._chooses = is_auto(layout)
+        if self._chooses:
+            resolve("paceline.train.auto:refuse_auto")(update=update, compress=compress)
+            layout = None
         asked = parse_layout(layout) if layout is not None else None
         rule, here = parse_update(update), visible_gpus() if kind == "cuda" else 1
         own = asked and asked.ranks and asked.ranks + rule.servers  # as the command has it
@@ -108,6 +112,7 @@ class Run:
         return run
 
     _was_open = False
+    _chooses = False
     _words: Sequence[str] = ()  # of the script, in a process that was started for it
     _ready: Ready | None = None
     _hold: Hold | None = None
@@ -236,19 +241,23 @@ class Run:
             self._refuse_second()
             request = read_json(Path(folder) / "request.json")
             given, self._words = request["payload"], ["python", *request["script"]]
-            self._task = Task.from_json({**self._task.as_json(), **{n: given[n] for n in ("run", "attempt", "resume")}})
+            crossing = (*CROSSING, *(CHOSEN if self._chooses else ()))
+            self._task = Task.from_json({**self._task.as_json(), **{name: given[name] for name in crossing}})
             return
         late = self._exact and not choose_kernels()
         if (joined := detect(os.environ)) is not None:
             if late:
                 begin_again(was_open=Run._was_open)
             adopt(joined, os.environ)
-        stays = joined is not None or (self._processes == 1 and not late)
-        script = [] if stays else script_to_start(ranks=self._processes)
+        processes = self._task.ranks if self._chooses else processes_of(self._task)
+        stays = joined is not None or (processes == 1 and not late)
+        script = [] if stays else script_to_start(ranks=processes)
         self._task = with_folder(self._task, make=joined is None or joined.rank == 0)
+        if self._chooses:
+            self._task = resolve("paceline.train.auto_run:settled_here")(self._task, job=self.job)
         if stays:
-            if self._exact or self._processes < self._task.ranks:
-                torch.set_num_threads(self._threads)
+            if self._exact or processes < self._task.ranks:
+                torch.set_num_threads(threads_of(self._task, exact=self._exact))
             stop_flag.install()
             return
         sys.exit(self._start_again(script))
@@ -263,37 +272,9 @@ class Run:
                 hint="a script or a paceline train for each; with ranks=1 or under torchrun a script may have several",
             )
 
-    @property
-    def _processes(self) -> int:
-        return parse_layout(self._task.layout).processes(ranks=self._task.ranks)
-
-    @property
-    def _threads(self) -> int:
-        asked = self._task.settings.get("train.threads")
-        cluster = Cluster(ranks=self._task.ranks, cores=usable_cores())
-        return settle_threads(cluster=cluster, one=self._exact, asked=asked)
-
     def _start_again(self, script: list[str]) -> int:
-        task = self._task
-        tails: list[Tail] = []
-
-        def follow(folder: Path) -> Tail:
-            for tail in tails[-1:]:
-                tail.close()
-            tails.append(Tail(folder))
-            return tails[-1]
-
-        request = Request(
-            ranks=self._processes,
-            run=RunFolder(Path(task.run)),
-            script=script,
-            payload=task.as_json(),
-            threads=self._threads,
-            exact=self._exact,
-            servers=parse_update(task.update).servers,
-        )
-        outcome = start(request, on_start=follow)
-        tails[-1].close()
+        begin = resolve("paceline.train.starting:start_scripts")  # brings the planner, which ranks need not
+        outcome, more = begin(self._task, script, exact=self._exact, job=self.job)
         if outcome.exit_code:
-            say(last_words(outcome, go_on=self._go_on(Path(task.run))), sys.stderr)
-        return outcome.exit_code
+            say(last_words(outcome, go_on=self._go_on(Path(self._task.run)), more=more), sys.stderr)
+        return int(outcome.exit_code)

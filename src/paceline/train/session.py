@@ -21,6 +21,7 @@ from paceline.order.cursor import Cursor
 from paceline.place.batchnorm import running
 from paceline.place.buffers import told
 from paceline.plan.local import never_meet
+from paceline.plan.rung import Rung
 from paceline.pulse import Pulse
 from paceline.spec.read import as_toml
 from paceline.spec.settings import Settings
@@ -34,11 +35,14 @@ from paceline.store.planned import write_decided
 from paceline.store.runs import RunFolder, run_of
 from paceline.streams import preserved
 from paceline.survive.signals import stop_flag
+from paceline.train.against import Against
 from paceline.train.built import build
+from paceline.train.foretold import can_be_foretold, foretold
 from paceline.train.length import Progress, length_of, often
 from paceline.train.loop import Loop
 from paceline.train.ready import Ready, as_first_cut
 from paceline.train.saving import Saver, find_checkpoint, goes_on, identity, restore, write_final
+from paceline.train.shortage import Before, naming_memory
 from paceline.train.wishes import asked_of, notes, nothing_left, stopped_early
 from paceline.watch.sinks import CURVES, make_sinks
 from paceline.world import World
@@ -58,7 +62,10 @@ class Session:
             begun = run_of(self._start) if self._start is not None else self.run
             ready = as_first_cut(ready, folder=begun.path, world=world)
         self.ready = ready
-        self.built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
+        self._before = Before.now()
+        with naming_memory(None, self._before):
+            self.built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
+        self._forecast = self._foretold()
         loaded, events = self._found()
         self.identity = identity(self.built, **_data_facts(ready.job, ready.settings))
         cursor = Cursor()
@@ -73,6 +80,7 @@ class Session:
     def finish(self) -> int:
         """Save, consolidate, and answer with the exit code."""
         code = int(self.loop.finish())
+        self.loop.against.remember()
         if code == 0 and self.ready.settings.checkpoint.consolidated != "none":
             line = write_final(self.built, self.run.path, step=self.loop.cursor.step)
             self.stream.emit(Note(text=line))
@@ -87,6 +95,21 @@ class Session:
         self.stream.close()
         self.built.close()
         self.world.close()
+
+    def _foretold(self) -> Rung | None:
+        """As rank 0 finds it."""
+        if not can_be_foretold(self.ready):
+            return None
+        found = None
+        if self.world.is_main:
+            found = foretold(self.ready, folder=self.run.path, parameters=self._parameters)
+        shared = self.world.share_json(None if found is None else found.as_json())
+        return None if shared is None else Rung(**shared)
+
+    def _parameters(self) -> int:
+        """Trainable ones of all ranks, not of this one."""
+        kept = self.built.kept
+        return sum(math.prod(kept.parts(name)[0].shape) for name in kept.names)
 
     def _found(self) -> tuple[Loaded | None, list[Event]]:
         if self._resume is None:
@@ -160,6 +183,8 @@ class Session:
             length=length_of(settings, epoch_samples=self._feed.num_samples),
             cursor=cursor,
             progress=Progress.from_json(extra),
+            before=self._before,
+            against=Against(forecast=self._forecast, built=self.built, before=self._before, stream=self.stream),
             on_eval_target=target,
         )
 
@@ -173,7 +198,7 @@ class Session:
         task, plan = self.ready.task, self.ready.plan
         write_text(self.run.path / "config.toml", as_toml(self.ready.asked))
         write_json(self.run.path / "job.json", asked_of(self.ready.job))
-        write_decided(self.run.path, plan.as_json())
+        write_decided(self.run.path, {**plan.as_json(), **self._planned()})
         write_json(self.run.path / "env.json", environment(task.job))
         write_json(self.run.path / "task.json", task.as_json())
         for event in events:
@@ -191,10 +216,13 @@ class Session:
             )
         )
 
+    def _planned(self) -> dict[str, Any]:
+        found = {"auto": self.ready.task.options.get("auto"), "forecast": self._forecast and self._forecast.as_json()}
+        return {name: value for name, value in found.items() if value is not None}
+
     def _banner(self, cursor: Cursor, loaded: Loaded | None) -> tuple[str, ...]:
         settings, loop = self.ready.settings, self.loop
-        kept = self.built.kept
-        parameters = sum(math.prod(kept.parts(name)[0].shape) for name in kept.names)  # of all ranks, not of this one
+        parameters = self._parameters()
         lines = [f"run: {self.run.path}", f"model: {many(parameters, 'trainable parameter')}", *self.ready.plan.notes]
         samples = self._feed.num_samples
         lines += [] if samples is None else [f"data: {many(samples, 'sample')} an epoch"]

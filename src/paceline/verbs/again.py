@@ -1,10 +1,13 @@
 """The command that goes on with a run: the same words, less what broke it."""
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 from paceline.launch.environments import Joined
 from paceline.spec.task import Task
+from paceline.store.checkpoints import was_saved
+from paceline.store.runs import RunFolder
 
 
 def command_again(task: Task, joined: Joined | None = None) -> str:
@@ -27,9 +30,15 @@ def command_again(task: Task, joined: Joined | None = None) -> str:
     for file in sorted(files):
         words += ["--config", file]
     for name, value in task.settings.items():
-        if task.origins.get(name) == "command line" and name != "run_dir":
+        if task.origins.get(name) in ("command line", "auto") and name != "run_dir":
             words += [f"--{name}", _shown(value)]
     return shlex.join(words)
+
+
+def command_with(task: Task) -> str:
+    """The same of a task whose microbatches are others than those that it saved with, which it has to be told."""
+    cut = " --allow micro_batch_size" if was_saved(RunFolder(Path(task.run)).checkpoints) else ""
+    return command_again(task) + cut
 
 
 def _shown(value: Any) -> str:

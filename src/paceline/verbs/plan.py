@@ -1,7 +1,7 @@
 """`plan`."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,9 +11,10 @@ import tyro
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.launch.environments import detect
 from paceline.measure.probe.here import SECONDS as PROBE_SECONDS
-from paceline.measure.probe.here import probe_here
+from paceline.measure.probe.machines import machine_here
 from paceline.plan.fleet import read_fleet
-from paceline.plan.here import fleet_here, node_memory
+from paceline.plan.hardware import Fleet, fleet_of
+from paceline.plan.here import node_memory
 from paceline.plan.named import row_named
 from paceline.plan.told import differences_told
 from paceline.spec.layout import parse_layout
@@ -115,7 +116,7 @@ def plan(
     value = read_answer(task, "plan")
     if value is None:
         return answer
-    lines = value.pop("lines") + assumed
+    lines = [*value.pop("lines"), *assumed, *_corrected(fleet_of(value["cluster"]))]
     if before is not None:
         value["against"] = list(differences_told(before, value)) if value["recommended"] else []
         lines += [f"against {against}:", *(f"  {line}" for line in value["against"] or ["nothing fits"])]
@@ -152,6 +153,12 @@ def _here(task: Task, seconds: float) -> dict[str, Any]:
     if joined is not None:
         local = joined.local_world_size
         return own | {"probe_seconds": PROBE_SECONDS, "ranks_per_node": local, "node_bytes": node_memory(task.device)}
-    probe = probe_here(ranks=task.ranks, device=task.device)
-    fleet = fleet_here(probe, ranks=task.ranks, memory_bytes=node_memory(task.device))
-    return own | {"fleet": fleet.as_json()}
+    return own | {"fleet": machine_here(ranks=task.ranks, device=task.device).fleet.as_json()}
+
+
+def _corrected(fleet: Fleet) -> Iterator[str]:
+    """That runs here have changed the forecast, and by how much."""
+    for what, ratios in (("times", fleet.longer), ("bytes", fleet.fuller)):
+        said = ", ".join(f"{family or 'all others'} × {ratio:.2f}" for family, ratio in ratios.items())
+        if said:
+            yield f"{what} are corrected by what runs here took beside their forecast: {said}"

@@ -31,8 +31,9 @@ from paceline.spec.words import many
 from paceline.start import Outcome, Request, choose_kernels, failure_keys, last_words, start, too_late
 from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, choose_run, new_run
+from paceline.survive.failure import Failure
 from paceline.talk import say
-from paceline.verbs.again import command_again
+from paceline.verbs.again import command_again, command_with
 from paceline.verbs.machine import choose_device, choose_ranks, refuse_nested
 from paceline.verbs.misfits import unknown_parameters
 from paceline.watch.console import Tail
@@ -66,8 +67,15 @@ class Answer:
     value: Any = None
     keys: Mapping[str, Any] = field(default_factory=dict)
     """What the screen says, for `--json`."""
+    outcome: Outcome | None = None
+    """Of processes that were started here."""
     tells: bool = True
     """False on the other ranks of a world that others made: rank 0 prints for all."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first one of theirs."""
+        return None if self.outcome is None else self.outcome.failure
 
 
 def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> Task:
@@ -182,7 +190,7 @@ def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False)
     outcome = start(request, on_start=follow)
     if tails and not common.quiet:
         tails[-1].close()
-    return _answer(task, outcome)
+    return answer_of(task, outcome)
 
 
 def read_answer(task: Task, verb: str) -> Any:
@@ -191,10 +199,22 @@ def read_answer(task: Task, verb: str) -> Any:
     return read_json(path) if path.exists() else None
 
 
-def _answer(task: Task, outcome: Outcome) -> Answer:
+def answer_of(task: Task, outcome: Outcome) -> Answer:
+    """What to say of how it ended; where memory was short, also what would need less."""
     go_on = command_again(task) if task.verb == "train" and outcome.goes_on else ""
-    screen, keys = last_words(outcome, go_on=go_on), failure_keys(outcome, go_on=go_on)
-    return Answer(exit_code=outcome.exit_code, run=Path(task.run), seconds=outcome.seconds, screen=screen, keys=keys)
+    more: tuple[str, ...] = ()
+    if go_on and outcome.failure is not None and outcome.failure.is_short_of_memory:
+        from paceline.train.auto import on_rung
+        from paceline.train.cheaper import cheaper, learnt
+
+        found = cheaper(task, outcome.failure, learn=learnt, typed=lambda rung: command_with(on_rung(task, [rung])))
+        more, go_on = found.lines, command_with(on_rung(task, [found.first])) if found.first is not None else go_on
+    screen = last_words(outcome, go_on=go_on, more=more)
+    keys = failure_keys(outcome, go_on=go_on) | ({"changes": list(more)} if more else {})
+    return Answer(
+        exit_code=outcome.exit_code, run=Path(task.run), seconds=outcome.seconds, screen=screen, keys=keys,
+        outcome=outcome,
+    )  # fmt: skip
 
 
 def _joined(task: Task, entry: str, joined: Joined, one_thread: bool) -> Answer:

@@ -44,7 +44,7 @@ class Starting:
     ranks: int | None = None
     """Processes on this machine; default: all GPUs, else 1."""
     layout: str | None = None
-    """single, threads, ddp, zero1, zero2, fsdp, hsdp, pp, tp, cp, ep, or axes: pp=2,dp_shard=2; default: ddp."""
+    """single, threads, ddp, zero1, zero2, fsdp, hsdp, pp, tp, cp, ep, axes: pp=2,dp_shard=2, or auto; default: ddp."""
     update: str = "sync"
     """sync; a pipeline: pipedream, or 2bw; ddp: hogwild, or ps; sites: local,every=8, or diloco,every=500."""
     compress: str = "none"

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ExitCode
+from paceline.spec.auto import AUTO, is_auto
 from paceline.store.checkpoints import LATEST, marked, step_of
 from paceline.store.runs import RunFolder
-from paceline.verbs.running import Answer, Common, execute, make_task, with_run
+from paceline.verbs.running import Answer, Common, answer_of, execute, make_task, with_run
 from paceline.watch.history import json_or_none, read_history
 
 ENTRY = "paceline.train.worker:train"
@@ -23,14 +24,31 @@ def train(
     allow: Sequence[str] = (),
     evaluate_first: bool = False,
 ) -> Answer:
-    """Train `job`; `resume=""` goes on with its newest run, a path with that one."""
+    """Train `job`; `resume=""` goes on with its newest run, a path with that one.
+
+    With the layout `auto` it is planned first, and falls back to a layout that needs less where memory is short.
+    """
     common = common or Common()
-    task = make_task("train", job, common, overrides)
+    chooses = is_auto(common.layout)
+    if chooses:
+        from paceline.train.auto import fallen_back, refuse_auto, settled
+
+        refuse_auto(update=common.update, compress=common.compress)
+    task = make_task("train", job, replace(common, layout=None) if chooses else common, overrides)
     if common.dry_run:
+        task = replace(task, layout=AUTO) if chooses else task
         return Answer(exit_code=0, run=Path(task.run), value=task.as_json())
     task = with_run(task, resume=resume)
     task = replace(task, allow=tuple(allow), options={"evaluate_first": evaluate_first})
-    return execute(task, entry=ENTRY, common=common)
+    if chooses:
+        task, failed = settled(task, quiet=common.quiet)
+        if failed is not None:
+            return answer_of(replace(task, layout=AUTO), failed)
+    answer = execute(task, entry=ENTRY, common=common)
+    while chooses and (then := fallen_back(task, answer.failure)) is not None:
+        task = then
+        answer = execute(task, entry=ENTRY, common=common)
+    return answer
 
 
 def came_to(answer: Answer) -> dict[str, Any]:

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.errors import ExitCode, LayoutError, UsageError
+from paceline.errors import ExitCode, LayoutError, RunError, UsageError
 from paceline.plan.local import shortened
+from paceline.spec.auto import AUTO, is_auto
 from paceline.spec.layout import parse_layout
 from paceline.spec.task import Task
 from paceline.spec.update import Kind, Update, parse_update
+from paceline.start import failure_screen
 from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
 
 ENTRY = "paceline.prove.worker:verify"
@@ -28,6 +30,8 @@ def verify(
         raise UsageError(f"--steps {steps}: verify needs at least one step.", hint="--steps 3")
     if against != "single":
         raise UsageError(f"verify --against {against} is not in this version yet.", hint="--against single")
+    if is_auto(common.layout):
+        common, overrides = _chosen(job, common, overrides)
     update = parse_update(common.update)
     _refuse_race(update, job)
     if update.has_sites:
@@ -45,6 +49,23 @@ def verify(
         return answer
     code = ExitCode.DIFFERENT if value["verdict"] == "different" else answer.exit_code
     return replace(answer, exit_code=int(code), value=value, screen="\n".join(value["lines"]))
+
+
+def _chosen(job: str, common: Common, overrides: Sequence[str]) -> tuple[Common, Sequence[str]]:
+    """With the layout that train would take, and its microbatches.
+
+    Raises:
+        RunError: the plan failed.
+    """
+    from paceline.train.auto import refuse_auto, settled
+
+    refuse_auto(update=common.update, compress=common.compress)
+    task = with_run(make_task("verify", job, replace(common, layout=None), overrides), resume=None)
+    task, failed = settled(task, quiet=common.quiet)
+    if failed is not None:
+        raise RunError("--layout auto: the plan failed.", cause=failure_screen(failed), hint=f"paceline plan {job}")
+    own = [f"--{name}={value}" for name, value in task.settings.items() if task.origins.get(name) == AUTO]
+    return replace(common, layout=task.layout, run_dir=task.run), [*overrides, *own]
 
 
 def _refuse_race(update: Update, job: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.events import EvalDone, Event, StepDone, as_dict, metrics_of
+from paceline.events import EvalDone, Event, Foretold, StepDone, as_dict, metrics_of, ratios_of
 from paceline.store.runs import RunFolder
 
 
@@ -26,6 +26,8 @@ class JsonlSink:
         _append(self._events, record)
         if isinstance(event, StepDone):
             _append(self._metrics, {"step": event.step, "time": record["time"], **metrics_of(event)})
+        if isinstance(event, Foretold):
+            _append(self._metrics, {"step": event.step, "time": record["time"], **ratios_of(event)})
         if isinstance(event, EvalDone):
             named = {f"{event.split}/{name}": value for name, value in event.metrics.items()}
             _append(self._metrics, {"step": event.step, "time": record["time"], **named})

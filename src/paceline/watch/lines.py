@@ -9,6 +9,7 @@ from paceline.events import (
     CheckpointSaved,
     EvalDone,
     Event,
+    Foretold,
     Note,
     RunEnded,
     RunStarted,
@@ -33,6 +34,8 @@ def line_of(event: Event) -> str:
         return f"sites {event.step} | {' | '.join(map(_met, event.told))}"
     if isinstance(event, Staleness):
         return f"late {event.step} | {' | '.join([*map(_late, event.told), *_lost(event.told)])}"
+    if isinstance(event, Foretold):
+        return _foretold(event)
     if isinstance(event, CheckpointSaved):
         mark = " (best)" if event.best else ""
         return f"saved {event.path}{mark} | {size(event.num_bytes)} in {duration(event.seconds)}"
@@ -61,6 +64,16 @@ def _lost(told: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The same on every rank, while nobody adds."""
     if told and "lost" in told[0]:
         yield f"{told[0]['lost']:,} of {told[0]['made']:,} additions to the shadow counters lost"
+
+
+def _foretold(event: Foretold) -> str:
+    by = "on the device" if event.measured_by == "allocator" else "more resident than before its model"
+    times = "" if event.memory_ratio is None else f" ({event.memory_ratio:.2f} times)"
+    memory = "" if event.measured_bytes is None else f"{size(event.measured_bytes)} {by}{times}, "
+    return (
+        f"forecast | {size(event.peak_bytes)} on the fullest rank, {duration(event.step_seconds)} a step | "
+        f"measured {memory}{duration(event.measured_seconds)} a step ({event.time_ratio:.2f} times)"
+    )
 
 
 def _step(event: StepDone) -> str:

@@ -9,6 +9,7 @@ from paceline.store.planned import ADVICE
 from paceline.store.runs import RunFolder
 from paceline.watch.asked import settings_of, show_settings
 from paceline.watch.curves import show_curves, show_statistics, show_time
+from paceline.watch.foretold import show_foretold
 from paceline.watch.history import History, json_or_none, read_history
 from paceline.watch.late import show_late
 from paceline.watch.style import STYLE
@@ -32,6 +33,7 @@ def page(run: RunFolder) -> str:
         show_failures(run),
         show_curves(history),
         show_time(history),
+        show_foretold(history),
         show_late(history),
         show_verdict(answer, reason),
         show_checkpoints(run),

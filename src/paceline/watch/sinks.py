@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.events import EvalDone, Event, RunStarted, Sink, StepDone, metrics_of
+from paceline.events import EvalDone, Event, Foretold, RunStarted, Sink, StepDone, metrics_of, ratios_of
 from paceline.plugins import resolve
 from paceline.spec.words import did_you_mean
 from paceline.store.runs import RunFolder
@@ -74,6 +74,8 @@ class WandbSink:
 def _numbers(event: Event) -> dict[str, float]:
     if isinstance(event, StepDone):
         return dict(metrics_of(event))
+    if isinstance(event, Foretold):
+        return dict(ratios_of(event))
     if isinstance(event, EvalDone):
         return {f"{event.split}/{name}": value for name, value in event.metrics.items()}
     return {}

@@ -32,12 +32,16 @@ def fingerprint(*, ranks: int, device: str, ranks_per_node: int | None = None) -
     )
 
 
-def cache_file(mark: Fingerprint, *, environ: Mapping[str, str] = os.environ) -> Path:
-    """In `$XDG_CACHE_HOME/paceline`, or in `~/.cache/paceline`. A relative XDG_CACHE_HOME counts as none."""
+def cache_folder(*, environ: Mapping[str, str] = os.environ) -> Path:
+    """`$XDG_CACHE_HOME/paceline`, or `~/.cache/paceline`. A relative XDG_CACHE_HOME counts as none."""
     asked = Path(environ.get("XDG_CACHE_HOME", ""))
-    root = asked if asked.is_absolute() else Path.home() / ".cache"
+    return (asked if asked.is_absolute() else Path.home() / ".cache") / "paceline"
+
+
+def cache_file(mark: Fingerprint, *, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the probe of this is."""
     digest = hashlib.sha256(json.dumps(asdict(mark), sort_keys=True).encode()).hexdigest()[:12]
-    return root / "paceline" / f"probe-{mark.device}-{mark.ranks}-{digest}.json"
+    return cache_folder(environ=environ) / f"probe-{mark.device}-{mark.ranks}-{digest}.json"
 
 
 def read_cached(mark: Fingerprint, *, environ: Mapping[str, str] = os.environ) -> Probe | None:

@@ -1,0 +1,42 @@
+"""The machine that this process is on, as a cluster to plan for: the kept probe of it, or a new one."""
+
+import time
+from dataclasses import dataclass, replace
+
+from paceline.measure.probe.cache import fingerprint, read_cached
+from paceline.measure.probe.here import probe_here
+from paceline.measure.remembered import ratios
+from paceline.plan.hardware import Fleet
+from paceline.plan.here import fleet_here, node_memory
+from paceline.plan.probed import Probe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """This machine; `seconds` went to a new probe of it, none where one was kept."""
+
+    fleet: Fleet
+    seconds: float
+
+
+def machine_here(*, ranks: int, device: str) -> Here:
+    """For so many ranks.
+
+    Raises:
+        MachineError: it can't be probed, or the memory of its GPUs can't be known.
+    """
+    began = time.monotonic()
+    is_kept = read_cached(fingerprint(ranks=ranks, device=device)) is not None
+    probe = probe_here(ranks=ranks, device=device)
+    return Here(fleet=_fleet(probe, ranks, device), seconds=0.0 if is_kept else time.monotonic() - began)
+
+
+def kept_here(*, ranks: int, device: str) -> Fleet | None:
+    """The same where a probe was kept, and nothing is measured; else None."""
+    probe = read_cached(fingerprint(ranks=ranks, device=device))
+    return None if probe is None else _fleet(probe, ranks, device)
+
+
+def _fleet(probe: Probe, ranks: int, device: str) -> Fleet:
+    longer, fuller = ratios(probe.fingerprint)
+    return replace(fleet_here(probe, ranks=ranks, memory_bytes=node_memory(device)), longer=longer, fuller=fuller)

@@ -1,0 +1,131 @@
+"""Memory that could not be had: what tells it from other errors, where in a step it was, and what sets the limit."""
+
+import errno
+import re
+import resource
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from paceline.errors import DataError, OutOfMemory
+from paceline.spec.words import size
+
+_SAID = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "out of memory")
+_TRIED = re.compile(r"(?:allocate|allocating) ([\d.]+) (bytes|[KMG]iB)", re.IGNORECASE)
+_UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_PARTS = (  # by where the outermost of torch's own frames is
+    ("/torch/autograd/", "backward"),
+    ("/torch/optim/", "optimizer"),
+    ("/torch/nn/utils/", "optimizer"),
+    ("/torch/nn/", "forward"),
+)
+_GROUP = Path("/sys/fs/cgroup")
+_OLD = "memory/memory."
+_PROCESS = {"address space": "VmSize", "data": "VmData"}
+_NO_LIMIT = 1 << 60  # what the first version of control groups says for none is near 2^63
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """One limit on memory, and what of it is used; `is_own` where only this process uses it."""
+
+    name: str
+    limit_bytes: int
+    used_bytes: int
+    is_own: bool = False
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether memory was short, of a device or of the host."""
+    if isinstance(error, MemoryError | OutOfMemory) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError | DataError) and any(word in str(error).lower() for word in _SAID)
+
+
+def tried_bytes(error: BaseException) -> int | None:
+    """How much was asked for in vain, where the error says so."""
+    found = _TRIED.search(str(error))
+    return None if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def part_of(trace: TracebackType | None) -> str:
+    """`forward`, `backward`, `optimizer`, or nothing where it was in none of them."""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        part = next((part for folder, part in _PARTS if folder in file), "")
+        if part:
+            return part
+        trace = trace.tb_next
+    return ""
+
+
+def out_of_memory(error: BaseException, *, part: str = "", held: Mapping[str, int], room: Room | None) -> OutOfMemory:
+    """The same in our words, with the traceback, the step and all else that was noted on it."""
+    part = "reading data" if isinstance(error, DataError) else part or part_of(error.__traceback__)
+    more = tried_bytes(error)
+    what = "out of memory" + (f" in {part}" if part else "")
+    what += f": {size(more)} more could not be had." if more else "."
+    used = "" if room is None else f"{room.name} ends at {size(room.limit_bytes)}, {size(room.used_bytes)} were used"
+    found = OutOfMemory(
+        what,
+        cause=used,
+        held=held,
+        limit_bytes=None if room is None else room.limit_bytes,
+        part=part,
+    )
+    found.__notes__ = list(getattr(error, "__notes__", ()))
+    return found.with_traceback(error.__traceback__)
+
+
+def own_bytes(name: str = "VmRSS") -> int:
+    """Of this process, as proc(5) has it: `VmRSS` resident, `VmSize` of the address space, `VmData`; 0 elsewhere."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+    except (OSError, ValueError, StopIteration):
+        return 0
+
+
+def tightest_room() -> Room | None:
+    """Of the limits on a process's memory the one that leaves least."""
+    return min(_rooms(), key=lambda room: room.limit_bytes - room.used_bytes, default=None)
+
+
+def own_of(room: Room | None) -> int:
+    """What this process uses of it."""
+    if room is not None and room.is_own:
+        return room.used_bytes
+    return own_bytes()
+
+
+def _rooms() -> Iterator[Room]:
+    for name, limit in (("address space", resource.RLIMIT_AS), ("data", resource.RLIMIT_DATA)):
+        most = resource.getrlimit(limit)[0]
+        if most != resource.RLIM_INFINITY:
+            own = own_bytes(_PROCESS[name])
+            yield Room(name=f"this process's {name} (ulimit)", limit_bytes=most, used_bytes=own, is_own=True)
+    for most_file, now_file in (
+        ("memory.max", "memory.current"), (f"{_OLD}limit_in_bytes", f"{_OLD}usage_in_bytes"),
+    ):  # fmt: skip
+        with suppress(OSError, ValueError):
+            most, now = (int((_GROUP / file).read_text()) for file in (most_file, now_file))
+            if most < _NO_LIMIT:
+                yield Room(name="the control group's memory", limit_bytes=most, used_bytes=now)
+    with suppress(OSError, ValueError, KeyError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+        total = found["MemTotal"]
+        yield Room(name="this machine's memory", limit_bytes=total, used_bytes=total - found["MemAvailable"])
+
+
+def killed_for_memory(*, group: Path = _GROUP, machine: Path = Path("/proc/vmstat")) -> int | None:
+    """How many processes the kernel has killed so far for memory: of this control group, else of the machine."""
+    for file in (group / "memory.events", group / f"{_OLD}oom_control", machine):
+        with suppress(OSError, ValueError, StopIteration):
+            lines = file.read_text().splitlines()
+            return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    return None

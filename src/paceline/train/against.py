@@ -1,0 +1,108 @@
+"""The first steps of a run against its forecast: bytes of the fullest rank, seconds of a step."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from statistics import median
+from typing import Any
+
+import torch
+
+from paceline.events import Foretold, Stream
+from paceline.measure.probe.cache import fingerprint
+from paceline.measure.remembered import remember
+from paceline.plan.machine import busy_share
+from paceline.plan.rung import Rung
+from paceline.survive.short import own_bytes
+from paceline.train.built import Built
+from paceline.train.shortage import Before
+
+STEPS = 10
+COMPARABLE = 512 << 20  # resident memory below that is what libraries and allocator keep, more than tensors
+_WARM = 2
+_LOOK_SECONDS, _QUIET = 0.1, 0.5  # how long to see whether others compute here too, and how much of that is too much
+_LEAST_SECONDS = 0.02  # of a forecast step: shorter ones are mostly overhead, and tell nothing of longer ones
+
+
+class Against:
+    """Times the first steps, and tells once; with no forecast it does nothing. Every rank calls the same."""
+
+    def __init__(self, *, forecast: Rung | None, built: Built, before: Before, stream: Stream) -> None:
+        self._forecast = forecast
+        self._built = built
+        self._before = before
+        self._stream = stream
+        self._on_gpu = built.world.device.type == "cuda"
+        self._times: list[Any] = []
+        self._told: Foretold | None = None
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """One step; on a GPU by its own clock, so that nobody waits for it."""
+        if self._forecast is None or self._told is not None:
+            yield
+            return
+        began = self._mark()
+        yield
+        self._times.append((began, self._mark()))
+
+    def hear(self, *, step: int, over: bool) -> None:
+        """After a step: say it when enough have been, or all."""
+        if self._forecast is None or self._told is not None or not (len(self._times) >= STEPS or over):
+            return
+        told = self._built.world.gather_json([self._peak_bytes(), self._seconds()])
+        peaks = [peak for peak, _ in told if peak is not None]
+        forecast, seconds = self._forecast, max(seconds for _, seconds in told)
+        measured = max(peaks) if len(peaks) == len(told) else None
+        compares = measured is not None and (self._on_gpu or forecast.peak_bytes >= COMPARABLE)
+        self._told = Foretold(
+            step=step,
+            layout=forecast.layout,
+            source=forecast.source,
+            peak_bytes=forecast.peak_bytes,
+            parts=dict(forecast.parts),
+            step_seconds=forecast.step_seconds,
+            measured_bytes=measured,
+            measured_by="allocator" if self._on_gpu else "resident memory",
+            measured_seconds=seconds,
+            memory_ratio=measured / forecast.peak_bytes if compares and measured is not None else None,
+            time_ratio=seconds / max(forecast.step_seconds, 1e-9),
+        )
+        self._stream.emit(self._told)
+
+    def remember(self) -> None:
+        """For the next plan of this machine; of the forecast as it was before runs corrected it."""
+        told, forecast, plan = self._told, self._forecast, self._built.plan
+        if told is None or forecast is None or not self._built.world.is_main:
+            return
+        with suppress(OSError, RuntimeError):
+            mark = fingerprint(ranks=plan.mesh.ranks, device=plan.device)
+            if mark.threads != plan.threads:
+                return
+            tells = forecast.step_seconds / forecast.longer >= _LEAST_SECONDS
+            tells = tells and (self._on_gpu or busy_share(seconds=_LOOK_SECONDS) <= _QUIET)
+            fuller = None if told.memory_ratio is None else told.memory_ratio * forecast.fuller
+            remember(mark, forecast.family, longer=told.time_ratio * forecast.longer if tells else None, fuller=fuller)
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self) -> float:
+        """The middle one, without the first, in which all is new."""
+        warm = _WARM if len(self._times) > 2 * _WARM else int(len(self._times) > 1)
+        if self._on_gpu:
+            torch.cuda.synchronize(self._built.world.device)
+            return float(median(began.elapsed_time(ended) / 1e3 for began, ended in self._times[warm:]))
+        return float(median(ended - began for began, ended in self._times[warm:]))
+
+    def _peak_bytes(self) -> int | None:
+        """On a GPU what its allocator gave out at most. On a CPU by how much the process grew since before its model,
+        unless it was larger before."""
+        if self._on_gpu:
+            return int(torch.cuda.max_memory_allocated(self._built.world.device))
+        most, first = own_bytes("VmHWM"), self._before.used_bytes
+        return most - first["VmRSS"] if most > first["VmHWM"] else None

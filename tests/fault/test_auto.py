@@ -1,0 +1,130 @@
+"""`--layout auto` from the command to the page, and real processes whose memory really ends."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.measure.probe.cache import cache_folder, fingerprint, keep
+from paceline.store.runs import RunFolder
+from paceline.watch.report import page
+from tests.conftest import Ended, Shop
+from tests.pure.test_probed import probe
+
+ROOM, LESS = "170", "125"  # MiB beside what a rank has when it begins to train; a microbatch of 32 needs over 200
+
+
+@pytest.fixture
+def auto(shop: Shop) -> Shop:
+    """A shop with a job that can be short of memory, on a machine that has been probed."""
+    shop.write("job.py", (Path(__file__).parent / "short_job.py").read_text())
+    rates = tuple(replace(one, streams={**one.streams, "copy": one.streams["add"]}) for one in probe().rates)
+    keep(probe(rates=rates, fingerprint=fingerprint(ranks=2, device="cpu")), environ=environ(shop))
+    return shop
+
+
+def environ(shop: Shop) -> dict[str, str]:
+    return {"XDG_CACHE_HOME": str(shop.path / "cache")}
+
+
+def train(shop: Shop, *words: str, steps: int = 2) -> Ended:
+    own = ("--ranks", "2", "--run-dir", "run", "--train.steps", str(steps), "--watch.to", "console,jsonl")
+    return shop.run("train", "job.py", *own, *words, environ=environ(shop))
+
+
+def events(shop: Shop, kind: str) -> list[dict[str, Any]]:
+    lines = (shop.path / "run" / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def test_it_says_what_it_chose_and_is_held_against_it(auto: Shop) -> None:
+    small = ("--layout", "auto", "--job.length", "8", "--job.depth", "2")
+    done = train(auto, *small, steps=3)
+    assert done.code == 0, done.text
+    lines = done.out.splitlines()
+    begins = ["auto: --layout ", "why: ", "second: "]
+    assert all(line.startswith(word) for line, word in zip(lines, begins, strict=False)), lines[:4]
+    assert "planned in" in lines[1] and lines[3].startswith("starting ")
+    chosen = json.loads((auto.path / "run" / "plan.json").read_text())
+    assert chosen["auto"] == lines[:3] and f"--layout {chosen['forecast']['layout']} " in lines[0]
+    (told,) = events(auto, "Foretold")
+    assert told["source"] == "auto" and told["step"] == 3 and told["peak_bytes"] == chosen["forecast"]["peak_bytes"]
+    assert told["measured_seconds"] == pytest.approx(told["time_ratio"] * told["step_seconds"])
+    assert told["measured_bytes"] > 0 and told["memory_ratio"] is None
+    assert sum(line.startswith("forecast | ") for line in lines) == 1
+    metrics = (auto.path / "run" / "metrics.jsonl").read_text()
+    assert '"forecast/time_ratio": ' in metrics and "forecast/memory_ratio" not in metrics
+    assert "Forecast and measured" in page(RunFolder(auto.path / "run"))
+    again = train(auto, *small, steps=4)
+    assert again.code == 0 and f"auto: --layout {chosen['layout']}, as this run had it" in again.out
+    assert "planned in" not in again.out and len(events(auto, "Foretold")) == 2
+
+
+def test_short_of_memory_it_goes_on_with_a_layout_that_needs_less(auto: Shop) -> None:
+    done = train(auto, "--layout", "auto", "--job.room", ROOM)
+    assert done.code == 0, done.text
+    falls = [line for line in done.err.splitlines() if "auto: going on from the first step" in line]
+    assert falls and "out of memory in " in falls[0] and " at step " in falls[0]
+    started = events(auto, "RunStarted")
+    chosen = json.loads((auto.path / "run" / "plan.json").read_text())
+    first = json.loads((auto.path / "run" / "auto" / "auto.json").read_text())["rungs"][0]
+    assert len(started) == len(falls) + 1 and chosen["forecast"]["peak_bytes"] < 0.86 * first["peak_bytes"]
+    assert chosen["micro_batch_size"] == int(chosen["forecast"]["settings"]["train.micro_batch_size"]) < 32
+
+
+def test_where_nothing_may_change_it_says_what_would_need_less(auto: Shop) -> None:
+    """The line that it says is then typed."""
+    failed = train(auto, "--layout", "ddp", "--job.room", LESS)
+    assert failed.code == 1, failed.text
+    text = failed.err[failed.err.index("FAILED") :]
+    assert "FAILED at step 1. First error: rank " in text and "OutOfMemory: out of memory in forward" in text
+    assert "this process's data (ulimit) ends at" in text and "Traceback" not in failed.text
+    for part in ("parameters: ", "gradients: ", "optimizer: ", "activations: ", "rest: "):
+        assert f"    {part}" in text
+    assert "  1. micro_batch_size 32 -> " in text and "% time (" in text and "  3. " in text
+    assert len(text.splitlines()) <= 24
+    (line,) = [line for line in text.splitlines() if line.startswith("Go on: ")]
+    words = shlex.split(line.removeprefix("Go on: paceline "))
+    assert int(words[words.index("--train.micro_batch_size") + 1]) < 32
+    again = auto.run(*words, environ=environ(auto))
+    assert again.code == 0, again.text
+    assert "forecast | " not in again.out and not events(auto, "Foretold"), "nothing was planned"
+
+
+@pytest.mark.soak
+def test_when_nothing_needs_less_the_run_fails_and_says_so(auto: Shop) -> None:
+    failed = train(auto, "--layout", "auto", "--job.room", "1", "--job.depth", "1", "--train.micro_batch_size", "32")
+    assert failed.code == 1 and "FAILED at step 1. First error: rank " in failed.err, failed.text
+    assert "out of memory in " in failed.err and "Go on: paceline train" in failed.err
+
+
+@pytest.mark.soak
+def test_a_script_falls_back_as_the_command_does(auto: Shop) -> None:
+    auto.write(
+        "script.py",
+        "import paceline as pl\nfrom job import make_job\n"
+        f"with pl.Run(make_job(room={ROOM}), layout='auto', ranks=2, run_dir='run', settings={{'train.steps': 1,\n"
+        "            'watch.to': 'console,jsonl'}) as run:\n"
+        "    for batch in run.batches():\n        run.step(batch)\n",
+    )
+    done = auto.call([*auto.command()[:1], "-W", "ignore", "script.py"], environ=environ(auto))
+    assert done.code == 0, done.text
+    assert "second: " in done.out and "auto: going on" in done.err and len(events(auto, "RunStarted")) >= 2
+
+
+@pytest.mark.soak
+def test_a_plan_that_was_made_is_what_later_runs_are_held_against(auto: Shop) -> None:
+    small = ("--job.length", "8", "--job.depth", "1")
+    planned = auto.run("plan", "job.py", "--ranks", "2", *small, environ=environ(auto))
+    assert planned.code == 0, planned.text
+    assert [file.name[:5] for file in cache_folder(environ=environ(auto)).iterdir() if file.name[:4] == "plan"] == [
+        "plan-"
+    ]
+    assert train(auto, "--layout", "fsdp", *small).code == 0
+    (told,) = events(auto, "Foretold")
+    assert told["source"] == "plan" and told["layout"] == "fsdp" and told["parts"]["parameters"] > 0
+    other = ("--run-dir", "other", "--job.length", "8", "--job.depth", "2")
+    assert "forecast" not in train(auto, "--layout", "fsdp", *other).out

@@ -1,0 +1,76 @@
+"""The first steps against a forecast: said once, divided only where that means something, kept as it was reckoned."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.events import Event, Foretold, Stream
+from paceline.plan.rung import Rung
+from paceline.train import against as module
+from paceline.train.against import COMPARABLE, STEPS, Against
+from paceline.train.shortage import Before
+from paceline.watch.lines import line_of
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def handle(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        pass
+
+
+def rung(**other: Any) -> Rung:
+    own = {"peak_bytes": 2 * COMPARABLE, "step_seconds": 0.5, "longer": 2.0, "source": "auto", **other}
+    return Rung(layout="ddp", family="ddp", ranks=2, settings={"train.micro_batch_size": "4"}, parts={}, **own)
+
+
+def run(forecast: Rung | None, monkeypatch: Any, *, steps: int, busy: float = 0.0) -> tuple[list[Any], list[Any]]:
+    """Of two ranks, the other of which took 0.3 s a step and 3 times what can be compared."""
+    heard, kept = Heard(), []
+    other = [3 * COMPARABLE, 0.3]
+    world = SimpleNamespace(device=torch.device("cpu"), gather_json=lambda value: [value, other], is_main=True)
+    plan = SimpleNamespace(mesh=SimpleNamespace(ranks=2), device="cpu", threads=1)
+    before = Before(used_bytes={"VmRSS": 0, "VmHWM": 0})
+    built: Any = SimpleNamespace(world=world, plan=plan)
+    monkeypatch.setattr(module, "busy_share", lambda seconds: busy)
+    monkeypatch.setattr(module, "fingerprint", lambda ranks, device: SimpleNamespace(threads=1))
+    monkeypatch.setattr(module, "remember", lambda mark, family, **ratios: kept.append((family, ratios)))
+    watch = Against(forecast=forecast, built=built, before=before, stream=Stream([heard]))
+    for step in range(1, steps + 1):
+        with watch.timing():
+            pass
+        watch.hear(step=step, over=step == steps)
+    watch.remember()
+    return heard.events, kept
+
+
+def test_without_a_forecast_nothing_is_said(monkeypatch: Any) -> None:
+    assert run(None, monkeypatch, steps=12) == ([], [])
+
+
+@pytest.mark.parametrize("steps", [1, 3, STEPS, 3 * STEPS])
+def test_it_is_said_once_and_kept_without_the_correction(steps: int, monkeypatch: Any) -> None:
+    (told,), kept = run(rung(), monkeypatch, steps=steps)
+    assert isinstance(told, Foretold) and told.step == min(steps, STEPS)
+    assert told.measured_bytes == 3 * COMPARABLE and told.memory_ratio == 1.5 and told.time_ratio == pytest.approx(0.6)
+    assert kept == [("ddp", {"longer": pytest.approx(1.2), "fuller": 1.5})]
+    assert (
+        "1.0 GiB on the fullest rank" in line_of(told)
+        and "(1.50 times)" in line_of(told)
+        and "(0.60 times)" in line_of(told)
+    )
+
+
+def test_what_says_nothing_of_larger_runs_is_neither_divided_nor_kept(monkeypatch: Any) -> None:
+    (told,), kept = run(rung(peak_bytes=COMPARABLE - 1), monkeypatch, steps=3)
+    assert told.memory_ratio is None and "times)" in line_of(told) and line_of(told).count("times") == 1
+    assert kept == [("ddp", {"longer": pytest.approx(1.2), "fuller": None})]
+    for forecast, busy in ((rung(step_seconds=0.03), 0.0), (rung(), 0.9)):
+        _, kept = run(forecast, monkeypatch, steps=3, busy=busy)
+        assert kept[0][1]["longer"] is None

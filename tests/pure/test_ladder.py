@@ -1,0 +1,108 @@
+"""What a run may fall back to, and how the measured corrects the forecast: no rung is missed, no best one lost."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.measure.probe.cache import cache_folder
+from paceline.measure.remembered import keep_plan, plan_key, ratios, read_plan, remember
+from paceline.plan.decoder import Decoder, decoder_facts
+from paceline.plan.fleet import read_fleet
+from paceline.plan.forecast import Forecast
+from paceline.plan.hardware import fleet_of
+from paceline.plan.ladder import ladder, rung_of
+from paceline.plan.probed import Fingerprint
+from paceline.plan.rung import Rung
+from paceline.plan.search import search, try_all
+
+SIZES = Decoder(layers=4, width=1024, hidden=4096, heads=16, kv_heads=16, vocabulary=32000)
+FACTS = decoder_facts(SIZES, name="small", length=1024, global_batch_size=16)
+MARK = Fingerprint(cpu="a cpu", cores=2, torch="2.13", gpus=(), kernels="default", device="cpu", ranks=4, threads=1)
+
+
+@pytest.fixture
+def forecast() -> Forecast:
+    return Forecast(facts=FACTS, fleet=read_fleet("4xA100-80G"))
+
+
+def test_each_rung_is_the_quickest_that_needs_so_much_less(forecast: Forecast) -> None:
+    first = search(forecast).first
+    assert first is not None
+    reserve, last = forecast.fleet.device.reserve_bytes, first
+    found = list(ladder(forecast, first))
+    assert len(found) >= 3
+    for rung in found:
+        most = reserve + 0.85 * (last.peak_bytes - reserve)
+        assert rung.peak_bytes <= most
+        best = try_all(forecast.below(most)).first
+        assert best is not None and rung.step_seconds == best.step_seconds >= last.step_seconds
+        last = rung
+
+
+def test_a_rung_crosses_as_json(forecast: Forecast) -> None:
+    best = search(forecast).first
+    assert best is not None
+    for rung in (rung_of(best), rung_of(best, replayed=(7, {"parameters": 7, "total": 7}), longer=2.0, source="auto")):
+        assert Rung(**json.loads(json.dumps(rung.as_json()))) == rung
+    assert rung.peak_bytes == 7 and rung.parts == {"parameters": 7} and rung.longer == 2.0
+    assert rung.micro_batch_size == best.candidate.micro_batch_size and best.layout in str(rung)
+
+
+@pytest.mark.parametrize(
+    "longer", [{"ddp": 3.0}, {"ddp": 0.2, "": 0.6}, {"": 1.7}, {"zero1": 0.5, "fsdp": 4.0, "": 2.0}]
+)
+def test_corrected_forecasts_are_searched_as_exactly(forecast: Forecast, longer: dict[str, float]) -> None:
+    fleet = replace(forecast.fleet, longer=longer, fuller={"ddp": 1.3, "": 0.8})
+    assert fleet_of(json.loads(json.dumps(fleet.as_json()))) == fleet
+    own = Forecast(facts=FACTS, fleet=fleet)
+    best, every = search(own).best, try_all(own).best
+    assert {name: one.step_seconds for name, one in best.items()} == {
+        name: one.step_seconds for name, one in every.items()
+    }
+    for family, one in every.items():
+        plain = forecast.estimate(one.candidate)
+        assert one.step_seconds == pytest.approx(plain.step_seconds * longer.get(family, longer.get("", 1.0)))
+        more = 1.3 if family == "ddp" else 1.0
+        reserve = fleet.device.reserve_bytes
+        assert one.peak_bytes - reserve == pytest.approx(more * (plain.peak_bytes - reserve))
+
+
+def test_the_ratios_of_runs_are_kept_by_family_and_by_machine(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    monkeypatch.setattr(
+        "paceline.measure.remembered.cache_file",
+        lambda mark: cache_folder(environ=environ) / f"probe-{mark.ranks}.json",
+    )
+    assert ratios(MARK) == ({}, {})
+    for ratio in (1.0, 9.0, 1.2, 1.1, 1.3, 1.4):
+        remember(MARK, "ddp", longer=ratio, fuller=None)
+    remember(MARK, "fsdp", longer=2.2, fuller=1.5)
+    longer, fuller = ratios(MARK)
+    assert longer == {"ddp": 1.3, "fsdp": 2.2, "": pytest.approx(1.75)} and fuller == {"fsdp": 1.5, "": 1.5}
+    assert ratios(replace(MARK, ranks=2)) == ({}, {})
+    (file,) = (tmp_path / "paceline").iterdir()
+    for text in ("", "[]", '{"longer": 3, "fuller": {"ddp": "x", "fsdp": [0, -1, "y"]}}'):
+        file.write_text(text)
+        assert ratios(MARK) == ({}, {})
+    remember(MARK, "ddp", longer=1.5, fuller=None)
+    assert ratios(MARK)[0]["ddp"] == 1.5
+
+
+def test_a_kept_plan_is_of_the_jobs_file_as_it_is_now(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("paceline.measure.remembered.cache_folder", lambda: tmp_path / "cache")
+    job = tmp_path / "job.py"
+    job.write_text("def make_job(width=3): ...\n")
+
+    def key(text: str = "", **settings: Any) -> str:
+        return plan_key(str(job) + text, settings=settings, precision="fp32", global_batch_size=8)
+
+    first = key()
+    keep_plan(first, {"facts": 1})
+    assert read_plan(first) == {"facts": 1} and read_plan("other") is None
+    assert key(**{"train.steps": 3}) == first != key(**{"job.width": 5})
+    job.write_text("def make_job(width=4): ...\n")
+    assert key() != first

@@ -1,0 +1,117 @@
+"""Memory that is short is told from other errors, with the part of the step, and a kill for it from other kills."""
+
+import errno
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.errors import DataError, OutOfMemory
+from paceline.survive.failure import failure_of, from_status
+from paceline.survive.short import Room, is_shortage, killed_for_memory, out_of_memory, part_of, tried_bytes
+
+
+def raised(call: Any) -> BaseException:
+    with pytest.raises(BaseException) as caught:
+        call()
+    return caught.value
+
+
+def test_what_torch_says_of_an_allocation_that_fails_is_known() -> None:
+    error = raised(lambda: torch.empty(1 << 50, dtype=torch.uint8))
+    assert is_shortage(error) and tried_bytes(error) == 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB."), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (
+            DataError("collating failed: DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+            True,
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_only_memory_is_a_shortage(error: BaseException, is_one: bool) -> None:
+    assert is_shortage(error) is is_one
+    assert failure_of(error, rank=1).is_short_of_memory is is_one
+
+
+def test_how_much_was_asked_for() -> None:
+    assert tried_bytes(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")) == 5 << 29
+    assert tried_bytes(MemoryError("Unable to allocate 12.0 MiB for an array")) == 12 << 20
+    assert tried_bytes(MemoryError()) is None
+
+
+def short(*_: Any) -> Any:
+    raise MemoryError
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> Any:
+        return short()
+
+
+class Forward(nn.Module):
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        return short()  # type: ignore[no-any-return]
+
+
+def backward() -> None:
+    x = torch.ones(2, requires_grad=True)
+    Backward.apply(x).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def in_the_update() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.register_step_pre_hook(short)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("call", "part"),
+    [(lambda: nn.Sequential(Forward())(torch.ones(1)), "forward"), (backward, "backward"),
+     (in_the_update, "optimizer"), (short, "")],
+)  # fmt: skip
+def test_the_part_of_the_step_is_seen(call: Any, part: str) -> None:
+    error = raised(call)
+    assert part_of(error.__traceback__) == part
+    told = out_of_memory(
+        error, held={"parameters": 3 << 20}, room=Room(name="this room", limit_bytes=4 << 20, used_bytes=3 << 20)
+    )
+    assert told.part == part and ("in " + part in told.what if part else " in " not in told.what)
+    assert "this room ends at 4.0 MiB, 3.0 MiB were used" in str(told) and "parameters: 3.0 MiB" in str(told)
+    assert told.as_json()["held"] == {"parameters": 3 << 20}
+
+
+def test_a_kill_is_for_memory_only_where_the_kernel_has_counted_one(tmp_path: Path) -> None:
+    assert killed_for_memory(group=tmp_path, machine=tmp_path / "vmstat") is None
+    (tmp_path / "vmstat").write_text("nr_free_pages 1\noom_kill 7\n")
+    assert killed_for_memory(group=tmp_path, machine=tmp_path / "vmstat") == 7
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    assert killed_for_memory(group=tmp_path, machine=tmp_path / "vmstat") == 2
+    (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 9\noom 1\noom_kill 1\n")
+    assert killed_for_memory(group=tmp_path, machine=tmp_path / "vmstat") == 1
+
+
+def test_only_a_kill_that_was_for_memory_falls_back() -> None:
+    assert from_status(0, status=-signal.SIGKILL, for_memory=True).is_short_of_memory
+    assert not from_status(0, status=-signal.SIGKILL).is_short_of_memory
+    assert not from_status(0, status=-signal.SIGSEGV, for_memory=True).is_short_of_memory
+    assert from_status(0, status=-signal.SIGKILL, for_memory=True).said["error"] == OutOfMemory.__name__
