@@ -8,7 +8,7 @@ Large Transformer Models", MLSys 2023) do: with GELU, dropout and everything in 
 
 from dataclasses import dataclass, replace
 
-from paceline.plan.facts import Amount, Keeps, ModelFacts, Part
+from paceline.plan.facts import NOTHING, Amount, Keeps, ModelFacts, Part
 
 _LARGE = 4 << 20  # elements of a float32 tensor of 16 MiB
 ADAMW = Keeps(name="AdamW", state_bytes=8.0, moment_bytes=4.0)
@@ -53,16 +53,26 @@ def decoder_facts(
     precision: str = "bf16",
     residual_bytes: int | None = None,
     is_fused: bool = False,
+    is_flash: bool = True,
     optimizer: Keeps = ADAMW,
 ) -> ModelFacts:
     """Parameters in float32; under `bf16` products are in bfloat16 and the residual stream stays float32 (autocast).
 
     `residual_bytes` of a number there, where it is not so. `is_fused`: a compiler joins what is elementwise, so that a
-    norm or a rotation reads and writes once; without, every operation does.
+    norm or a rotation reads and writes once; without, every operation does. Without `is_flash` attention writes the
+    scores of all pairs and reads them again: scaled and masked, normalised, dropped out.
     """
     short = 4 if precision == "fp32" else 2
     wide = residual_bytes or 4
     block = _block(sizes, short, wide, is_fused=is_fused)
+    if not is_flash:
+        passes = (6 * short + (2 * short + 1 if sizes.has_dropout else 0)) * sizes.heads
+        block = replace(
+            block,
+            attention_flops=Amount(pair=4.0 * sizes.width),
+            moved_bytes=block.moved_bytes + Amount(pair=float(passes)),
+            attention_saved_bytes=NOTHING,
+        )
     head = sizes.vocabulary * sizes.width
     first = Part(
         name="embedding",

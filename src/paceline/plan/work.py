@@ -11,7 +11,7 @@ from paceline.plan.efficiency import Efficiency
 from paceline.plan.facts import Part
 from paceline.plan.hardware import Device, Group
 
-_SHORT = {"bf16": 2, "fp16": 2}
+_SHORT = {"bf16": 2, "fp16": 2, "float8": 2}  # products in 8 bits take numbers that are kept in 16
 _ATTENTION_BACK = 2.5
 
 
@@ -68,7 +68,7 @@ class Work:
 def work_of(part: Part, *, is_block: bool, split: Split, device: Device, efficiency: Efficiency) -> Work:
     """Only blocks are computed again."""
     remat = split.remat if is_block else "none"
-    forward, attention, rest = _computes(part, split, device, efficiency)
+    forward, attention, rest = _computes(part, split, device, efficiency, is_block=is_block)
     trained = 1 - part.frozen_parameters / part.parameters if part.parameters else 0.0
     start = efficiency.part_seconds
     tensor, context, experts = _messages(part, split, attention, efficiency)
@@ -113,18 +113,22 @@ def _divided(part: Part, split: Split) -> float:
     return 1.0 if tp == 1 or not cut else (cut / tp + whole) / (cut + whole)
 
 
-def _computes(part: Part, split: Split, device: Device, efficiency: Efficiency) -> tuple[float, float, float]:
-    """Seconds of products, of attention and of the rest, in one forward."""
+def _computes(
+    part: Part, split: Split, device: Device, efficiency: Efficiency, *, is_block: bool
+) -> tuple[float, float, float]:
+    """Seconds of products, of attention and of the rest, in one forward. Only products of blocks are in 8 bits."""
     own = {"samples": split.samples, "length": split.length, "cp": split.cp.size}
     tp, divided = split.tp.size, _divided(part, split)
-    rate, bandwidth = device.rate(split.precision), device.bytes_per_second * efficiency.memory
+    usual = "bf16" if split.precision == "float8" else split.precision
+    rate = efficiency.rate(device, split.precision if is_block else usual)
+    scores_rate, bandwidth = efficiency.rate(device, usual), device.bytes_per_second * efficiency.memory
     products = part.matmul_flops.at(**own)
     apart = part.expert_flops.at(**own) if split.ep.size > 1 else 0.0
     held = part.whole_parameters + part.split_parameters / tp
     held += part.expert_parameters / (split.ep.size if split.ep.size > 1 else tp)
     read = held * compute_bytes(split.precision) / bandwidth if products else 0.0
     forward = max(((products - apart) * divided + apart) / (rate * efficiency.matmul), read)
-    attention = part.attention_flops.at(**own) / (rate * efficiency.attention) / (tp if divided < 1 else 1)
+    attention = part.attention_flops.at(**own) / (scores_rate * efficiency.attention) / (tp if divided < 1 else 1)
     whole, cut = (part.saved_bytes.at(**own), part.split_saved_bytes.at(**own))
     there = whole / (tp if split.sequence else 1) + cut / tp
     rest = part.moved_bytes.at(**own) / bandwidth * (there / (whole + cut) if whole + cut else 1.0)
