@@ -38,7 +38,7 @@ GRID = Grid(
     offload=((),), schedules=("gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zbv"), virtual=(2, 3),
     params=("fp32", "bf16"),
 )  # fmt: skip
-PARTS = ("parameters", "gradients", "optimizer", "moving")
+PARTS = ("parameters", "optimizer", "gradients", "moving")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +210,8 @@ def compared(cases: Sequence[Case], *, each: int, seed: int) -> Iterator[Against
             for candidate in drawn(forecast, draw, each=share):
                 try:
                     yield against(case, cluster, ready, forecast, candidate)
-                except PacelineError as error:
-                    print(f"{case} | {cluster} | {candidate}: refused: {error.what}", file=sys.stderr)
+                except (PacelineError, RuntimeError) as error:
+                    print(f"{case} | {cluster} | {candidate}: refused: {error}", file=sys.stderr)
 
 
 def summary(found: Sequence[Against]) -> list[str]:

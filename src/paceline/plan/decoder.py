@@ -78,6 +78,7 @@ def decoder_facts(
         name="embedding",
         split_parameters=head,
         large_parameters=_large(head),
+        largest_parameter=head,
         moved_bytes=Amount(token=2.0 * wide * sizes.width),
         saved_bytes=Amount(token=8.0),
         output_bytes=Amount(token=float(wide * sizes.width)),
@@ -131,6 +132,7 @@ def _block(sizes: Decoder, short: int, wide: int, *, is_fused: bool) -> Part:
         whole_parameters=norms + (h * sizes.experts),
         split_parameters=attention + (0 if routed else mlp),
         expert_parameters=mlp * sizes.experts,
+        largest_parameter=max(h, f) * h,
         large_parameters=_large(h * h) * 2
         + _large(h * k) * 2
         + _large(h * f) * sizes.mlp_matrices * max(1, sizes.experts),
@@ -163,6 +165,7 @@ def _head(sizes: Decoder, short: int, wide: int) -> Part:
         whole_parameters=h,
         split_parameters=v * h,
         large_parameters=_large(v * h),
+        largest_parameter=v * h,
         matmul_flops=Amount(token=2.0 * h * v),
         moved_bytes=Amount(token=float((2 * wide + short) * h + (short + 4 + 4) * v)),
         saved_bytes=Amount(token=float((wide + short) * h)),

@@ -40,6 +40,32 @@ NOTHING = Amount()
 
 
 @dataclass(frozen=True, kw_only=True)
+class Holding:
+    """Bytes that a part holds on a rank. Over tp `cut` of it is divided among the ranks and `whole` is on each, as
+    parts of 1 that need not add up to it; where the sequence is split, `sequence_cut` and `sequence_whole`."""
+
+    amount: Amount = NOTHING
+    whole: float = 0.0
+    cut: float = 1.0
+    sequence_whole: float = 0.0
+    sequence_cut: float = 1.0
+
+    def at(self, *, samples: float, length: float, cp: int, tp: int, sequence: bool) -> float:
+        """On one rank."""
+        every = max(0.0, self.amount.at(samples=samples, length=length, cp=cp))
+        whole, cut = (self.sequence_whole, self.sequence_cut) if sequence else (self.whole, self.cut)
+        return every if tp == 1 else every * max(0.0, whole + cut / tp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """What was seen of a part under one `remat`: `kept` from forward to backward, and beside it for a `moment`."""
+
+    kept: Holding
+    moment: Holding
+
+
+@dataclass(frozen=True, kw_only=True)
 class Part:
     """A piece of the model that is never cut into stages: what stands before the blocks, a block, or what follows.
 
@@ -53,7 +79,9 @@ class Part:
     beside what is saved. `tp_bytes` are all-reduced over tp, in `tp_calls`, as much again in backward; `ep_bytes` are
     exchanged over ep, there and back; `expert_flops` are those of `matmul_flops` that experts do. `cp_bytes` are keys
     and values, which go round a ring over cp. `selective_saved_bytes` are what `remat=selective` keeps beside the
-    input, undivided. `large_parameters` are the elements of tensors above 16 MiB, which travel without a buffer.
+    input, undivided. `large_parameters` are the elements of tensors above 16 MiB, which travel without a buffer;
+    `largest_parameter` those of the largest tensor. `ways` are what was seen of its memory, by `remat`: they stand for
+    what is said here of saved bytes and of the peak.
     """
 
     name: str
@@ -77,6 +105,8 @@ class Part:
     cp_bytes: Amount = NOTHING
     selective_saved_bytes: Amount = NOTHING
     large_parameters: int = 0
+    largest_parameter: int = 0
+    ways: Mapping[str, Way] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -155,5 +185,13 @@ def read_facts(found: Mapping[str, Any]) -> ModelFacts:
 
 
 def _part(found: Mapping[str, Any]) -> Part:
-    own: dict[str, Any] = {name: Amount(**value) if isinstance(value, dict) else value for name, value in found.items()}
-    return Part(**own)
+    ways = {
+        remat: Way(**{name: _holding(value) for name, value in way.items()}) for remat, way in found["ways"].items()
+    }
+    rest = {name: value for name, value in found.items() if name != "ways"}
+    own: dict[str, Any] = {name: Amount(**value) if isinstance(value, dict) else value for name, value in rest.items()}
+    return Part(**own, ways=ways)
+
+
+def _holding(found: Mapping[str, Any]) -> Holding:
+    return Holding(**{**found, "amount": Amount(**found["amount"])})

@@ -161,8 +161,9 @@ class Forecast:
 
     def alive_on(self, candidate: Candidate, rank: int, stages: tuple[Counts, ...]) -> Alive:
         """The activations of a rank of the pipeline that holds these stages."""
-        held = self._held(candidate, self.num_micro(candidate), rank)
-        return alive_of(self.works(candidate), stages, held=held)
+        micro = self.num_micro(candidate)
+        held = self._held(candidate, micro, rank)
+        return alive_of(self.works(candidate), stages, held=held, total=micro * len(stages))
 
     def ranks(self, candidate: Candidate) -> tuple[tuple[int, tuple[Counts, ...]], ...]:
         """The ranks of the pipeline that hold different stages, of equal ones the first: it holds most activations."""

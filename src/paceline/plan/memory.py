@@ -6,13 +6,14 @@ from dataclasses import dataclass, fields
 from paceline.plan.candidate import Candidate
 from paceline.plan.chain import Chain, Counts
 from paceline.plan.efficiency import Efficiency
-from paceline.plan.facts import ModelFacts
+from paceline.plan.facts import ModelFacts, Part
 from paceline.plan.hardware import Device
 from paceline.plan.work import Work, compute_bytes
 
 _BUCKET = 25 << 20
 _CPU_BUCKET = 10 << 20
-_LARGEST = 1 / 3  # of a block's parameters, in its largest tensor; an end is mostly one tensor
+LARGE_BYTES = 16 << 20
+_LARGEST = 1 / 3  # of a block's parameters, in its largest tensor where it is not known; an end is mostly one tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class Elements:
 
     `dense` may be sharded, `experts` lie whole on their ep ranks; `ends` of the dense are in no block, `block` is the
     largest block's, `end` are those whose gradients come last: the first part's, or a block's. `trained` is the part of
-    1 that has gradients, `large` are in tensors that travel alone.
+    1 that has gradients, `large` are in tensors that travel alone, `largest_block` and `largest_end` in the largest tensor.
     """
 
     dense: float
@@ -71,7 +72,14 @@ class Elements:
     end: float
     trained: float
     large: float
+    largest_block: float
+    largest_end: float
     buffer_bytes: float
+
+    @property
+    def largest(self) -> float:
+        """Of all tensors."""
+        return max(self.largest_block, self.largest_end)
 
 
 def elements_of(facts: ModelFacts, chain: Chain, counts: Counts, *, tp: int, ep: int) -> Elements:
@@ -95,8 +103,14 @@ def elements_of(facts: ModelFacts, chain: Chain, counts: Counts, *, tp: int, ep:
         end=min(dense, max(counts[0] * each[0], block)),
         trained=1 - frozen / every if every else 0.0,
         large=sum(count * part.large_parameters for count, part in parts) / tp,
+        largest_block=max((_largest(part, _LARGEST) for count, part in parts[2:] if count), default=0.0) / tp,
+        largest_end=max((_largest(part, 1.0) for count, part in parts[:2] if count), default=0.0) / tp,
         buffer_bytes=sum(count * part.buffer_bytes for count, part in parts),
     )
+
+
+def _largest(part: Part, share: float) -> float:
+    return part.largest_parameter or share * part.parameters
 
 
 def static_bytes(elements: Elements, candidate: Candidate, facts: ModelFacts) -> tuple[float, float, float]:
@@ -113,96 +127,160 @@ def static_bytes(elements: Elements, candidate: Candidate, facts: ModelFacts) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Alive:
-    """A rank's activations: in how many stage activations, of at most so many bytes each, and of one moment."""
+    """A rank's activations: `held` stage activations of `total` in a step, together `held_bytes`, and `cast_bytes` of
+    copies of weights; of these what the part after the blocks keeps in one microbatch is gone (`tail_bytes`,
+    `tail_cast_bytes`) while blocks run backward.
+
+    For a moment: `tail_moment_bytes` before that part's backward is over, then of one block or what stands before them
+    `again_bytes` and `again_cast_bytes` for its second run and `moment_bytes` beside. `end_bytes` is what is left in
+    the last block's backward, when all gradients are there; `border_bytes` go to the next stage.
+    """
 
     held: int
-    stage_bytes: float
+    total: int
+    held_bytes: float
     cast_bytes: float
+    tail_bytes: float
+    tail_cast_bytes: float
+    tail_moment_bytes: float
     again_bytes: float
     again_cast_bytes: float
     moment_bytes: float
+    end_bytes: float
     border_bytes: float
 
     @property
-    def bytes(self) -> float:
-        """What waits for backward, and one block that runs again."""
-        return self.narrow_bytes + self.held * self.cast_bytes + self.again_cast_bytes
+    def narrow_bytes(self) -> float:
+        """What waits for backward, without copies of weights."""
+        return self.held_bytes
 
     @property
-    def narrow_bytes(self) -> float:
-        """The same where weights are gathered in the precision of products, so that there are no copies of them."""
-        return self.held * self.stage_bytes + self.again_bytes
+    def is_before_gradients(self) -> bool:
+        """Whether all microbatches are forward before any goes back: the fullest moment has no gradients."""
+        return self.held >= self.total
 
 
-def alive_of(works: Sequence[Work], stages: Sequence[Counts], *, held: int) -> Alive:
-    """Of one rank's stages; the fullest of them counts for all."""
-    totals = [sum(count * work.kept_bytes for count, work in zip(s, works, strict=True) if count) for s in stages]
-    casts = [sum(count * work.cast_bytes for count, work in zip(s, works, strict=True) if count) for s in stages]
-    there = [work for place, work in enumerate(works) if any(s[place] for s in stages)]
+def alive_of(works: Sequence[Work], stages: Sequence[Counts], *, held: int, total: int) -> Alive:
+    """Of one rank's stages: each is held as often as the others, the fullest of them once more."""
+    totals = [_sum(s, [work.kept_bytes for work in works]) for s in stages]
+    casts = [_sum(s, [work.cast_bytes for work in works]) for s in stages]
+    body = [work for place, work in enumerate(works) if place != 1 and any(s[place] for s in stages)] or [works[1]]
+    tail = works[1] if any(s[1] for s in stages) else None
+    before = works[0].kept_bytes if any(s[0] for s in stages) else 0.0
+    rest = _dealt(totals, max(0, held - len(stages)))
     return Alive(
         held=held,
-        stage_bytes=max(totals),
-        cast_bytes=max(casts),
-        again_bytes=max(work.again_bytes for work in there),
-        again_cast_bytes=max(work.again_cast_bytes for work in there),
-        moment_bytes=max(work.moment_bytes for work in there),
-        border_bytes=max(work.border_bytes for work in there),
+        total=total,
+        held_bytes=_dealt(totals, held),
+        cast_bytes=_dealt(casts, held),
+        tail_bytes=tail.kept_bytes if tail else 0.0,
+        tail_cast_bytes=tail.cast_bytes if tail else 0.0,
+        tail_moment_bytes=tail.again_bytes + tail.moment_bytes if tail else 0.0,
+        again_bytes=max(work.again_bytes for work in body),
+        again_cast_bytes=max(work.again_cast_bytes for work in body),
+        moment_bytes=max(work.moment_bytes for work in body),
+        end_bytes=rest + before + max(work.kept_bytes + work.cast_bytes for work in body),
+        border_bytes=max(work.border_bytes for work in [*body, *([tail] if tail else [])]),
     )
+
+
+def _sum(stage: Counts, each: Sequence[float]) -> float:
+    return sum(count * one for count, one in zip(stage, each, strict=True) if count)
+
+
+def _dealt(totals: Sequence[float], held: int) -> float:
+    rounds, rest = divmod(held, len(totals))
+    return rounds * sum(totals) + sum(sorted(totals, reverse=True)[:rest])
 
 
 def memory_of(
     candidate: Candidate, facts: ModelFacts, elements: Elements, alive: Alive, *, device: Device, efficiency: Efficiency
 ) -> Memory:
-    """The higher of its two moments."""
+    """The highest of its moments."""
     parameters, gradients, optimizer = static_bytes(elements, candidate, facts)
     own = {"parameters": parameters + elements.buffer_bytes, "gradients": gradients, "optimizer": optimizer}
-    host = 0.0
-    if "parameters" in candidate.offload:
+    host, is_out = 0.0, "parameters" in candidate.offload
+    if is_out:
         host += parameters + gradients
         own |= {"parameters": elements.buffer_bytes, "gradients": 0.0}
-    moment = facts.optimizer.moment_bytes * elements.trained
-    moment *= elements.dense / (candidate.dp_shard if candidate.zero else 1) + elements.experts
-    stepping = {"temporaries": moment * ("parameters" not in candidate.offload)}
-    if candidate.zero in (1, 2):
-        stepping["buffers"] = min(4.0 * _bucket(device), parameters)
-    working = {
-        "activations": alive.bytes if candidate.params == "fp32" else alive.narrow_bytes,
-        "gathered": _gathered(candidate, facts, elements),
-        "buffers": sum(_buffers(candidate, facts, elements, device)) + 2 * alive.border_bytes * (candidate.pp > 1),
-        "temporaries": alive.moment_bytes,
-    }
+    stepping = _stepping(candidate, facts, elements, device)
+    working = list(_working(candidate, facts, elements, alive, device))
     if "optimizer" in candidate.offload:
         host += optimizer
         own["optimizer"] = 0.0
-        if "parameters" not in candidate.offload:
+        if not is_out:
             stepping["optimizer"] = optimizer  # it is moved to the device for the step
-    moments = [_at(own, phase, device, efficiency, host) for phase in (working, stepping)]
+    if candidate.zero < 2 and alive.is_before_gradients:
+        first, second, end = working
+        none = {"gradients": 0.0}
+        phases = [first | none, second | none, end]
+    else:
+        phases = working
+    moments = [_at(own, phase, device, efficiency, host) for phase in (*phases, stepping)]
     return max(moments, key=lambda memory: memory.peak_bytes)
+
+
+def _stepping(candidate: Candidate, facts: ModelFacts, elements: Elements, device: Device) -> dict[str, float]:
+    """While the optimizer steps, and what it has updated is gathered after it: two units at a time."""
+    moment = facts.optimizer.moment_bytes * elements.trained
+    moment *= elements.dense / (candidate.dp_shard if candidate.zero else 1) + elements.experts
+    phase = {"temporaries": moment * ("parameters" not in candidate.offload)}
+    if candidate.zero in (1, 2):
+        each = facts.element_bytes * elements.trained
+        whole = _unit(elements.largest, each * elements.dense, each, device)
+        phase["buffers"] = 2 * whole * (1 + 1 / candidate.dp_shard)
+    return phase
+
+
+def _working(
+    candidate: Candidate, facts: ModelFacts, elements: Elements, alive: Alive, device: Device
+) -> Iterator[dict[str, float]]:
+    """At the loss, in the last block's backward, and in the first one's, when all gradients are there."""
+    wide = candidate.params == "fp32"
+    each, trained = facts.element_bytes, facts.element_bytes * elements.trained
+    gathered = compute_bytes("bf16") if candidate.params == "bf16" else each
+    blocks = elements.block * gathered * (candidate.zero == 3)
+    root = elements.ends * gathered * (candidate.zero == 3)
+    borders = 2 * alive.border_bytes * (candidate.pp > 1)
+    flat = 0.0
+    if candidate.zero < 2 and candidate.replicas * candidate.cp > 1:
+        flat = trained * max(0.0, elements.dense + elements.experts - elements.large)
+    units = [0.0, 0.0]
+    if candidate.zero >= 2:
+        dense = trained * elements.dense
+        unit = _unit(elements.largest_block, trained * elements.block, trained, device)
+        end = _unit(elements.largest_end, trained * elements.ends, trained, device)
+        copies = 1 if device.is_accelerator else 2  # gloo copies what it reduces and scatters
+        units = [copies * min(dense, end + unit), copies * min(dense, max(end + unit, 3 * unit))]
+    cast = alive.cast_bytes * wide
+    yield {
+        "activations": alive.held_bytes + cast,
+        "gathered": root + blocks,
+        "buffers": flat + units[0] + borders,
+        "temporaries": alive.tail_moment_bytes,
+    }
+    again = alive.again_bytes + alive.again_cast_bytes * wide
+    yield {
+        "activations": alive.held_bytes + cast - alive.tail_bytes - alive.tail_cast_bytes * wide + again,
+        "gathered": root + 3 * blocks,
+        "buffers": flat + units[1] + borders,
+        "temporaries": alive.moment_bytes,
+    }
+    yield {
+        "activations": alive.end_bytes + again,
+        "gathered": root + 2 * blocks,
+        "buffers": units[1] + borders,
+        "temporaries": alive.moment_bytes,
+    }
+
+
+def _unit(largest: float, every: float, each: float, device: Device) -> float:
+    """Bytes of a unit of gradients: one large tensor, or as many as fill a buffer."""
+    if each * largest > LARGE_BYTES:
+        return each * largest
+    return min(every, (_BUCKET if device.is_accelerator else _CPU_BUCKET) + each * largest / 2)
 
 
 def _at(own: dict[str, float], phase: dict[str, float], device: Device, efficiency: Efficiency, host: float) -> Memory:
     slack = efficiency.slack * sum(size for name, size in phase.items() if name != "optimizer")
     return Memory(**{**own, **phase}, slack=slack, reserve=device.reserve_bytes, host_bytes=host)
-
-
-def _gathered(candidate: Candidate, facts: ModelFacts, elements: Elements) -> float:
-    """The units at work and ahead, the buffer they are gathered in, and what is in no unit."""
-    if candidate.zero < 3:
-        return 0.0
-    each = compute_bytes("bf16") if candidate.params == "bf16" else facts.element_bytes
-    return each * (elements.ends + 3 * elements.block)
-
-
-def _bucket(device: Device) -> int:
-    return _BUCKET if device.is_accelerator else _CPU_BUCKET
-
-
-def _buffers(candidate: Candidate, facts: ModelFacts, elements: Elements, device: Device) -> Iterator[float]:
-    """Gradients under way: two buffers of whole ones, or those that share buffers once more."""
-    each = facts.element_bytes * elements.trained
-    if candidate.zero >= 2:
-        largest = each * max(elements.ends, elements.block * _LARGEST)
-        two = min(2 * max(_bucket(device), largest), 2 * each * elements.dense)
-        yield two if device.is_accelerator else 2 * two  # gloo copies what it reduces and scatters
-    elif candidate.replicas * candidate.cp > 1:
-        yield each * max(0.0, elements.dense + elements.experts - elements.large)
