@@ -36,7 +36,7 @@ from paceline.verbs.running import Common, make_task
 
 GRID = Grid(
     offload=((),), schedules=("gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zbv"), virtual=(2, 3),
-    params=("fp32", "bf16"),
+
 )  # fmt: skip
 PARTS = ("parameters", "optimizer", "gradients", "moving")
 
@@ -58,34 +58,36 @@ class Case:
 
 _GPUS = ("8xH100-80G", "2x8xH100-80G", "8x8xH100-80G")
 _FEW = ("2xH100-80G", "4xH100-80G", "8xA100-40G")
-_LARGE = {"vocabulary": 32000, "optimizer": "adamw"}
+_CPUS = ("2xcpu", "4xcpu")
+
+
+def _case(words: str, clusters: tuple[str, ...], **job: Any) -> Case:
+    """`llama 64 bf16`: a family, its batch, its precision."""
+    family, batch, precision = words.split()
+    return Case(family=family, clusters=clusters, batch=int(batch), precision=precision, job=job)
+
+
 CASES = (
-    Case(family="llama", clusters=_FEW, batch=32, job={"width": 512, "depth": 8, "length": 256, "vocabulary": 8192}),
-    Case(family="llama", clusters=_GPUS, batch=64, precision="bf16",
-         job={"width": 4096, "depth": 8, "length": 2048, "heads": 32, **_LARGE}),
-    Case(family="llama", clusters=_GPUS, batch=128, precision="bf16",
-         job={"width": 8192, "depth": 4, "length": 4096, "heads": 64, **_LARGE}),
-    Case(family="llama", clusters=_GPUS, batch=64, job={"width": 2048, "depth": 16, "length": 1024, "heads": 16, **_LARGE}),
-    Case(family="gpt2", clusters=_FEW, batch=32, job={"width": 768, "depth": 12, "length": 512, "heads": 12, "vocabulary": 50257}),
-    Case(family="gpt2", clusters=_GPUS, batch=64, precision="bf16",
-         job={"width": 1600, "depth": 12, "length": 1024, "heads": 25, "vocabulary": 50304, "dropout": 0.0}),
-    Case(family="mixtral", clusters=_FEW, batch=32, job={"width": 512, "depth": 6, "length": 256, "heads": 8, "experts": 8}),
-    Case(family="mixtral", clusters=_GPUS, batch=64, precision="bf16",
-         job={"width": 2048, "depth": 4, "length": 1024, "heads": 16, "experts": 8, "vocabulary": 32000}),
-    Case(family="t5", clusters=_FEW, batch=32, job={"width": 512, "depth": 6, "length": 512, "heads": 8, "vocabulary": 32128}),
-    Case(family="bert", clusters=_FEW, batch=32, precision="bf16",
-         job={"width": 768, "depth": 12, "length": 512, "heads": 12, "vocabulary": 30522}),
-    Case(family="vit", clusters=_FEW, batch=64, job={"width": 768, "depth": 12, "side": 224, "patch": 16, "heads": 12}),
-    Case(family="nano", clusters=_FEW, batch=32, job={"width": 512, "depth": 8, "length": 512, "heads": 8, "vocabulary": 32000}),
-    Case(family="mlp", clusters=_FEW, batch=64, job={"width": 4096, "depth": 8}),
-    Case(family="llama", clusters=("2xcpu", "4xcpu"), batch=16,
-         job={"width": 512, "depth": 6, "length": 256, "vocabulary": 8192}),
-)  # fmt: skip
+    _case("llama 32 fp32", _FEW, width=512, depth=8, length=256, vocabulary=8192),
+    _case("llama 64 bf16", _GPUS, width=4096, depth=8, length=2048, heads=32, vocabulary=32000),
+    _case("llama 128 bf16", _GPUS, width=8192, depth=4, length=4096, heads=64, vocabulary=32000),
+    _case("llama 64 fp32", _GPUS, width=2048, depth=16, length=1024, heads=16, vocabulary=32000),
+    _case("gpt2 32 fp32", _FEW, width=768, depth=12, length=512, heads=12, vocabulary=50257),
+    _case("gpt2 64 bf16", _GPUS, width=1600, depth=12, length=1024, heads=25, vocabulary=50304, dropout=0.0),
+    _case("mixtral 32 fp32", _FEW, width=512, depth=6, length=256, heads=8, experts=8),
+    _case("mixtral 64 bf16", _GPUS, width=2048, depth=4, length=1024, heads=16, experts=8, vocabulary=32000),
+    _case("t5 32 fp32", _FEW, width=512, depth=6, length=512, heads=8, vocabulary=32128),
+    _case("bert 32 bf16", _FEW, width=768, depth=12, length=512, heads=12, vocabulary=30522),
+    _case("vit 64 fp32", _FEW, width=768, depth=12, side=224, patch=16, heads=12),
+    _case("nano 32 fp32", _FEW, width=512, depth=8, length=512, heads=8, vocabulary=32000),
+    _case("mlp 64 fp32", _FEW, width=4096, depth=8),
+    _case("llama 16 fp32", _CPUS, width=512, depth=6, length=256, vocabulary=8192),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Against:
-    """One setting: bytes by the closed form and as replayed, of its fullest rank. `moving` is all that comes and goes."""
+    """One setting: bytes by the closed form and as replayed, of its fullest rank. `moving` comes and goes."""
 
     case: str
     cluster: str

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from paceline.plan.facts import NOTHING, Amount, Keeps, ModelFacts, Part
 
-_LARGE = 4 << 20  # elements of a float32 tensor of 16 MiB
 ADAMW = Keeps(name="AdamW", state_bytes=8.0, moment_bytes=4.0)
 
 
@@ -77,8 +76,7 @@ def decoder_facts(
     first = Part(
         name="embedding",
         split_parameters=head,
-        large_parameters=_large(head),
-        largest_parameter=head,
+        tensors=(head,),
         moved_bytes=Amount(token=2.0 * wide * sizes.width),
         saved_bytes=Amount(token=8.0),
         output_bytes=Amount(token=float(wide * sizes.width)),
@@ -132,10 +130,7 @@ def _block(sizes: Decoder, short: int, wide: int, *, is_fused: bool) -> Part:
         whole_parameters=norms + (h * sizes.experts),
         split_parameters=attention + (0 if routed else mlp),
         expert_parameters=mlp * sizes.experts,
-        largest_parameter=max(h, f) * h,
-        large_parameters=_large(h * h) * 2
-        + _large(h * k) * 2
-        + _large(h * f) * sizes.mlp_matrices * max(1, sizes.experts),
+        tensors=(h * h, h * h, h * k, h * k, *(h * f,) * sizes.mlp_matrices * max(1, sizes.experts)),
         matmul_flops=Amount(token=2.0 * (attention + h * sizes.experts + mlp * runs)),
         expert_flops=Amount(token=2.0 * mlp * runs) if routed else Amount(),
         attention_flops=Amount(pair=2.0 * h),  # two products of 2·h each, half of the pairs masked
@@ -164,8 +159,7 @@ def _head(sizes: Decoder, short: int, wide: int) -> Part:
         name="head",
         whole_parameters=h,
         split_parameters=v * h,
-        large_parameters=_large(v * h),
-        largest_parameter=v * h,
+        tensors=(h, v * h),
         matmul_flops=Amount(token=2.0 * h * v),
         moved_bytes=Amount(token=float((2 * wide + short) * h + (short + 4 + 4) * v)),
         saved_bytes=Amount(token=float((wide + short) * h)),
@@ -175,7 +169,3 @@ def _head(sizes: Decoder, short: int, wide: int) -> Part:
         tp_bytes=Amount(token=12.0),
         tp_calls=3,
     )
-
-
-def _large(elements: int) -> int:
-    return elements if elements > _LARGE else 0

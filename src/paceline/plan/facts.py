@@ -79,9 +79,9 @@ class Part:
     beside what is saved. `tp_bytes` are all-reduced over tp, in `tp_calls`, as much again in backward; `ep_bytes` are
     exchanged over ep, there and back; `expert_flops` are those of `matmul_flops` that experts do. `cp_bytes` are keys
     and values, which go round a ring over cp. `selective_saved_bytes` are what `remat=selective` keeps beside the
-    input, undivided. `large_parameters` are the elements of tensors above 16 MiB, which travel without a buffer;
-    `largest_parameter` those of the largest tensor. `ways` are what was seen of its memory, by `remat`: they stand for
-    what is said here of saved bytes and of the peak.
+    input, undivided. `large_parameters` are the elements of tensors above 16 MiB, which travel without a buffer:
+    counted here only where `tensors`, the elements of each, are not known. `ways` are what was seen of its memory, by
+    `remat`: they stand for what is said here of saved bytes and of the peak.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Part:
     cp_bytes: Amount = NOTHING
     selective_saved_bytes: Amount = NOTHING
     large_parameters: int = 0
-    largest_parameter: int = 0
+    tensors: tuple[int, ...] = ()
     ways: Mapping[str, Way] = field(default_factory=dict)
 
     @property
@@ -188,9 +188,9 @@ def _part(found: Mapping[str, Any]) -> Part:
     ways = {
         remat: Way(**{name: _holding(value) for name, value in way.items()}) for remat, way in found["ways"].items()
     }
-    rest = {name: value for name, value in found.items() if name != "ways"}
+    rest = {name: value for name, value in found.items() if name not in ("ways", "tensors")}
     own: dict[str, Any] = {name: Amount(**value) if isinstance(value, dict) else value for name, value in rest.items()}
-    return Part(**own, ways=ways)
+    return Part(**own, ways=ways, tensors=tuple(found["tensors"]))
 
 
 def _holding(found: Mapping[str, Any]) -> Holding:

@@ -11,6 +11,7 @@ from paceline.plan.hardware import Device
 from paceline.plan.work import Work, compute_bytes
 
 _BUCKET = 25 << 20
+_FIRST_BUCKET = 1 << 20
 _CPU_BUCKET = 10 << 20
 LARGE_BYTES = 16 << 20
 _LARGEST = 1 / 3  # of a block's parameters, in its largest tensor where it is not known; an end is mostly one tensor
@@ -62,7 +63,7 @@ class Elements:
 
     `dense` may be sharded, `experts` lie whole on their ep ranks; `ends` of the dense are in no block, `block` is the
     largest block's, `end` are those whose gradients come last: the first part's, or a block's. `trained` is the part of
-    1 that has gradients, `large` are in tensors that travel alone, `largest_block` and `largest_end` in the largest tensor.
+    1 that has gradients, `large` are in tensors that travel alone, `largest_block` and `largest_end` in the largest one.
     """
 
     dense: float
@@ -102,15 +103,30 @@ def elements_of(facts: ModelFacts, chain: Chain, counts: Counts, *, tp: int, ep:
         block=block,
         end=min(dense, max(counts[0] * each[0], block)),
         trained=1 - frozen / every if every else 0.0,
-        large=sum(count * part.large_parameters for count, part in parts) / tp,
+        large=_alone(facts, parts, tp=tp),
         largest_block=max((_largest(part, _LARGEST) for count, part in parts[2:] if count), default=0.0) / tp,
         largest_end=max((_largest(part, 1.0) for count, part in parts[:2] if count), default=0.0) / tp,
         buffer_bytes=sum(count * part.buffer_bytes for count, part in parts),
     )
 
 
+def _alone(facts: ModelFacts, parts: Sequence[tuple[int, Part]], *, tp: int) -> float:
+    """Elements of tensors that travel without a buffer: large ones, but for the model's first, which has room for flags
+    beside it, and its last, which by itself fills the small buffer that is sent first."""
+    each, (first, last) = facts.element_bytes / tp, (part.tensors if count else () for count, part in parts[:2])
+    found = 0.0
+    for count, part in parts:
+        large = sum(n for n in part.tensors if each * n > LARGE_BYTES) if part.tensors else part.large_parameters
+        found += count * large / tp
+    if first and each * first[0] > LARGE_BYTES:
+        found -= first[0] / tp
+    if last and _FIRST_BUCKET <= each * last[-1] <= LARGE_BYTES:
+        found += last[-1] / tp
+    return found
+
+
 def _largest(part: Part, share: float) -> float:
-    return part.largest_parameter or share * part.parameters
+    return max(part.tensors, default=0) or share * part.parameters
 
 
 def static_bytes(elements: Elements, candidate: Candidate, facts: ModelFacts) -> tuple[float, float, float]:
@@ -132,8 +148,8 @@ class Alive:
     `tail_cast_bytes`) while blocks run backward.
 
     For a moment: `tail_moment_bytes` before that part's backward is over, then of one block or what stands before them
-    `again_bytes` and `again_cast_bytes` for its second run and `moment_bytes` beside. `end_bytes` is what is left in
-    the last block's backward, when all gradients are there; `border_bytes` go to the next stage.
+    `again_bytes` and `again_cast_bytes` for its second run and `moment_bytes` beside. `end_bytes` is what is left, with
+    all of that, in the first block's backward, when all gradients are there; `border_bytes` go to the next stage.
     """
 
     held: int
@@ -164,7 +180,8 @@ def alive_of(works: Sequence[Work], stages: Sequence[Counts], *, held: int, tota
     """Of one rank's stages: each is held as often as the others, the fullest of them once more."""
     totals = [_sum(s, [work.kept_bytes for work in works]) for s in stages]
     casts = [_sum(s, [work.cast_bytes for work in works]) for s in stages]
-    body = [work for place, work in enumerate(works) if place != 1 and any(s[place] for s in stages)] or [works[1]]
+    blocks = [work for place, work in enumerate(works) if place > 1 and any(s[place] for s in stages)]
+    body = [*blocks, *([works[0]] if any(s[0] for s in stages) else [])] or [works[1]]
     tail = works[1] if any(s[1] for s in stages) else None
     before = works[0].kept_bytes if any(s[0] for s in stages) else 0.0
     rest = _dealt(totals, max(0, held - len(stages)))
@@ -179,9 +196,13 @@ def alive_of(works: Sequence[Work], stages: Sequence[Counts], *, held: int, tota
         again_bytes=max(work.again_bytes for work in body),
         again_cast_bytes=max(work.again_cast_bytes for work in body),
         moment_bytes=max(work.moment_bytes for work in body),
-        end_bytes=rest + before + max(work.kept_bytes + work.cast_bytes for work in body),
+        end_bytes=rest + before + max(map(_alone_bytes, blocks or body)),
         border_bytes=max(work.border_bytes for work in [*body, *([tail] if tail else [])]),
     )
+
+
+def _alone_bytes(work: Work) -> float:
+    return work.kept_bytes + work.cast_bytes + work.again_bytes + work.again_cast_bytes + work.moment_bytes
 
 
 def _sum(stage: Counts, each: Sequence[float]) -> float:
@@ -211,9 +232,7 @@ def memory_of(
         if not is_out:
             stepping["optimizer"] = optimizer  # it is moved to the device for the step
     if candidate.zero < 2 and alive.is_before_gradients:
-        first, second, end = working
-        none = {"gradients": 0.0}
-        phases = [first | none, second | none, end]
+        phases = [*({**phase, "gradients": 0.0} for phase in working[:-1]), working[-1]]
     else:
         phases = working
     moments = [_at(own, phase, device, efficiency, host) for phase in (*phases, stepping)]
@@ -235,7 +254,8 @@ def _stepping(candidate: Candidate, facts: ModelFacts, elements: Elements, devic
 def _working(
     candidate: Candidate, facts: ModelFacts, elements: Elements, alive: Alive, device: Device
 ) -> Iterator[dict[str, float]]:
-    """At the loss, in the last block's backward, and in the first one's, when all gradients are there."""
+    """At the loss, at the head's gradient, in the last block's backward, and in the first one's, when all gradients are
+    there."""
     wide = candidate.params == "fp32"
     each, trained = facts.element_bytes, facts.element_bytes * elements.trained
     gathered = compute_bytes("bf16") if candidate.params == "bf16" else each
@@ -245,32 +265,38 @@ def _working(
     flat = 0.0
     if candidate.zero < 2 and candidate.replicas * candidate.cp > 1:
         flat = trained * max(0.0, elements.dense + elements.experts - elements.large)
-    units = [0.0, 0.0]
+    waiting = filling = end = 0.0
     if candidate.zero >= 2:
         dense = trained * elements.dense
         unit = _unit(elements.largest_block, trained * elements.block, trained, device)
         end = _unit(elements.largest_end, trained * elements.ends, trained, device)
-        copies = 1 if device.is_accelerator else 2  # gloo copies what it reduces and scatters
-        units = [copies * min(dense, end + unit), copies * min(dense, max(end + unit, 3 * unit))]
+        # gloo keeps and copies what it reduces until somebody waits; else only its result waits, of two units
+        share = 1 / candidate.dp_shard if device.is_accelerator else 2 + 1 / candidate.dp_shard
+        waiting, filling = min(dense, end + unit) * share, min(dense, unit) * (1 + 2 * share)
     cast = alive.cast_bytes * wide
     yield {
         "activations": alive.held_bytes + cast,
         "gathered": root + blocks,
-        "buffers": flat + units[0] + borders,
+        "buffers": flat + waiting + borders,
         "temporaries": alive.tail_moment_bytes,
+    }
+    yield {
+        "activations": alive.held_bytes + cast - alive.tail_bytes - alive.tail_cast_bytes * wide,
+        "gathered": root + blocks,
+        "buffers": flat + waiting + end + borders,
+        "temporaries": trained * elements.largest_end,
     }
     again = alive.again_bytes + alive.again_cast_bytes * wide
     yield {
         "activations": alive.held_bytes + cast - alive.tail_bytes - alive.tail_cast_bytes * wide + again,
-        "gathered": root + 3 * blocks,
-        "buffers": flat + units[1] + borders,
+        "gathered": root + 2 * blocks,
+        "buffers": flat + filling + borders,
         "temporaries": alive.moment_bytes,
     }
     yield {
-        "activations": alive.end_bytes + again,
-        "gathered": root + 2 * blocks,
-        "buffers": units[1] + borders,
-        "temporaries": alive.moment_bytes,
+        "activations": alive.end_bytes,
+        "gathered": root + blocks,
+        "buffers": filling + borders,
     }
 
 

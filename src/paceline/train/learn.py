@@ -15,7 +15,6 @@ from paceline.measure.held import held_now
 from paceline.measure.hollow import Hollow
 from paceline.measure.tally import FIRST, LAST, Cost, Tally
 from paceline.place.experts.find import find_experts
-from paceline.place.units import LARGE_BYTES, num_bytes
 from paceline.plan.facts import Amount, Keeps, ModelFacts, Part, Way
 from paceline.spec.settings import Settings
 from paceline.step.passes import backward, forward
@@ -34,8 +33,7 @@ class _Run:
 
     costs: dict[str, Cost]
     parameters: dict[str, int]
-    large: dict[str, int]
-    largest: dict[str, int]
+    tensors: dict[str, tuple[int, ...]]
     frozen: int
     buffer_bytes: int
     state_bytes: int
@@ -74,7 +72,7 @@ def _learnt(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
         refused["ep"] = "the model has no experts to split"
     if length is None:
         refused["cp"] = "the job does not say which dimension of its batch is the sequence"
-    ways = ways_of(job, settings, tp_sizes=tp_sizes)
+    ways = ways_of(job, settings, has_tp=bool(tp_sizes))
     parts = {
         name: _part(name, few, more, shorter, split, length, experts.get(name, 0), ways.get(name, {}))
         for name in few.costs
@@ -153,8 +151,7 @@ def _look(job: Job, settings: Settings, layout: str, ranks: int, *, samples: int
             found = _Run(
                 costs=tally.costs,
                 parameters={name: sum(p.numel() for p in own) for name, own in every.items()},
-                large={name: sum(p.numel() for p in own if num_bytes(p) > LARGE_BYTES) for name, own in every.items()},
-                largest={name: max((p.numel() for p in own), default=0) for name, own in every.items()},
+                tensors={name: tuple(p.numel() for p in own) for name, own in every.items()},
                 frozen=sum(p.numel() for p in built.model.parameters() if not p.requires_grad),
                 buffer_bytes=sum(buffer.nbytes for buffer in built.model.buffers()),
                 state_bytes=state,
@@ -245,7 +242,6 @@ def _part(
         tp_bytes=tp_bytes,
         tp_calls=calls,
         ep_bytes=amount("output_bytes").times(2) if experts else Amount(),
-        large_parameters=few.large[name],
-        largest_parameter=few.largest[name],
+        tensors=few.tensors[name],
         ways=ways,
     )

@@ -1,8 +1,7 @@
-"""What a job's parts hold under each way of recomputation, and what tp leaves of it: seen, on memory without numbers."""
+"""What a job's parts hold under each way of recomputation, and what tp leaves of it: seen without numbers."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from paceline.measure.hollow import Hollow
 from paceline.measure.lives import Life, Lives
 from paceline.plan.facts import Holding, Way
 from paceline.spec.settings import Settings
+from paceline.step.parts import Parts
 from paceline.step.passes import backward, forward
 from paceline.streams import preserved
 from paceline.torch_modes import nobody_there
@@ -24,60 +24,46 @@ REMATS = ("none", "selective", "full")
 _Seen = Mapping[str, Life]
 
 
-def ways_of(job: Job, settings: Settings, *, tp_sizes: Sequence[int]) -> dict[str, dict[str, Way]]:
+def ways_of(job: Job, settings: Settings, *, has_tp: bool) -> dict[str, dict[str, Way]]:
     """By part, then by `remat`; one that the model can't have is not there."""
     length, found = length_of(job, settings), dict[str, dict[str, Way]]()
     for remat in REMATS:
         with suppress(Exception):  # what can't be had is refused where it is asked for
             alone = "single" if remat == "none" else f"dp=1,remat={remat}"
-            each = [_lives(job, settings, alone, 1, samples=n) for n in (FEW, MORE)]
-            each += [_lives(job, settings, alone, 1, samples=FEW, length=n) for n in lengths_of(length)]
-            splits = [_splits(job, settings, remat, tp_sizes, sequence=sequence) for sequence in (False, True)]
+            sizes = [(FEW, None), (MORE, None), *((FEW, short) for short in lengths_of(length))]
+            each = _lives(job, settings, alone, 1, sizes=sizes)
+            splits = [_split(job, settings, remat, sequence=n) if has_tp else None for n in (False, True)]
             for name in each[0]:
-                kept, moment = (
-                    _holding([getattr(seen[name], what) for seen in each], length, [
-                        {size: getattr(seen[name], what) for size, seen in split.items()} for split in splits
-                    ])
-                    for what in ("kept_bytes", "moment_bytes")
-                )  # fmt: skip
-                found.setdefault(name, {})[remat] = Way(kept=kept, moment=moment)
-    return found
+                seen, tp = [one[name] for one in each], [one[name] if one else None for one in splits]
+                found.setdefault(name, {})[remat] = _way(seen, tp, length)
+    return {name: ways for name, ways in found.items() if "none" in ways}
 
 
-def _splits(job: Job, settings: Settings, remat: str, tp_sizes: Sequence[int], *, sequence: bool) -> dict[int, _Seen]:
-    """On two and on four ranks, where the model can be split so."""
-    found = {}
-    for size in (size for size in tp_sizes if size <= 4):
-        words = f"tp={size},remat={remat}{',sequence=true' if sequence else ''}"
-        with suppress(Exception):
-            found[size] = _lives(job, settings, words, size, samples=FEW)
-    return found
+def _split(job: Job, settings: Settings, remat: str, *, sequence: bool) -> _Seen | None:
+    """On two ranks, where the model can be split so."""
+    with suppress(Exception):
+        words = f"tp=2,remat={remat}{',sequence=true' if sequence else ''}"
+        return _lives(job, settings, words, 2, sizes=[(FEW, None)])[0]
+    return None
 
 
-def _holding(values: Sequence[float], length: int | None, splits: Sequence[Mapping[int, float]]) -> Holding:
-    (whole, cut), (sequence_whole, sequence_cut) = (_parts(values[0], split) for split in splits)
-    return Holding(
-        amount=amount_through(values, length),
-        whole=whole, cut=cut, sequence_whole=sequence_whole, sequence_cut=sequence_cut,
-    )  # fmt: skip
+def _way(seen: Sequence[Life], splits: Sequence[Life | None], length: int | None) -> Way:
+    def holding(what: str) -> Holding:
+        values = [getattr(one, what) for one in seen]
+        cuts = [0.0 if one is None or not values[0] else 2 * (1 - getattr(one, what) / values[0]) for one in splits]
+        return Holding(
+            amount=amount_through(values, length),
+            whole=1 - cuts[0], cut=cuts[0], sequence_whole=1 - cuts[1], sequence_cut=cuts[1],
+        )  # fmt: skip
+
+    return Way(kept=holding("kept_bytes"), moment=holding("moment_bytes"))
 
 
-def _parts(alone: float, split: Mapping[int, float]) -> tuple[float, float]:
-    """Parts of what one rank alone holds: what stays on each, and what is divided."""
-    sizes = sorted(split)
-    if not alone or not sizes:
-        return 0.0, 1.0
-    if len(sizes) == 1:
-        cut = 2 * (1 - split[sizes[0]] / alone)
-        return 1 - cut, cut
-    ((few, more),) = pairwise(sizes[:2])
-    cut = (split[few] - split[more]) / alone / (1 / few - 1 / more)
-    return split[few] / alone - cut / few, cut
-
-
-def _lives(job: Job, settings: Settings, layout: str, ranks: int, *, samples: int, length: int | None = None) -> _Seen:
-    """The second of two microbatches, so that gradients are there and are added to."""
-    plan = plan_of(settings, layout, ranks, samples=samples)
+def _lives(
+    job: Job, settings: Settings, layout: str, ranks: int, *, sizes: Sequence[tuple[int, int | None]]
+) -> list[_Seen]:
+    """Of a microbatch of each number of samples and length, after one that has left gradients to be added to."""
+    plan = plan_of(settings, layout, ranks, samples=FEW)
     scene = Scene(mesh=plan.mesh)
     heard: list[Lives] = []
 
@@ -91,25 +77,32 @@ def _lives(job: Job, settings: Settings, layout: str, ranks: int, *, samples: in
             hollow.holds = False
             built = build(job=job, settings=settings, plan=plan, world=scene.world(0, backend=plan.backend))
             hollow.holds = True
-            batch = samples_of(job, settings, samples=samples).micro[0].data
-            batch = batch if length is None else shortened(batch, length_of(job, settings), length)
+            blocks, batches = blocks_of(built.model), [_batch(job, settings, *size) for size in sizes]
             built.model.train()
             parts = built.step.parts
-            parts.contract.learn(batch)
+            parts.contract.learn(batches[0])
             parts.tape.begin()
             parts.reducer.begin()
-            lives = Lives(blocks=blocks_of(built.model))
-            for number in range(2):
-                if number:
-                    heard.append(lives)
-                with lives.running() if number else nullcontext():
-                    terms = forward(parts, parts.portion(batch), step=0, index=number, num_samples=samples)
-                    loss = torch.stack([total for total, _ in terms.values()]).sum()
-                    del terms
-                    if number:
-                        lives.turn()
-                    backward(parts, loss, last=False)
-                    heard.clear()
-                    del loss
+            _pass(parts, batches[0], samples=FEW, lives=None, heard=heard)
+            found = [Lives(blocks=blocks) for _ in sizes]
+            for lives, batch, (samples, _) in zip(found, batches, sizes, strict=True):
+                with lives.running():
+                    _pass(parts, batch, samples=samples, lives=lives, heard=heard)
             built.close()
-    return lives.lives
+    return [lives.lives for lives in found]
+
+
+def _batch(job: Job, settings: Settings, samples: int, length: int | None) -> Any:
+    batch = samples_of(job, settings, samples=samples).micro[0].data
+    return batch if length is None else shortened(batch, length_of(job, settings), length)
+
+
+def _pass(parts: Parts, batch: Any, *, samples: int, lives: Lives | None, heard: list[Lives]) -> None:
+    heard += [lives] if lives is not None else []
+    terms = forward(parts, parts.portion(batch), step=0, index=0, num_samples=samples)
+    loss = torch.stack([total for total, _ in terms.values()]).sum()
+    del terms
+    if lives is not None:
+        lives.turn()
+    backward(parts, loss, last=False)
+    heard.clear()
