@@ -29,6 +29,7 @@ from paceline.plan.memory import Memory
 from paceline.plan.settle import Cluster, Facts, settle
 from paceline.spec.update import parse_update
 from paceline.train.learn import learn_facts
+from paceline.train.plan_run import with_stages
 from paceline.train.ready import Ready, prepare
 from paceline.train.replay import Replayed, replay
 from paceline.train.shallow import built_once
@@ -167,7 +168,8 @@ def replayed_of(ready: Ready, candidate: Candidate, forecast: Forecast) -> Repla
         cluster=Cluster(ranks=candidate.ranks, device=forecast.fleet.device.kind),
         facts=Facts(global_batch_size=facts.global_batch_size, micro_batch_size=candidate.micro_batch_size),
     )
-    return max(replay(ready.job, ready.settings, plan), key=lambda stage: stage.peak.total)
+    settings = with_stages(ready.settings, forecast.estimate(candidate).stages)
+    return max(replay(ready.job, settings, plan), key=lambda stage: stage.peak.total)
 
 
 def against(case: Case, cluster: str, ready: Ready, forecast: Forecast, candidate: Candidate) -> Against:

@@ -63,7 +63,7 @@ class Elements:
 
     `dense` may be sharded, `experts` lie whole on their ep ranks; `ends` of the dense are in no block, `block` is the
     largest block's, `end` are those whose gradients come last: the first part's, or a block's. `trained` is the part of
-    1 that has gradients, `large` are in tensors that travel alone, `largest_block` and `largest_end` in the largest one.
+    1 that has gradients, `large` are in tensors that travel alone, `largest_block`, `largest_end` in the largest one.
     """
 
     dense: float

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.plan.efficiency import Efficiency
-from paceline.plan.facts import Amount, Part
+from paceline.plan.facts import Amount, Holding, Part
 from paceline.plan.hardware import Device, Group
 
 _SHORT = {"bf16": 2, "fp16": 2, "float8": 2}  # products in 8 bits take numbers that are kept in 16
@@ -193,11 +193,22 @@ def _seen(part: Part, split: Split, device: Device, remat: str) -> tuple[float, 
     way, own = part.ways.get(remat, part.ways["none"]), _own(split)
     plain = part.ways["none"].kept
     copies = replace(plain, amount=Amount(fixed=max(0.0, plain.amount.fixed) * (split.precision in _SHORT)))
-    casts, kept, moment = copies.at(**own), way.kept.at(**own), way.moment.at(**own)
+    size = split.cp.size
+    casts, kept, moment = (
+        copies.at(**own),
+        _in_ring(way.kept, size, 0.0).at(**own),
+        _in_ring(way.moment, size, 1 / size).at(**own),
+    )
     if remat == "none" or "none" not in part.ways:
         return max(0.0, kept - casts), min(casts, kept), moment, 0.0
     again = min(casts, moment)
     return kept, 0.0, moment - again, again
+
+
+def _in_ring(holding: Holding, cp: int, left: float) -> Holding:
+    """Over cp attention is a ring that keeps no scores of pairs, and has those of one rank's keys at a time."""
+    amount = holding.amount
+    return holding if cp == 1 else replace(holding, amount=replace(amount, pair=left * max(0.0, amount.pair)))
 
 
 def _own(split: Split) -> dict[str, Any]:

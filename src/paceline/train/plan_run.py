@@ -9,10 +9,12 @@ from typing import Any
 from paceline.errors import PacelineError
 from paceline.plan.advice import Advice, advise
 from paceline.plan.candidate import Candidate
+from paceline.plan.estimate import Estimate
 from paceline.plan.facts import ModelFacts
 from paceline.plan.forecast import Forecast
 from paceline.plan.hardware import Fleet, fleet_of
 from paceline.plan.settle import Cluster, Facts, Plan, settle
+from paceline.spec.settings import Settings
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.spec.words import size
@@ -60,7 +62,7 @@ def _decided(ready: Ready, facts: ModelFacts, fleet: Fleet) -> tuple[Advice, dic
     first = advice = advise(forecast)
     for _ in range(_MOST_TRIES):
         best = advice.recommended
-        found = seen[str(best.candidate)] = _replayed(ready, best.candidate, facts, fleet)
+        found = seen[str(best.candidate)] = _replayed(ready, best, facts, fleet)
         if not found.error and found.peak_bytes <= room:
             break
         reckoned = best.peak_bytes - fleet.device.reserve_bytes
@@ -70,7 +72,7 @@ def _decided(ready: Ready, facts: ModelFacts, fleet: Fleet) -> tuple[Advice, dic
     for row in advice.rows:
         candidate, left = row.estimate.candidate, _MOST_SECONDS - (time.monotonic() - began)
         if str(candidate) not in seen and each * _work(candidate, facts) < left:
-            seen[str(candidate)] = _replayed(ready, candidate, facts, fleet)
+            seen[str(candidate)] = _replayed(ready, row.estimate, facts, fleet)
     return replace(advice, case=first.case), seen
 
 
@@ -89,11 +91,16 @@ def _work(candidate: Candidate, facts: ModelFacts) -> int:
     return plan.num_micro // plan.replicas * max(1, len(facts.blocks))
 
 
-def _replayed(ready: Ready, candidate: Candidate, facts: ModelFacts, fleet: Fleet) -> Seen:
-    began = time.monotonic()
+def with_stages(settings: Settings, stages: tuple[int, ...]) -> Settings:
+    """With as many blocks in each stage as the forecast has, where a run would cut otherwise by itself."""
+    return settings if len(set(stages)) < 2 else replace(settings, place=replace(settings.place, stages=stages))
+
+
+def _replayed(ready: Ready, estimate: Estimate, facts: ModelFacts, fleet: Fleet) -> Seen:
+    began, candidate = time.monotonic(), estimate.candidate
     try:
         plan = _settled(candidate, facts, fleet.device.kind)
-        stages = replay(ready.job, ready.settings, plan)
+        stages = replay(ready.job, with_stages(ready.settings, estimate.stages), plan)
     except PacelineError as error:
         return Seen(layout=candidate.layout, error=error.what)
     fullest: Replayed = max(stages, key=lambda stage: stage.peak.total)
