@@ -80,8 +80,9 @@ class Part:
     exchanged over ep, there and back; `expert_flops` are those of `matmul_flops` that experts do. `cp_bytes` are keys
     and values, which go round a ring over cp. `selective_saved_bytes` are what `remat=selective` keeps beside the
     input, undivided. `large_parameters` are the elements of tensors above 16 MiB, which travel without a buffer:
-    counted here only where `tensors`, the elements of each, are not known. `ways` are what was seen of its memory, by
-    `remat`: they stand for what is said here of saved bytes and of the peak.
+    counted here only where `tensors`, the elements of each, are not known. `tp_parameters` are a rank's for sizes of tp
+    that were seen: not all of `split_parameters` may divide. `ways` are what was seen of its memory, by `remat`: they
+    stand for what is said here of saved bytes and of the peak.
     """
 
     name: str
@@ -106,12 +107,20 @@ class Part:
     selective_saved_bytes: Amount = NOTHING
     large_parameters: int = 0
     tensors: tuple[int, ...] = ()
+    tp_parameters: tuple[tuple[int, int], ...] = ()
     ways: Mapping[str, Way] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
         """Elements, undivided."""
         return self.whole_parameters + self.split_parameters + self.expert_parameters
+
+    def held_parameters(self, *, tp: int, ep: int) -> float:
+        """Elements on one of `tp` × `ep` ranks, but for experts that are apart."""
+        for size, held in self.tp_parameters:
+            if size == tp and ep == 1:
+                return held
+        return self.whole_parameters + (self.split_parameters + (self.expert_parameters if ep == 1 else 0)) / tp
 
     @property
     def flops(self) -> Amount:
@@ -188,9 +197,10 @@ def _part(found: Mapping[str, Any]) -> Part:
     ways = {
         remat: Way(**{name: _holding(value) for name, value in way.items()}) for remat, way in found["ways"].items()
     }
-    rest = {name: value for name, value in found.items() if name not in ("ways", "tensors")}
+    rest = {name: value for name, value in found.items() if name not in ("ways", "tensors", "tp_parameters")}
     own: dict[str, Any] = {name: Amount(**value) if isinstance(value, dict) else value for name, value in rest.items()}
-    return Part(**own, ways=ways, tensors=tuple(found["tensors"]))
+    pairs = tuple((size, held) for size, held in found["tp_parameters"])
+    return Part(**own, ways=ways, tensors=tuple(found["tensors"]), tp_parameters=pairs)
 
 
 def _holding(found: Mapping[str, Any]) -> Holding:

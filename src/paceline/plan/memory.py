@@ -85,10 +85,7 @@ class Elements:
 
 def elements_of(facts: ModelFacts, chain: Chain, counts: Counts, *, tp: int, ep: int) -> Elements:
     """Of these parts, on one of `tp` × `ep` ranks. What the ends share is held once where both are on the rank."""
-    each = [
-        part.whole_parameters + (part.split_parameters + (part.expert_parameters if ep == 1 else 0)) / tp
-        for part in chain.parts
-    ]
+    each = [part.held_parameters(tp=tp, ep=ep) for part in chain.parts]
     tied = facts.tied / (tp if facts.last.split_parameters >= facts.tied else 1) if counts[0] and counts[1] else 0.0
     parts = list(zip(counts, chain.parts, strict=True))
     every = sum(count * part.parameters for count, part in parts)

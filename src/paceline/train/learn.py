@@ -63,7 +63,8 @@ def _learnt(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
     shorter = [_look(job, settings, "single", 1, samples=FEW, length=n) for n in lengths_of(length)]
     refused: dict[str, str] = {}
     split = _tried(lambda: _look(job, settings, "tp", 2, samples=FEW), refused, "tp")
-    tp_sizes = _sizes(job, settings, "tp", most_ranks) if split is not None else ()
+    sizes = _sizes(job, settings, "tp", most_ranks) if split is not None else {}
+    tp_sizes = tuple(sizes)
     names = [name for name in few.costs if name not in (FIRST, LAST)]
     if not names:
         refused |= {"pp": "no chain of blocks was found", "remat": "no block repeats"}
@@ -74,7 +75,7 @@ def _learnt(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
         refused["cp"] = "the job does not say which dimension of its batch is the sequence"
     ways = ways_of(job, settings, has_tp=bool(tp_sizes))
     parts = {
-        name: _part(name, few, more, shorter, split, length, experts.get(name, 0), ways.get(name, {}))
+        name: _part(name, few, more, shorter, split, length, experts.get(name, 0), ways.get(name, {}), sizes)
         for name in few.costs
     }
     trained = sum(few.parameters.values()) - few.frozen
@@ -102,14 +103,15 @@ def _tried(call: Callable[[], Any], refused: dict[str, str], axis: str) -> Any:
         return None
 
 
-def _sizes(job: Job, settings: Settings, axis: str, most: int) -> tuple[int, ...]:
-    """The powers of two that can be had; where one can't, no larger one is tried."""
-    found = []
+def _sizes(job: Job, settings: Settings, axis: str, most: int) -> dict[int, dict[str, int]]:
+    """The powers of two that can be had, with a rank's parameters; where one can't, no larger one is tried."""
+    found = {}
     for size in _powers(most):
-        if size > 2 and _tried(partial(_look, job, settings, axis, size, samples=1), {}, axis) is None:
+        seen = _tried(partial(_look, job, settings, axis, size, samples=1), {}, axis)
+        if seen is None:
             break
-        found.append(size)
-    return tuple(found)
+        found[size] = seen.parameters
+    return found
 
 
 def _powers(most: int) -> tuple[int, ...]:
@@ -207,6 +209,7 @@ def _part(
     length: int | None,
     experts: int,
     ways: Mapping[str, Way],
+    sizes: Mapping[int, Mapping[str, int]],
 ) -> Part:
     def amount(what: str) -> Amount:
         values = [getattr(run.costs[name], what) for run in (few, more, *shorter)]
@@ -243,5 +246,6 @@ def _part(
         tp_calls=calls,
         ep_bytes=amount("output_bytes").times(2) if experts else Amount(),
         tensors=few.tensors[name],
+        tp_parameters=tuple((size, held[name]) for size, held in sizes.items()),
         ways=ways,
     )

@@ -50,13 +50,20 @@ def _split(job: Job, settings: Settings, remat: str, *, sequence: bool) -> _Seen
 def _way(seen: Sequence[Life], splits: Sequence[Life | None], length: int | None) -> Way:
     def holding(what: str) -> Holding:
         values = [getattr(one, what) for one in seen]
-        cuts = [0.0 if one is None or not values[0] else 2 * (1 - getattr(one, what) / values[0]) for one in splits]
+        (whole, cut), (sequence_whole, sequence_cut) = (
+            _parts(1.0 if one is None or not values[0] else getattr(one, what) / values[0]) for one in splits
+        )
         return Holding(
             amount=amount_through(values, length),
-            whole=1 - cuts[0], cut=cuts[0], sequence_whole=1 - cuts[1], sequence_cut=cuts[1],
+            whole=whole, cut=cut, sequence_whole=sequence_whole, sequence_cut=sequence_cut,
         )  # fmt: skip
 
     return Way(kept=holding("kept_bytes"), moment=holding("moment_bytes"))
+
+
+def _parts(half: float) -> tuple[float, float]:
+    """What stays on every rank and what is divided, as parts of one rank's alone, from what two ranks each have."""
+    return (0.0, 2 * half) if half < 0.5 else (2 * half - 1, 2 - 2 * half)
 
 
 def _lives(
