@@ -244,7 +244,7 @@ def _stepping(candidate: Candidate, facts: ModelFacts, elements: Elements, devic
     if candidate.zero in (1, 2):
         each = facts.element_bytes * elements.trained
         whole = _unit(elements.largest, each * elements.dense, each, device)
-        phase["buffers"] = 2 * whole * (1 + 1 / candidate.dp_shard)
+        phase["buffers"] = min(2 * whole, each * elements.dense) * (1 + 1 / candidate.dp_shard)
     return phase
 
 
@@ -265,7 +265,7 @@ def _working(
     waiting = filling = end = 0.0
     if candidate.zero >= 2:
         dense = trained * elements.dense
-        unit = _unit(elements.largest_block, trained * elements.block, trained, device)
+        unit = _unit(elements.largest_block, dense - trained * elements.ends, trained, device)
         end = _unit(elements.largest_end, trained * elements.ends, trained, device)
         # gloo keeps and copies what it reduces until somebody waits; else only its result waits, of two units
         share = 1 / candidate.dp_shard if device.is_accelerator else 2 + 1 / candidate.dp_shard

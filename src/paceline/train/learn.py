@@ -73,7 +73,7 @@ def _learnt(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
         refused["ep"] = "the model has no experts to split"
     if length is None:
         refused["cp"] = "the job does not say which dimension of its batch is the sequence"
-    ways = ways_of(job, settings, has_tp=bool(tp_sizes))
+    ways = ways_of(job, settings, tp_sizes=tp_sizes)
     parts = {
         name: _part(name, few, more, shorter, split, length, experts.get(name, 0), ways.get(name, {}), sizes)
         for name in few.costs

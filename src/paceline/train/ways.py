@@ -20,11 +20,12 @@ from paceline.train.imagined import Scene
 from paceline.train.samples import FEW, MORE, amount_through, length_of, lengths_of, plan_of, samples_of, shortened
 from paceline.train.shallow import blocks_of
 
+_NODE = 8
 REMATS = ("none", "selective", "full")
 _Seen = Mapping[str, Life]
 
 
-def ways_of(job: Job, settings: Settings, *, has_tp: bool) -> dict[str, dict[str, Way]]:
+def ways_of(job: Job, settings: Settings, *, tp_sizes: Sequence[int]) -> dict[str, dict[str, Way]]:
     """By part, then by `remat`; one that the model can't have is not there."""
     length, found = length_of(job, settings), dict[str, dict[str, Way]]()
     for remat in REMATS:
@@ -32,26 +33,29 @@ def ways_of(job: Job, settings: Settings, *, has_tp: bool) -> dict[str, dict[str
             alone = "single" if remat == "none" else f"dp=1,remat={remat}"
             sizes = [(FEW, None), (MORE, None), *((FEW, short) for short in lengths_of(length))]
             each = _lives(job, settings, alone, 1, sizes=sizes)
-            splits = [_split(job, settings, remat, sequence=n) if has_tp else None for n in (False, True)]
+            splits = [_splits(job, settings, remat, tp_sizes, sequence=n) for n in (False, True)]
             for name in each[0]:
-                seen, tp = [one[name] for one in each], [one[name] if one else None for one in splits]
+                seen, tp = [one[name] for one in each], [{n: one[name] for n, one in few.items()} for few in splits]
                 found.setdefault(name, {})[remat] = _way(seen, tp, length)
     return {name: ways for name, ways in found.items() if "none" in ways}
 
 
-def _split(job: Job, settings: Settings, remat: str, *, sequence: bool) -> _Seen | None:
-    """On two ranks, where the model can be split so."""
-    with suppress(Exception):
-        words = f"tp=2,remat={remat}{',sequence=true' if sequence else ''}"
-        return _lives(job, settings, words, 2, sizes=[(FEW, None)])[0]
-    return None
+def _splits(job: Job, settings: Settings, remat: str, tp_sizes: Sequence[int], *, sequence: bool) -> dict[int, _Seen]:
+    """On two ranks and on as many as a node mostly has, where the model can be split so."""
+    found = {}
+    for size in sorted({min(tp_sizes), max(n for n in tp_sizes if n <= _NODE)} if tp_sizes else ()):
+        with suppress(Exception):
+            words = f"tp={size},remat={remat}{',sequence=true' if sequence else ''}"
+            found[size] = _lives(job, settings, words, size, sizes=[(FEW, None)])[0]
+    return found
 
 
-def _way(seen: Sequence[Life], splits: Sequence[Life | None], length: int | None) -> Way:
+def _way(seen: Sequence[Life], splits: Sequence[Mapping[int, Life]], length: int | None) -> Way:
     def holding(what: str) -> Holding:
         values = [getattr(one, what) for one in seen]
         (whole, cut), (sequence_whole, sequence_cut) = (
-            _parts(1.0 if one is None or not values[0] else getattr(one, what) / values[0]) for one in splits
+            _parts({size: getattr(one, what) / values[0] for size, one in few.items()} if values[0] else {})
+            for few in splits
         )
         return Holding(
             amount=amount_through(values, length),
@@ -61,9 +65,17 @@ def _way(seen: Sequence[Life], splits: Sequence[Life | None], length: int | None
     return Way(kept=holding("kept_bytes"), moment=holding("moment_bytes"))
 
 
-def _parts(half: float) -> tuple[float, float]:
-    """What stays on every rank and what is divided, as parts of one rank's alone, from what two ranks each have."""
-    return (0.0, 2 * half) if half < 0.5 else (2 * half - 1, 2 - 2 * half)
+def _parts(left: Mapping[int, float]) -> tuple[float, float]:
+    """What stays on every rank and what is divided, as parts of one rank's alone, from what so many each have left."""
+    if not left:
+        return 1.0, 0.0
+    few, more = min(left), max(left)
+    if few == more:
+        cut = (1 - left[few]) / (1 - 1 / few)
+        return (1 - cut, cut) if cut <= 1 else (0.0, few * left[few])
+    cut = (left[few] - left[more]) / (1 / few - 1 / more)
+    whole = left[few] - cut / few
+    return (whole, cut) if whole >= 0 else (0.0, few * left[few])
 
 
 def _lives(
