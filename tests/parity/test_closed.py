@@ -22,6 +22,7 @@ from paceline.train.ready import Ready
 from paceline.train.replay import replay
 from paceline.train.shallow import built_once
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.distributed.reduce_scatter_tensor")  # torch's own, of tp
 SIZES = {"width": 256, "depth": 4, "length": 128, "vocabulary": 4096}
 CASE = Case(family="llama", clusters=("4xH100-80G",), batch=16, job=SIZES)
 Known = tuple[Ready, ModelFacts]

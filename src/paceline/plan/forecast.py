@@ -4,6 +4,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from functools import cached_property
 
+from paceline.plan.alive import Alive, alive_of
 from paceline.plan.candidate import Candidate
 from paceline.plan.chain import Chain, Counts, chain_of
 from paceline.plan.efficiency import Efficiency, usual
@@ -11,7 +12,7 @@ from paceline.plan.estimate import Estimate
 from paceline.plan.facts import ModelFacts
 from paceline.plan.hardware import Fleet, group_of
 from paceline.plan.in_flight import most_held
-from paceline.plan.memory import Alive, Elements, Memory, alive_of, elements_of, memory_of
+from paceline.plan.memory import Elements, Memory, elements_of, memory_of
 from paceline.plan.seconds import Groups, Seconds, Stage, end_of, seconds_of, sharded, stage_of
 from paceline.plan.work import Split, Work, work_of
 from paceline.schedule.table import schedule_named
