@@ -44,7 +44,11 @@ class Alive:
 
 def alive_of(works: Sequence[Work], stages: Sequence[Counts], *, held: int, total: int) -> Alive:
     """Of one rank's stages: each is held as often as the others, the fullest of them once more."""
-    totals = [_sum(s, [work.kept_bytes for work in works]) for s in stages]
+    border = max((work.border_bytes for work in works[2:]), default=0.0)
+    given = [
+        0.0 if s[0] else border for s in stages
+    ]  # what the stage before has sent is kept as the first block's input
+    totals = [_sum(s, [work.kept_bytes for work in works]) + own for s, own in zip(stages, given, strict=True)]
     casts = [_sum(s, [work.cast_bytes for work in works]) for s in stages]
     blocks = [work for place, work in enumerate(works) if place > 1 and any(s[place] for s in stages)]
     body = [*blocks, *([works[0]] if any(s[0] for s in stages) else [])] or [works[1]]

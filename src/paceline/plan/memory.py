@@ -214,7 +214,7 @@ def _working(
     again = alive.again_bytes + alive.again_cast_bytes * wide
     yield {
         "activations": alive.held_bytes + cast - alive.tail_bytes - alive.tail_cast_bytes * wide + again,
-        "gathered": root + 2 * blocks,
+        "gathered": root + (2 + (candidate.pp > 1)) * blocks,  # a pipeline has a unit of another microbatch ahead too
         "buffers": flat + filling + borders,
         "temporaries": alive.moment_bytes,
     }
