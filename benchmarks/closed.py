@@ -206,7 +206,11 @@ def compared(cases: Sequence[Case], *, each: int, seed: int) -> Iterator[Against
     for place, case in enumerate(cases):
         ready = ready_for(case)
         most = max(read_fleet(cluster).ranks for cluster in case.clusters)
-        facts = learn_facts(ready.job, ready.settings, most_ranks=most)
+        try:
+            facts = learn_facts(ready.job, ready.settings, most_ranks=most)
+        except (PacelineError, RuntimeError) as error:
+            print(f"{case}: not learnt: {error}", file=sys.stderr)
+            continue
         draw = random.Random(f"{seed} {case} {place}")
         for number, cluster in enumerate(case.clusters):
             forecast = Forecast(facts=facts, fleet=read_fleet(cluster))
