@@ -102,18 +102,18 @@ def test_the_command_answers_with_its_fixed_keys(tmp_path: Path) -> None:
 
 def test_a_device_that_is_too_small_changes_the_choice(tmp_path: Path) -> None:
     small = (
-        "nodes = 1\ndevices = 4\ninside = 'pcie4'\n[device]\nname = 'small'\nmemory = '560 KiB'\nreserve = '1 B'\n"
+        "nodes = 1\ndevices = 4\ninside = 'pcie4'\n[device]\nname = 'small'\nmemory = '640 KiB'\nreserve = '1 B'\n"
         "bandwidth = '100 GB/s'\nfp32 = '1 TFLOP/s'\nbf16 = '1 TFLOP/s'\n"
     )
     (tmp_path / "small.toml").write_text(small)
-    (tmp_path / "large.toml").write_text(small.replace("560 KiB", "13 MiB"))
+    (tmp_path / "large.toml").write_text(small.replace("640 KiB", "13 MiB"))
     found = {}
     for name in ("small", "large"):
         done = plan(f"{ROOT / 'tests' / 'zoo.py'}:llama", "--cluster", f"{name}.toml", "--json", folder=tmp_path)
         assert done.returncode == 0, done.stderr + done.stdout
         found[name] = json.loads(done.stdout)
     assert found["large"]["case"] == 1 and found["small"]["case"] > 1
-    assert found["small"]["plans"][0]["peak_bytes"] <= 560 << 10
+    assert found["small"]["plans"][0]["peak_bytes"] <= 640 << 10
     assert found["small"]["recommended"] != found["large"]["recommended"]
 
 

@@ -171,7 +171,8 @@ def test_larger_microbatches_hold_more_and_never_take_longer_without_a_pipeline(
     for one in (candidate for candidate in found if candidate.pp == 1):
         larger = replace(one, micro_batch_size=2 * one.micro_batch_size)
         before, after = made.estimate(one), made.estimate(larger)
-        assert after.peak_bytes >= before.peak_bytes
+        if after.num_micro > 1 or before.num_micro == 1:  # at the loss of a step's only one there are no gradients yet
+            assert after.peak_bytes >= before.peak_bytes
         if before.num_micro == 2 * after.num_micro:
             assert after.step_seconds <= before.step_seconds * NEAR
 
@@ -209,8 +210,9 @@ def test_remat_never_holds_more_and_is_never_quicker(seed: int) -> None:
     made, found = some(seed)
     for candidate in (one for one in found if one.cp == 1):
         every = [made.estimate(replace(candidate, remat=remat)) for remat in ("none", "selective", "full")]
-        alive = [one.memory.activations for one in every]
-        assert alive[0] * NEAR >= alive[1] >= alive[2] / NEAR or alive[0] == 0
+        alive = [made.alive(one.candidate)[0] for one in every]
+        held = [one.held_bytes + one.cast_bytes for one in alive]
+        assert held[0] * NEAR >= held[1] >= held[2] / NEAR
         assert every[0].peak_bytes * NEAR >= every[1].peak_bytes >= every[2].peak_bytes / NEAR
         assert every[0].step_seconds <= every[1].step_seconds * NEAR
         assert every[1].seconds.again <= every[2].seconds.again

@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import published
+from benchmarks.published_rows import their_seconds
+
+from paceline.plan.efficiency import ON_GPU
 
 FOUND = tomllib.loads((Path(__file__).resolve().parents[2] / "benchmarks" / "published.toml").read_text())
 SOURCES, MODELS, RUNS = FOUND["sources"], FOUND["models"], FOUND["runs"]
@@ -112,3 +116,25 @@ def test_no_device_is_faster_than_its_peak(row: Row) -> None:
         "mfu": row["value"] * peak,
     }.get(row["figure"], row["value"] * 1e12)
     assert 0.05 * peak < done < 0.8 * peak
+
+
+def test_constants_are_fixed_from_their_own_rows_alone() -> None:
+    with pytest.raises(SystemExit):
+        published.main(["--rows", "test", "--fit"])
+    assert all(low < published.ANCHORS[name] < high for name, (low, high) in published.BOUNDS.items())
+    rows = [row for row in RUNS if row["role"] == "fit"]
+    here = {name: getattr(ON_GPU, name) for name in published.BOUNDS}
+    least = published.loss(rows, here)
+    for name, (low, high) in published.BOUNDS.items():
+        for factor in (0.97, 1.03):
+            value = min(max(here[name] * factor, low), high)
+            assert published.loss(rows, {**here, name: value}) >= least, name
+
+
+def test_seconds_are_those_of_the_figure() -> None:
+    rows = {row["id"]: row for row in RUNS}
+    figures = {"llm-foundry/30b-8-a100-2048": 504 * 2048 / 8 / 916, "korthikanti-2022/22b-8-full": 1.42}
+    for name, seconds in figures.items():
+        assert their_seconds(rows[name]) == pytest.approx(seconds)
+    mfu = rows["korthikanti-2022/530b-2240-full"]  # eight times beside itself, as table 5 has it: 49.05 s
+    assert their_seconds(mfu) == pytest.approx(49.05, rel=0.06)

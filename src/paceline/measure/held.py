@@ -96,11 +96,12 @@ class Made:
         self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """What an operation gave."""
+        """What an operation gave, not what it was given: a view of what lay there before is no new memory."""
+        given = {id(tensor.untyped_storage()) for tensor in _within([args, kwargs])}
         for tensor in _within(result):
             storage = tensor.untyped_storage()
             place = id(storage)
-            if place not in self._storages:
+            if place not in self._storages and place not in given:
                 self._storages[place] = weakref.ref(storage, partial(self._forget, place))
 
     def _forget(self, place: int, _: object) -> None:

@@ -7,6 +7,8 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from paceline.world import World
+
 LARGE_BYTES = 16 << 20
 FIRST_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -49,13 +51,13 @@ def cut_units(named: Sequence[Named], *, bucket_bytes: int = BUCKET_BYTES) -> li
     return units
 
 
-def passing_bytes(device: torch.device) -> int:
+def passing_bytes(world: World) -> int:
     """How full a buffer gets that is made and let go in every step.
 
     On CPU less, since glibc hands blocks of more than 32 MiB back to the system at every free: every page is then
-    cleared anew in every step.
+    cleared anew in every step. Imagined ranks that send over nccl stand for GPUs.
     """
-    return PASSING_BYTES if device.type == "cpu" else BUCKET_BYTES
+    return PASSING_BYTES if world.device.type == "cpu" and world.backend != "nccl" else BUCKET_BYTES
 
 
 def _travels_alone(member: Named) -> tuple[bool, ...]:

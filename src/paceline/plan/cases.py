@@ -52,6 +52,14 @@ def _layers(alone: Forecast, samples: int) -> list[tuple[Part, float]]:
     works = alone.works(Candidate(micro_batch_size=samples, precision=alone.facts.precision))
     reserve = alone.fleet.device.reserve_bytes
     return [
-        (part, 2 * each * part.parameters + work.kept_bytes + work.cast_bytes + work.moment_bytes + reserve)
+        (
+            part,
+            2 * each * part.parameters
+            + work.kept_bytes
+            + work.cast_bytes
+            + work.again_bytes
+            + work.moment_bytes
+            + reserve,
+        )
         for part, work in zip(alone.chain.parts, works, strict=True)
     ]

@@ -8,9 +8,8 @@ Large Transformer Models", MLSys 2023) do: with GELU, dropout and everything in 
 
 from dataclasses import dataclass, replace
 
-from paceline.plan.facts import Amount, Keeps, ModelFacts, Part
+from paceline.plan.facts import NOTHING, Amount, Keeps, ModelFacts, Part
 
-_LARGE = 4 << 20  # elements of a float32 tensor of 16 MiB
 ADAMW = Keeps(name="AdamW", state_bytes=8.0, moment_bytes=4.0)
 
 
@@ -53,21 +52,31 @@ def decoder_facts(
     precision: str = "bf16",
     residual_bytes: int | None = None,
     is_fused: bool = False,
+    is_flash: bool = True,
     optimizer: Keeps = ADAMW,
 ) -> ModelFacts:
     """Parameters in float32; under `bf16` products are in bfloat16 and the residual stream stays float32 (autocast).
 
     `residual_bytes` of a number there, where it is not so. `is_fused`: a compiler joins what is elementwise, so that a
-    norm or a rotation reads and writes once; without, every operation does.
+    norm or a rotation reads and writes once; without, every operation does. Without `is_flash` attention writes the
+    scores of all pairs and reads them again: scaled and masked, normalised, dropped out.
     """
     short = 4 if precision == "fp32" else 2
     wide = residual_bytes or 4
     block = _block(sizes, short, wide, is_fused=is_fused)
+    if not is_flash:
+        passes = (6 * short + (2 * short + 1 if sizes.has_dropout else 0)) * sizes.heads
+        block = replace(
+            block,
+            attention_flops=Amount(pair=4.0 * sizes.width),
+            moved_bytes=block.moved_bytes + Amount(pair=float(passes)),
+            attention_saved_bytes=NOTHING,
+        )
     head = sizes.vocabulary * sizes.width
     first = Part(
         name="embedding",
         split_parameters=head,
-        large_parameters=_large(head),
+        tensors=(head,),
         moved_bytes=Amount(token=2.0 * wide * sizes.width),
         saved_bytes=Amount(token=8.0),
         output_bytes=Amount(token=float(wide * sizes.width)),
@@ -121,9 +130,7 @@ def _block(sizes: Decoder, short: int, wide: int, *, is_fused: bool) -> Part:
         whole_parameters=norms + (h * sizes.experts),
         split_parameters=attention + (0 if routed else mlp),
         expert_parameters=mlp * sizes.experts,
-        large_parameters=_large(h * h) * 2
-        + _large(h * k) * 2
-        + _large(h * f) * sizes.mlp_matrices * max(1, sizes.experts),
+        tensors=(h * h, h * h, h * k, h * k, *(h * f,) * sizes.mlp_matrices * max(1, sizes.experts)),
         matmul_flops=Amount(token=2.0 * (attention + h * sizes.experts + mlp * runs)),
         expert_flops=Amount(token=2.0 * mlp * runs) if routed else Amount(),
         attention_flops=Amount(pair=2.0 * h),  # two products of 2·h each, half of the pairs masked
@@ -152,7 +159,7 @@ def _head(sizes: Decoder, short: int, wide: int) -> Part:
         name="head",
         whole_parameters=h,
         split_parameters=v * h,
-        large_parameters=_large(v * h),
+        tensors=(h, v * h),
         matmul_flops=Amount(token=2.0 * h * v),
         moved_bytes=Amount(token=float((2 * wide + short) * h + (short + 4 + 4) * v)),
         saved_bytes=Amount(token=float((wide + short) * h)),
@@ -162,7 +169,3 @@ def _head(sizes: Decoder, short: int, wide: int) -> Part:
         tp_bytes=Amount(token=12.0),
         tp_calls=3,
     )
-
-
-def _large(elements: int) -> int:
-    return elements if elements > _LARGE else 0

@@ -40,6 +40,32 @@ NOTHING = Amount()
 
 
 @dataclass(frozen=True, kw_only=True)
+class Holding:
+    """Bytes that a part holds on a rank. Over tp `cut` of it is divided among the ranks and `whole` is on each, as
+    parts of 1 that need not add up to it; where the sequence is split, `sequence_cut` and `sequence_whole`."""
+
+    amount: Amount = NOTHING
+    whole: float = 0.0
+    cut: float = 1.0
+    sequence_whole: float = 0.0
+    sequence_cut: float = 1.0
+
+    def at(self, *, samples: float, length: float, cp: int, tp: int, sequence: bool) -> float:
+        """On one rank."""
+        every = max(0.0, self.amount.at(samples=samples, length=length, cp=cp))
+        whole, cut = (self.sequence_whole, self.sequence_cut) if sequence else (self.whole, self.cut)
+        return every if tp == 1 else every * max(0.0, whole + cut / tp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """What was seen of a part under one `remat`: `kept` from forward to backward, and beside it for a `moment`."""
+
+    kept: Holding
+    moment: Holding
+
+
+@dataclass(frozen=True, kw_only=True)
 class Part:
     """A piece of the model that is never cut into stages: what stands before the blocks, a block, or what follows.
 
@@ -53,7 +79,10 @@ class Part:
     beside what is saved. `tp_bytes` are all-reduced over tp, in `tp_calls`, as much again in backward; `ep_bytes` are
     exchanged over ep, there and back; `expert_flops` are those of `matmul_flops` that experts do. `cp_bytes` are keys
     and values, which go round a ring over cp. `selective_saved_bytes` are what `remat=selective` keeps beside the
-    input, undivided. `large_parameters` are the elements of tensors above 16 MiB, which travel without a buffer.
+    input, undivided. `large_parameters` are the elements of tensors above 16 MiB, which travel without a buffer:
+    counted here only where `tensors`, the elements of each, are not known. `tp_parameters` are a rank's for sizes of tp
+    that were seen: not all of `split_parameters` may divide. `ways` are what was seen of its memory, by `remat`: they
+    stand for what is said here of saved bytes and of the peak.
     """
 
     name: str
@@ -77,11 +106,21 @@ class Part:
     cp_bytes: Amount = NOTHING
     selective_saved_bytes: Amount = NOTHING
     large_parameters: int = 0
+    tensors: tuple[int, ...] = ()
+    tp_parameters: tuple[tuple[int, int], ...] = ()
+    ways: Mapping[str, Way] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
         """Elements, undivided."""
         return self.whole_parameters + self.split_parameters + self.expert_parameters
+
+    def held_parameters(self, *, tp: int, ep: int) -> float:
+        """Elements on one of `tp` × `ep` ranks, but for experts that are apart."""
+        for size, held in self.tp_parameters:
+            if size == tp and ep == 1:
+                return held
+        return self.whole_parameters + (self.split_parameters + (self.expert_parameters if ep == 1 else 0)) / tp
 
     @property
     def flops(self) -> Amount:
@@ -155,5 +194,14 @@ def read_facts(found: Mapping[str, Any]) -> ModelFacts:
 
 
 def _part(found: Mapping[str, Any]) -> Part:
-    own: dict[str, Any] = {name: Amount(**value) if isinstance(value, dict) else value for name, value in found.items()}
-    return Part(**own)
+    ways = {
+        remat: Way(**{name: _holding(value) for name, value in way.items()}) for remat, way in found["ways"].items()
+    }
+    rest = {name: value for name, value in found.items() if name not in ("ways", "tensors", "tp_parameters")}
+    own: dict[str, Any] = {name: Amount(**value) if isinstance(value, dict) else value for name, value in rest.items()}
+    pairs = tuple((size, held) for size, held in found["tp_parameters"])
+    return Part(**own, ways=ways, tensors=tuple(found["tensors"]), tp_parameters=pairs)
+
+
+def _holding(found: Mapping[str, Any]) -> Holding:
+    return Holding(**{**found, "amount": Amount(**found["amount"])})

@@ -4,6 +4,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from functools import cached_property
 
+from paceline.plan.alive import Alive, alive_of
 from paceline.plan.candidate import Candidate
 from paceline.plan.chain import Chain, Counts, chain_of
 from paceline.plan.efficiency import Efficiency, usual
@@ -11,7 +12,7 @@ from paceline.plan.estimate import Estimate
 from paceline.plan.facts import ModelFacts
 from paceline.plan.hardware import Fleet, group_of, of_family
 from paceline.plan.in_flight import most_held
-from paceline.plan.memory import Alive, Elements, Memory, alive_of, elements_of, memory_of
+from paceline.plan.memory import Elements, Memory, elements_of, memory_of
 from paceline.plan.seconds import Groups, Seconds, Stage, end_of, seconds_of, sharded, stage_of
 from paceline.plan.work import Split, Work, work_of
 from paceline.schedule.table import schedule_named
@@ -184,8 +185,9 @@ class Forecast:
 
     def alive_on(self, candidate: Candidate, rank: int, stages: tuple[Counts, ...]) -> Alive:
         """The activations of a rank of the pipeline that holds these stages."""
-        held = self._held(candidate, self.num_micro(candidate), rank)
-        return alive_of(self.works(candidate), stages, held=held)
+        micro = self.num_micro(candidate)
+        held = self._held(candidate, micro, rank)
+        return alive_of(self.works(candidate), stages, held=held, total=micro * len(stages))
 
     def ranks(self, candidate: Candidate) -> tuple[tuple[int, tuple[Counts, ...]], ...]:
         """The ranks of the pipeline that hold different stages, of equal ones the first: it holds most activations."""

@@ -3,16 +3,19 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
+from paceline.plan.alive import Alive
 from paceline.plan.candidate import Candidate
 from paceline.plan.chain import Chain, Counts
 from paceline.plan.efficiency import Efficiency
-from paceline.plan.facts import ModelFacts
+from paceline.plan.facts import ModelFacts, Part
 from paceline.plan.hardware import Device
-from paceline.plan.work import Work, compute_bytes
+from paceline.plan.work import compute_bytes
 
 _BUCKET = 25 << 20
+_FIRST_BUCKET = 1 << 20
 _CPU_BUCKET = 10 << 20
-_LARGEST = 1 / 3  # of a block's parameters, in its largest tensor; an end is mostly one tensor
+LARGE_BYTES = 16 << 20
+_LARGEST = 1 / 3  # of a block's parameters, in its largest tensor where it is not known; an end is mostly one tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,7 @@ class Elements:
 
     `dense` may be sharded, `experts` lie whole on their ep ranks; `ends` of the dense are in no block, `block` is the
     largest block's, `end` are those whose gradients come last: the first part's, or a block's. `trained` is the part of
-    1 that has gradients, `large` are in tensors that travel alone.
+    1 that has gradients, `large` are in tensors that travel alone, `largest_block`, `largest_end` in the largest one.
     """
 
     dense: float
@@ -76,15 +79,19 @@ class Elements:
     end: float
     trained: float
     large: float
+    largest_block: float
+    largest_end: float
     buffer_bytes: float
+
+    @property
+    def largest(self) -> float:
+        """Of all tensors."""
+        return max(self.largest_block, self.largest_end)
 
 
 def elements_of(facts: ModelFacts, chain: Chain, counts: Counts, *, tp: int, ep: int) -> Elements:
     """Of these parts, on one of `tp` × `ep` ranks. What the ends share is held once where both are on the rank."""
-    each = [
-        part.whole_parameters + (part.split_parameters + (part.expert_parameters if ep == 1 else 0)) / tp
-        for part in chain.parts
-    ]
+    each = [part.held_parameters(tp=tp, ep=ep) for part in chain.parts]
     tied = facts.tied / (tp if facts.last.split_parameters >= facts.tied else 1) if counts[0] and counts[1] else 0.0
     parts = list(zip(counts, chain.parts, strict=True))
     every = sum(count * part.parameters for count, part in parts)
@@ -99,9 +106,30 @@ def elements_of(facts: ModelFacts, chain: Chain, counts: Counts, *, tp: int, ep:
         block=block,
         end=min(dense, max(counts[0] * each[0], block)),
         trained=1 - frozen / every if every else 0.0,
-        large=sum(count * part.large_parameters for count, part in parts) / tp,
+        large=_alone(facts, parts, tp=tp),
+        largest_block=max((_largest(part, _LARGEST) for count, part in parts[2:] if count), default=0.0) / tp,
+        largest_end=max((_largest(part, 1.0) for count, part in parts[:2] if count), default=0.0) / tp,
         buffer_bytes=sum(count * part.buffer_bytes for count, part in parts),
     )
+
+
+def _alone(facts: ModelFacts, parts: Sequence[tuple[int, Part]], *, tp: int) -> float:
+    """Elements of tensors that travel without a buffer: large ones, but for the model's first, which has room for flags
+    beside it, and its last, which by itself fills the small buffer that is sent first."""
+    each, (first, last) = facts.element_bytes / tp, (part.tensors if count else () for count, part in parts[:2])
+    found = 0.0
+    for count, part in parts:
+        large = sum(n for n in part.tensors if each * n > LARGE_BYTES) if part.tensors else part.large_parameters
+        found += count * large / tp
+    if first and each * first[0] > LARGE_BYTES:
+        found -= first[0] / tp
+    if last and _FIRST_BUCKET <= each * last[-1] <= LARGE_BYTES:
+        found += last[-1] / tp
+    return found
+
+
+def _largest(part: Part, share: float) -> float:
+    return max(part.tensors, default=0) or share * part.parameters
 
 
 def static_bytes(elements: Elements, candidate: Candidate, facts: ModelFacts) -> tuple[float, float, float]:
@@ -116,98 +144,99 @@ def static_bytes(elements: Elements, candidate: Candidate, facts: ModelFacts) ->
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Alive:
-    """A rank's activations: in how many stage activations, of at most so many bytes each, and of one moment."""
-
-    held: int
-    stage_bytes: float
-    cast_bytes: float
-    again_bytes: float
-    again_cast_bytes: float
-    moment_bytes: float
-    border_bytes: float
-
-    @property
-    def bytes(self) -> float:
-        """What waits for backward, and one block that runs again."""
-        return self.narrow_bytes + self.held * self.cast_bytes + self.again_cast_bytes
-
-    @property
-    def narrow_bytes(self) -> float:
-        """The same where weights are gathered in the precision of products, so that there are no copies of them."""
-        return self.held * self.stage_bytes + self.again_bytes
-
-
-def alive_of(works: Sequence[Work], stages: Sequence[Counts], *, held: int) -> Alive:
-    """Of one rank's stages; the fullest of them counts for all."""
-    totals = [sum(count * work.kept_bytes for count, work in zip(s, works, strict=True) if count) for s in stages]
-    casts = [sum(count * work.cast_bytes for count, work in zip(s, works, strict=True) if count) for s in stages]
-    there = [work for place, work in enumerate(works) if any(s[place] for s in stages)]
-    return Alive(
-        held=held,
-        stage_bytes=max(totals),
-        cast_bytes=max(casts),
-        again_bytes=max(work.again_bytes for work in there),
-        again_cast_bytes=max(work.again_cast_bytes for work in there),
-        moment_bytes=max(work.moment_bytes for work in there),
-        border_bytes=max(work.border_bytes for work in there),
-    )
-
-
 def memory_of(
     candidate: Candidate, facts: ModelFacts, elements: Elements, alive: Alive, *, device: Device, efficiency: Efficiency
 ) -> Memory:
-    """The higher of its two moments."""
+    """The highest of its moments."""
     parameters, gradients, optimizer = static_bytes(elements, candidate, facts)
     own = {"parameters": parameters + elements.buffer_bytes, "gradients": gradients, "optimizer": optimizer}
-    host = 0.0
-    if "parameters" in candidate.offload:
+    host, is_out = 0.0, "parameters" in candidate.offload
+    if is_out:
         host += parameters + gradients
         own |= {"parameters": elements.buffer_bytes, "gradients": 0.0}
-    moment = facts.optimizer.moment_bytes * elements.trained
-    moment *= elements.dense / (candidate.dp_shard if candidate.zero else 1) + elements.experts
-    stepping = {"temporaries": moment * ("parameters" not in candidate.offload)}
-    if candidate.zero in (1, 2):
-        stepping["buffers"] = min(4.0 * _bucket(device), parameters)
-    working = {
-        "activations": alive.bytes if candidate.params == "fp32" else alive.narrow_bytes,
-        "gathered": _gathered(candidate, facts, elements),
-        "buffers": sum(_buffers(candidate, facts, elements, device)) + 2 * alive.border_bytes * (candidate.pp > 1),
-        "temporaries": alive.moment_bytes,
-    }
+    stepping = _stepping(candidate, facts, elements, device)
+    working = list(_working(candidate, facts, elements, alive, device))
     if "optimizer" in candidate.offload:
         host += optimizer
         own["optimizer"] = 0.0
-        if "parameters" not in candidate.offload:
+        if not is_out:
             stepping["optimizer"] = optimizer  # it is moved to the device for the step
-    moments = [_at(own, phase, device, efficiency, host) for phase in (working, stepping)]
+    if candidate.zero < 2 and alive.is_before_gradients:
+        phases = [*({**phase, "gradients": 0.0} for phase in working[:-1]), working[-1]]
+    else:
+        phases = working
+    moments = [_at(own, phase, device, efficiency, host) for phase in (*phases, stepping)]
     return max(moments, key=lambda memory: memory.peak_bytes)
+
+
+def _stepping(candidate: Candidate, facts: ModelFacts, elements: Elements, device: Device) -> dict[str, float]:
+    """While the optimizer steps, and what it has updated is gathered after it: two units at a time."""
+    moment = facts.optimizer.moment_bytes * elements.trained
+    moment *= elements.dense / (candidate.dp_shard if candidate.zero else 1) + elements.experts
+    phase = {"temporaries": moment * ("parameters" not in candidate.offload)}
+    if candidate.zero in (1, 2):
+        each = facts.element_bytes * elements.trained
+        whole = _unit(elements.largest, each * elements.dense, each, device)
+        phase["buffers"] = min(2 * whole, each * elements.dense) * (1 + 1 / candidate.dp_shard)
+    return phase
+
+
+def _working(
+    candidate: Candidate, facts: ModelFacts, elements: Elements, alive: Alive, device: Device
+) -> Iterator[dict[str, float]]:
+    """At the loss, at the head's gradient, in the last block's backward, and in the first one's, when all gradients are
+    there."""
+    wide = candidate.params == "fp32"
+    each, trained = facts.element_bytes, facts.element_bytes * elements.trained
+    gathered = compute_bytes("bf16") if candidate.params == "bf16" else each
+    blocks = elements.block * gathered * (candidate.zero == 3)
+    root = elements.ends * gathered * (candidate.zero == 3)
+    borders = 2 * alive.border_bytes * (candidate.pp > 1)
+    flat = 0.0
+    if candidate.zero < 2 and candidate.replicas * candidate.cp > 1:
+        flat = trained * max(0.0, elements.dense + elements.experts - elements.large)
+    waiting = filling = end = 0.0
+    if candidate.zero >= 2:
+        dense = trained * elements.dense
+        unit = _unit(elements.largest_block, dense - trained * elements.ends, trained, device)
+        end = _unit(elements.largest_end, trained * elements.ends, trained, device)
+        # gloo keeps and copies what it reduces until somebody waits; else only its result waits, of two units
+        share = 1 / candidate.dp_shard if device.is_accelerator else 2 + 1 / candidate.dp_shard
+        waiting, filling = min(dense, end + unit) * share, min(dense, unit) * (1 + 2 * share)
+    cast = alive.cast_bytes * wide
+    yield {
+        "activations": alive.held_bytes + cast,
+        "gathered": root + blocks,
+        "buffers": flat + waiting + borders,
+        "temporaries": alive.tail_moment_bytes,
+    }
+    yield {
+        "activations": alive.held_bytes + cast - alive.tail_bytes - alive.tail_cast_bytes * wide,
+        "gathered": root + blocks,
+        "buffers": flat + waiting + end + borders,
+        "temporaries": trained * elements.largest_end,
+    }
+    again = alive.again_bytes + alive.again_cast_bytes * wide
+    yield {
+        "activations": alive.held_bytes + cast - alive.tail_bytes - alive.tail_cast_bytes * wide + again,
+        "gathered": root + (2 + (candidate.pp > 1)) * blocks,  # a pipeline has a unit of another microbatch ahead too
+        "buffers": flat + filling + borders,
+        "temporaries": alive.moment_bytes,
+    }
+    yield {
+        "activations": alive.end_bytes,
+        "gathered": root + blocks,
+        "buffers": filling + borders,
+    }
+
+
+def _unit(largest: float, every: float, each: float, device: Device) -> float:
+    """Bytes of a unit of gradients: one large tensor, or as many as fill a buffer."""
+    if each * largest > LARGE_BYTES:
+        return each * largest
+    return min(every, (_BUCKET if device.is_accelerator else _CPU_BUCKET) + each * largest / 2)
 
 
 def _at(own: dict[str, float], phase: dict[str, float], device: Device, efficiency: Efficiency, host: float) -> Memory:
     slack = efficiency.slack * sum(size for name, size in phase.items() if name != "optimizer")
     return Memory(**{**own, **phase}, slack=slack, reserve=device.reserve_bytes, host_bytes=host)
-
-
-def _gathered(candidate: Candidate, facts: ModelFacts, elements: Elements) -> float:
-    """The units at work and ahead, the buffer they are gathered in, and what is in no unit."""
-    if candidate.zero < 3:
-        return 0.0
-    each = compute_bytes("bf16") if candidate.params == "bf16" else facts.element_bytes
-    return each * (elements.ends + 3 * elements.block)
-
-
-def _bucket(device: Device) -> int:
-    return _BUCKET if device.is_accelerator else _CPU_BUCKET
-
-
-def _buffers(candidate: Candidate, facts: ModelFacts, elements: Elements, device: Device) -> Iterator[float]:
-    """Gradients under way: two buffers of whole ones, or those that share buffers once more."""
-    each = facts.element_bytes * elements.trained
-    if candidate.zero >= 2:
-        largest = each * max(elements.ends, elements.block * _LARGEST)
-        two = min(2 * max(_bucket(device), largest), 2 * each * elements.dense)
-        yield two if device.is_accelerator else 2 * two  # gloo copies what it reduces and scatters
-    elif candidate.replicas * candidate.cp > 1:
-        yield each * max(0.0, elements.dense + elements.experts - elements.large)

@@ -5,13 +5,14 @@ in which weights are read; everything else at a part of the memory's bandwidth. 
 a half times the attention, whose scores are computed again (Dao et al., 2022), and twice the rest.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.plan.efficiency import Efficiency
-from paceline.plan.facts import Part
+from paceline.plan.facts import Amount, Holding, Part
 from paceline.plan.hardware import Device, Group
 
-_SHORT = {"bf16": 2, "fp16": 2}
+_SHORT = {"bf16": 2, "fp16": 2, "float8": 2}  # products in 8 bits take numbers that are kept in 16
 _ATTENTION_BACK = 2.5
 
 
@@ -68,18 +69,21 @@ class Work:
 def work_of(part: Part, *, is_block: bool, split: Split, device: Device, efficiency: Efficiency) -> Work:
     """Only blocks are computed again."""
     remat = split.remat if is_block else "none"
-    forward, attention, rest = _computes(part, split, device, efficiency)
+    seen = split.remat if part.ways else remat
+    forward, attention, rest = _computes(part, split, device, efficiency, is_block=is_block)
     trained = 1 - part.frozen_parameters / part.parameters if part.parameters else 0.0
     start = efficiency.part_seconds
     tensor, context, experts = _messages(part, split, attention, efficiency)
     again_messages = (tensor[0] + experts[0]) if remat == "full" else 0.0
-    kept, cast, again_bytes, again_cast = _kept(part, split, device, remat)
+    kept, cast, again_bytes, again_cast = (_seen if part.ways else _kept)(part, split, device, seen)
     busy = attention if split.cp.size > 1 else 0.0
     again = {"none": 0.0, "selective": rest + start}.get(remat, forward + attention + rest + start)
     back = forward * (1 + trained) + _ATTENTION_BACK * (attention - busy) + 2 * rest + start
     border = part.output_bytes.at(samples=split.samples, length=split.length, cp=split.cp.size)
     ring = _ring_bytes(part, split) if split.cp.size > 1 else 0.0
-    peak = part.peak_bytes.at(samples=split.samples, length=split.length, cp=split.cp.size)
+    peak = part.peak_bytes.at(samples=split.samples, length=split.length, cp=split.cp.size) * _divided(part, split)
+    if part.ways:
+        peak = 0.0
     return Work(
         forward=forward + attention + rest + start,
         input=forward + _ATTENTION_BACK * attention + 2 * rest + start,
@@ -96,7 +100,7 @@ def work_of(part: Part, *, is_block: bool, split: Split, device: Device, efficie
         again_bytes=again_bytes,
         again_cast_bytes=again_cast,
         border_bytes=border / (split.tp.size if split.sequence else 1),
-        moment_bytes=peak * _divided(part, split) + 2 * ring,
+        moment_bytes=peak + 2 * ring,
     )
 
 
@@ -113,18 +117,22 @@ def _divided(part: Part, split: Split) -> float:
     return 1.0 if tp == 1 or not cut else (cut / tp + whole) / (cut + whole)
 
 
-def _computes(part: Part, split: Split, device: Device, efficiency: Efficiency) -> tuple[float, float, float]:
-    """Seconds of products, of attention and of the rest, in one forward."""
+def _computes(
+    part: Part, split: Split, device: Device, efficiency: Efficiency, *, is_block: bool
+) -> tuple[float, float, float]:
+    """Seconds of products, of attention and of the rest, in one forward. Only products of blocks are in 8 bits."""
     own = {"samples": split.samples, "length": split.length, "cp": split.cp.size}
     tp, divided = split.tp.size, _divided(part, split)
-    rate, bandwidth = device.rate(split.precision), device.bytes_per_second * efficiency.memory
+    usual = "bf16" if split.precision == "float8" else split.precision
+    rate = efficiency.rate(device, split.precision if is_block else usual)
+    scores_rate, bandwidth = efficiency.rate(device, usual), device.bytes_per_second * efficiency.memory
     products = part.matmul_flops.at(**own)
     apart = part.expert_flops.at(**own) if split.ep.size > 1 else 0.0
     held = part.whole_parameters + part.split_parameters / tp
     held += part.expert_parameters / (split.ep.size if split.ep.size > 1 else tp)
     read = held * compute_bytes(split.precision) / bandwidth if products else 0.0
     forward = max(((products - apart) * divided + apart) / (rate * efficiency.matmul), read)
-    attention = part.attention_flops.at(**own) / (rate * efficiency.attention) / (tp if divided < 1 else 1)
+    attention = part.attention_flops.at(**own) / (scores_rate * efficiency.attention) / (tp if divided < 1 else 1)
     whole, cut = (part.saved_bytes.at(**own), part.split_saved_bytes.at(**own))
     there = whole / (tp if split.sequence else 1) + cut / tp
     rest = part.moved_bytes.at(**own) / bandwidth * (there / (whole + cut) if whole + cut else 1.0)
@@ -175,3 +183,36 @@ def _kept(part: Part, split: Split, device: Device, remat: str) -> tuple[float, 
         kept += named * (every / (whole + cut - cast) if whole + cut > cast else 1.0) if named else every
     kept = min(kept, every)
     return kept, 0.0, every - kept, cast
+
+
+def _seen(part: Part, split: Split, device: Device, remat: str) -> tuple[float, float, float, float]:
+    """The same of a part whose memory was looked at; what is left of the second run is all that it needs for a moment.
+
+    What does not follow the microbatch are copies of weights, and their gradients for a moment.
+    """
+    way, own = part.ways.get(remat, part.ways["none"]), _own(split)
+    plain = part.ways["none"].kept
+    copies = replace(plain, amount=Amount(fixed=max(0.0, plain.amount.fixed) * (split.precision in _SHORT)))
+    size = split.cp.size
+    casts, kept, moment = (
+        copies.at(**own),
+        _in_ring(way.kept, size, 0.0).at(**own),
+        _in_ring(way.moment, size, 1 / size).at(**own),
+    )
+    if remat == "none" or "none" not in part.ways:
+        return max(0.0, kept - casts), min(casts, kept), moment, 0.0
+    again = min(casts, moment)
+    return kept, 0.0, moment - again, again
+
+
+def _in_ring(holding: Holding, cp: int, left: float) -> Holding:
+    """Over cp attention is a ring that keeps no scores of pairs, and has those of one rank's keys at a time."""
+    amount = holding.amount
+    return holding if cp == 1 else replace(holding, amount=replace(amount, pair=left * max(0.0, amount.pair)))
+
+
+def _own(split: Split) -> dict[str, Any]:
+    return {
+        "samples": split.samples, "length": split.length, "cp": split.cp.size, "tp": split.tp.size,
+        "sequence": split.sequence,
+    }  # fmt: skip

@@ -115,7 +115,7 @@ def _chosen(ready: Ready, facts: ModelFacts, fleet: Fleet, grid: Grid, *, until:
         best = advice.recommended
         if time.monotonic() > until:
             return Chosen(forecast=forecast, advice=advice, seen=None)
-        seen = replayed(ready, best.candidate, forecast)
+        seen = replayed(ready, best, forecast)
         if seen.error:
             facts = _without(facts, best.candidate, seen.error)
             forecast = Forecast(facts=facts, fleet=forecast.fleet)

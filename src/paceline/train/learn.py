@@ -1,39 +1,30 @@
 """The numbers of a job's model, for the planner: found by running it on memory without numbers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.errors import LayoutError, PacelineError
-from paceline.feed.feed import make_feed
-from paceline.feed.types import Cut, StepInput
 from paceline.job import Job
 from paceline.measure.held import held_now
 from paceline.measure.hollow import Hollow
 from paceline.measure.tally import FIRST, LAST, Cost, Tally
-from paceline.nested import mapped
-from paceline.order.cursor import Cursor
 from paceline.place.experts.find import find_experts
-from paceline.plan.facts import Amount, Keeps, ModelFacts, Part
-from paceline.plan.settle import Cluster, Facts, Plan, settle
-from paceline.spec.layout import parse_layout
+from paceline.plan.facts import Amount, Keeps, ModelFacts, Part, Way
 from paceline.spec.settings import Settings
-from paceline.spec.update import parse_update
 from paceline.step.passes import backward, forward
 from paceline.streams import preserved
 from paceline.torch_modes import nobody_there
 from paceline.train.built import Built, build
 from paceline.train.imagined import Scene
+from paceline.train.samples import FEW, MORE, amount_through, length_of, lengths_of, plan_of, samples_of, shortened
 from paceline.train.shallow import KEPT, blocks_of, deepened, shallow
-
-_FEW, _MORE = 2, 3  # samples: one alone may go another way
-_SMALLEST = 1e-3  # of a number, what of it is rounding
-_TOKENS = "input_ids"
+from paceline.train.ways import ways_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +33,7 @@ class _Run:
 
     costs: dict[str, Cost]
     parameters: dict[str, int]
+    tensors: dict[str, tuple[int, ...]]
     frozen: int
     buffer_bytes: int
     state_bytes: int
@@ -66,12 +58,13 @@ def learn_facts(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
 
 
 def _learnt(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
-    length = _length(job, settings)
-    few, more = (_look(job, settings, "single", 1, samples=n) for n in (_FEW, _MORE))
-    shorter = [_look(job, settings, "single", 1, samples=_FEW, length=n) for n in _lengths(length)]
+    length = length_of(job, settings)
+    few, more = (_look(job, settings, "single", 1, samples=n) for n in (FEW, MORE))
+    shorter = [_look(job, settings, "single", 1, samples=FEW, length=n) for n in lengths_of(length)]
     refused: dict[str, str] = {}
-    split = _tried(lambda: _look(job, settings, "tp", 2, samples=_FEW), refused, "tp")
-    tp_sizes = _sizes(job, settings, "tp", most_ranks) if split is not None else ()
+    split = _tried(lambda: _look(job, settings, "tp", 2, samples=FEW), refused, "tp")
+    sizes = _sizes(job, settings, "tp", most_ranks) if split is not None else {}
+    tp_sizes = tuple(sizes)
     names = [name for name in few.costs if name not in (FIRST, LAST)]
     if not names:
         refused |= {"pp": "no chain of blocks was found", "remat": "no block repeats"}
@@ -80,7 +73,11 @@ def _learnt(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
         refused["ep"] = "the model has no experts to split"
     if length is None:
         refused["cp"] = "the job does not say which dimension of its batch is the sequence"
-    parts = {name: _part(name, few, more, shorter, split, length, experts.get(name, 0)) for name in few.costs}
+    ways = ways_of(job, settings, tp_sizes=tp_sizes)
+    parts = {
+        name: _part(name, few, more, shorter, split, length, experts.get(name, 0), ways.get(name, {}), sizes)
+        for name in few.costs
+    }
     trained = sum(few.parameters.values()) - few.frozen
     return ModelFacts(
         name=job.name or "",
@@ -106,53 +103,24 @@ def _tried(call: Callable[[], Any], refused: dict[str, str], axis: str) -> Any:
         return None
 
 
-def _sizes(job: Job, settings: Settings, axis: str, most: int) -> tuple[int, ...]:
-    """The powers of two that can be had; where one can't, no larger one is tried."""
-    found = []
+def _sizes(job: Job, settings: Settings, axis: str, most: int) -> dict[int, dict[str, int]]:
+    """The powers of two that can be had, with a rank's parameters; where one can't, no larger one is tried."""
+    found = {}
     for size in _powers(most):
-        if size > 2 and _tried(partial(_look, job, settings, axis, size, samples=1), {}, axis) is None:
+        seen = _tried(partial(_look, job, settings, axis, size, samples=1), {}, axis)
+        if seen is None:
             break
-        found.append(size)
-    return tuple(found)
+        found[size] = seen.parameters
+    return found
 
 
 def _powers(most: int) -> tuple[int, ...]:
     return tuple(1 << n for n in range(1, max(1, most).bit_length()) if 1 << n <= most)
 
 
-def _length(job: Job, settings: Settings) -> int | None:
-    batch = _given(job, settings, samples=1).micro[0].data
-    if job.sequence is not None:
-        found = [(batch[n] if isinstance(batch, dict) else batch[int(n)]).shape[d] for n, d in job.sequence.items()]
-        return int(found[0])
-    ids = batch.get(_TOKENS) if isinstance(batch, dict) else None
-    return int(ids.shape[1]) if isinstance(ids, Tensor) and ids.dim() > 1 else None
-
-
-def _lengths(length: int | None) -> tuple[int, ...]:
-    return () if length is None or length < 8 else (length // 2, length // 4)
-
-
-def _given(job: Job, settings: Settings, *, samples: int) -> StepInput:
-    cut = Cut(global_batch_size=samples, micro_batch_size=samples)
-    feed = make_feed(
-        data=job.train_data, collate=job.collate, order=job.order, seed=settings.seed, cut=cut, cursor=Cursor()
-    )
-    return next(iter(feed))
-
-
-def _plan(settings: Settings, layout: str, ranks: int, *, samples: int) -> Plan:
-    return settle(
-        layout=parse_layout(layout),
-        update=parse_update("sync"),
-        cluster=Cluster(ranks=ranks),
-        facts=Facts(global_batch_size=samples, micro_batch_size=samples, backend=settings.train.backend),
-    )
-
-
 def _look(job: Job, settings: Settings, layout: str, ranks: int, *, samples: int, length: int | None = None) -> _Run:
     """One forward of a few samples."""
-    plan = _plan(settings, layout, ranks, samples=samples)
+    plan = plan_of(settings, layout, ranks, samples=samples)
     scene = Scene(mesh=plan.mesh)
     alone = ranks == 1
     tallies: list[Tally] = []
@@ -167,8 +135,9 @@ def _look(job: Job, settings: Settings, layout: str, ranks: int, *, samples: int
             hollow.holds = False
             built = build(job=job, settings=settings, plan=plan, world=scene.world(0, backend=plan.backend))
             hollow.holds = True
-            given = _given(job, settings, samples=samples)
-            batch = given.micro[0].data if length is None else _cut(given.micro[0].data, _length(job, settings), length)
+            given = samples_of(job, settings, samples=samples)
+            batch = given.micro[0].data
+            batch = batch if length is None else shortened(batch, length_of(job, settings), length)
             tally = Tally(built.model, blocks=blocks_of(built.model))
             built.model.train()
             parts = built.step.parts
@@ -180,9 +149,11 @@ def _look(job: Job, settings: Settings, layout: str, ranks: int, *, samples: int
                 terms = forward(parts, parts.portion(batch), step=0, index=0, num_samples=samples)
                 tallies.clear()
             state = _state_bytes(built, terms) if alone and length is None else 0
+            every = _parameters(built.model)
             found = _Run(
                 costs=tally.costs,
-                parameters=_parameters(built.model),
+                parameters={name: sum(p.numel() for p in own) for name, own in every.items()},
+                tensors={name: tuple(p.numel() for p in own) for name, own in every.items()},
                 frozen=sum(p.numel() for p in built.model.parameters() if not p.requires_grad),
                 buffer_bytes=sum(buffer.nbytes for buffer in built.model.buffers()),
                 state_bytes=state,
@@ -201,23 +172,15 @@ def _state_bytes(built: Built, terms: Any) -> int:
     return held_now(model=built.model, optimizers=parts.update.optimizers).optimizer
 
 
-def _cut(batch: Any, whole: int | None, length: int) -> Any:
-    """The first positions of what is as long as the sequence."""
-
-    def shorter(tensor: Tensor) -> Tensor:
-        return tensor.narrow(1, 0, length).contiguous() if tensor.dim() > 1 and tensor.shape[1] == whole else tensor
-
-    return mapped(batch, shorter)
-
-
-def _parameters(model: nn.Module) -> dict[str, int]:
-    """Elements of each part, a tied one where it comes first. After the last block comes what is registered later."""
+def _parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Of each part, a tied one where it comes first. After the last block comes what is registered later."""
     blocks = list(blocks_of(model))
-    found, seen = dict.fromkeys([FIRST, *blocks, LAST], 0), False
+    found: dict[str, list[nn.Parameter]] = {name: [] for name in (FIRST, *blocks, LAST)}
+    seen = False
     for name, parameter in model.named_parameters():
         home = next((block for block in blocks if name.startswith(f"{block}.")), None)
         seen = seen or home is not None
-        found[home or (LAST if seen else FIRST)] += parameter.numel()
+        found[home or (LAST if seen else FIRST)].append(parameter)
     return found
 
 
@@ -238,11 +201,19 @@ def _experts(job: Job, settings: Settings) -> dict[str, int]:
 
 
 def _part(
-    name: str, few: _Run, more: _Run, shorter: Sequence[_Run], split: _Run | None, length: int | None, experts: int
+    name: str,
+    few: _Run,
+    more: _Run,
+    shorter: Sequence[_Run],
+    split: _Run | None,
+    length: int | None,
+    experts: int,
+    ways: Mapping[str, Way],
+    sizes: Mapping[int, Mapping[str, int]],
 ) -> Part:
     def amount(what: str) -> Amount:
         values = [getattr(run.costs[name], what) for run in (few, more, *shorter)]
-        return _amount(values, length)
+        return amount_through(values, length)
 
     own, total = few.costs[name], few.parameters[name]
     kept, cut = amount("saved_bytes"), 0
@@ -252,7 +223,7 @@ def _part(
         there = split.costs[name]
         fraction = min(1.0, max(0.0, 2 - 2 * there.saved_bytes / own.saved_bytes)) if own.saved_bytes else 0.0
         tp_bytes, calls = (
-            _amount([there.reduced_bytes, there.reduced_bytes * _MORE / _FEW], length),
+            amount_through([there.reduced_bytes, there.reduced_bytes * MORE / FEW], length),
             there.reduced_calls,
         )
     moment = amount("largest_bytes")
@@ -274,23 +245,7 @@ def _part(
         tp_bytes=tp_bytes,
         tp_calls=calls,
         ep_bytes=amount("output_bytes").times(2) if experts else Amount(),
+        tensors=few.tensors[name],
+        tp_parameters=tuple((size, held[name]) for size, held in sizes.items()),
+        ways=ways,
     )
-
-
-def _amount(values: Sequence[float], length: int | None) -> Amount:
-    """Through what was counted for few and more samples, and for shorter ones: each a term of its own."""
-    each = (values[1] - values[0]) / (_MORE - _FEW)
-    fixed = values[0] - _FEW * each
-    if abs(fixed) < _SMALLEST * abs(values[0]):
-        each, fixed = values[0] / _FEW, 0.0
-    if length is None or len(values) < 4:
-        return Amount(fixed=fixed, token=each / length) if length else Amount(fixed=fixed, sample=each)
-    half, quarter = ((value - fixed) / _FEW for value in values[2:4])
-    long, short = length // 2, length // 4
-    first, second = (each - half) / (length - long), (half - quarter) / (long - short)
-    pair = (first - second) / (length - short)
-    token = first - pair * (length + long)
-    if abs(pair) * length * length < _SMALLEST * abs(each):
-        pair, token = 0.0, first
-    sample = each - length * (token + length * pair)
-    return Amount(fixed=fixed, sample=0.0 if abs(sample) < _SMALLEST * abs(each) else sample, token=token, pair=pair)

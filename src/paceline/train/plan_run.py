@@ -17,6 +17,7 @@ from paceline.plan.judged import Judged, judge
 from paceline.plan.memory import PARTS, Memory
 from paceline.plan.search import search_each
 from paceline.plan.settle import Cluster, Facts, Plan, settle
+from paceline.spec.settings import Settings
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.spec.words import size
@@ -85,7 +86,7 @@ def _decided(chosen: Chosen) -> tuple[Advice, dict[str, Seen]]:
     first = advice = advice_of(forecast, options)
     for _ in range(_MOST_TRIES):
         best = advice.recommended
-        found = seen[str(best.candidate)] = replayed(ready, best.candidate, forecast)
+        found = seen[str(best.candidate)] = replayed(ready, best, forecast)
         if not found.error and found.peak_bytes <= room:
             break
         if best.timed is not None:
@@ -99,7 +100,7 @@ def _decided(chosen: Chosen) -> tuple[Advice, dict[str, Seen]]:
     for row in advice.rows:
         candidate, left = row.estimate.candidate, _MOST_SECONDS - (time.monotonic() - began)
         if str(candidate) not in seen and each * _work(candidate, forecast.facts) < left:
-            seen[str(candidate)] = replayed(ready, candidate, forecast)
+            seen[str(candidate)] = replayed(ready, row.estimate, forecast)
     return replace(advice, case=first.case), seen
 
 
@@ -112,7 +113,7 @@ def _judged(chosen: Chosen, layouts: Sequence[str]) -> tuple[Judged, dict[str, S
         each = max((one.seconds / max(1, one.work) for one in seen.values()), default=0.0)
         candidate, left = row.estimate.candidate, _MOST_SECONDS - (time.monotonic() - began)
         if each * _work(candidate, forecast.facts) < left:
-            seen[str(candidate)] = replayed(ready, candidate, forecast)
+            seen[str(candidate)] = replayed(ready, row.estimate, forecast)
     return found, seen
 
 
@@ -131,12 +132,17 @@ def _work(candidate: Candidate, facts: ModelFacts) -> int:
     return plan.num_micro // plan.replicas * max(1, len(facts.blocks))
 
 
-def replayed(ready: Ready, candidate: Candidate, forecast: Forecast) -> Seen:
-    """The run's own step, as this candidate would place it on a device of the forecast's machines."""
-    began, facts = time.monotonic(), forecast.facts
+def with_stages(settings: Settings, stages: tuple[int, ...]) -> Settings:
+    """With as many blocks in each stage as the forecast has, where a run would cut otherwise by itself."""
+    return settings if len(set(stages)) < 2 else replace(settings, place=replace(settings.place, stages=stages))
+
+
+def replayed(ready: Ready, estimate: Estimate, forecast: Forecast) -> Seen:
+    """The run's own step, as this estimate would place it on a device of the forecast's machines."""
+    began, facts, candidate = time.monotonic(), forecast.facts, estimate.candidate
     try:
         plan = _settled(candidate, facts, forecast.fleet.device.kind)
-        stages = replay(ready.job, ready.settings, plan)
+        stages = replay(ready.job, with_stages(ready.settings, estimate.stages), plan)
     except PacelineError as error:
         return Seen(layout=candidate.layout, error=error.what)
     fullest: Replayed = max(stages, key=lambda stage: stage.peak.total)

@@ -85,7 +85,7 @@ class ScatterReducer:
         self.order = order
         self._scratch = scratch_on(shard.device)
         named = [Named(index=i, name=s.name, parameter=s.holder) for i, s in enumerate(shares)]
-        units = cut_units(named, bucket_bytes=passing_bytes(shard.device))
+        units = cut_units(named, bucket_bytes=passing_bytes(shard))
         self._units = [self._unit(members, cut) for members in units]
         self._forget()
         self._handles = [

@@ -65,7 +65,7 @@ class Spread:
         self._shares = list(shares)
         self._world = world
         named = [Named(index=i, name=s.name, parameter=s.holder) for i, s in enumerate(shares)]
-        units = cut_units(named, bucket_bytes=passing_bytes(world.device)) if shares and world.world_size > 1 else []
+        units = cut_units(named, bucket_bytes=passing_bytes(world)) if shares and world.world_size > 1 else []
         self._packings = [Packing(members, cut=cut, places=world.world_size) for members in reversed(units)]
 
     @torch.no_grad()

@@ -1,0 +1,79 @@
+"""The few samples that a job's model is looked at with, and what their numbers say of any other."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from paceline.feed.feed import make_feed
+from paceline.feed.types import Cut, StepInput
+from paceline.job import Job
+from paceline.nested import mapped
+from paceline.order.cursor import Cursor
+from paceline.plan.facts import Amount
+from paceline.plan.settle import Cluster, Facts, Plan, settle
+from paceline.spec.layout import parse_layout
+from paceline.spec.settings import Settings
+from paceline.spec.update import parse_update
+
+FEW, MORE = 2, 3  # samples: one alone may go another way
+_SMALLEST = 1e-3  # of a number, what of it is rounding
+_TOKENS = "input_ids"
+
+
+def length_of(job: Job, settings: Settings) -> int | None:
+    batch = samples_of(job, settings, samples=1).micro[0].data
+    if job.sequence is not None:
+        found = [(batch[n] if isinstance(batch, dict) else batch[int(n)]).shape[d] for n, d in job.sequence.items()]
+        return int(found[0])
+    ids = batch.get(_TOKENS) if isinstance(batch, dict) else None
+    return int(ids.shape[1]) if isinstance(ids, Tensor) and ids.dim() > 1 else None
+
+
+def lengths_of(length: int | None) -> tuple[int, ...]:
+    return () if length is None or length < 8 else (length // 2, length // 4)
+
+
+def samples_of(job: Job, settings: Settings, *, samples: int) -> StepInput:
+    cut = Cut(global_batch_size=samples, micro_batch_size=samples)
+    feed = make_feed(
+        data=job.train_data, collate=job.collate, order=job.order, seed=settings.seed, cut=cut, cursor=Cursor()
+    )
+    return next(iter(feed))
+
+
+def plan_of(settings: Settings, layout: str, ranks: int, *, samples: int) -> Plan:
+    return settle(
+        layout=parse_layout(layout),
+        update=parse_update("sync"),
+        cluster=Cluster(ranks=ranks),
+        facts=Facts(global_batch_size=samples, micro_batch_size=samples, backend=settings.train.backend),
+    )
+
+
+def shortened(batch: Any, whole: int | None, length: int) -> Any:
+    """The first positions of what is as long as the sequence."""
+
+    def shorter(tensor: Tensor) -> Tensor:
+        return tensor.narrow(1, 0, length).contiguous() if tensor.dim() > 1 and tensor.shape[1] == whole else tensor
+
+    return mapped(batch, shorter)
+
+
+def amount_through(values: Sequence[float], length: int | None) -> Amount:
+    """Through what was counted for few and more samples, and for shorter ones: each a term of its own."""
+    each = (values[1] - values[0]) / (MORE - FEW)
+    fixed = values[0] - FEW * each
+    if abs(fixed) < _SMALLEST * abs(values[0]):
+        each, fixed = values[0] / FEW, 0.0
+    if length is None or len(values) < 4:
+        return Amount(fixed=fixed, token=each / length) if length else Amount(fixed=fixed, sample=each)
+    half, quarter = ((value - fixed) / FEW for value in values[2:4])
+    long, short = length // 2, length // 4
+    first, second = (each - half) / (length - long), (half - quarter) / (long - short)
+    pair = (first - second) / (length - short)
+    token = first - pair * (length + long)
+    if abs(pair) * length * length < _SMALLEST * abs(each):
+        pair, token = 0.0, first
+    sample = each - length * (token + length * pair)
+    return Amount(fixed=fixed, sample=0.0 if abs(sample) < _SMALLEST * abs(each) else sample, token=token, pair=pair)

@@ -1,0 +1,127 @@
+"""What a job's parts hold under each way of recomputation, and what tp leaves of it: seen without numbers."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+
+from paceline.job import Job
+from paceline.measure.hollow import Hollow
+from paceline.measure.lives import Life, Lives
+from paceline.plan.facts import Holding, Way
+from paceline.spec.settings import Settings
+from paceline.step.parts import Parts
+from paceline.step.passes import backward, forward
+from paceline.streams import preserved
+from paceline.torch_modes import nobody_there
+from paceline.train.built import build
+from paceline.train.imagined import Scene
+from paceline.train.samples import FEW, MORE, amount_through, length_of, lengths_of, plan_of, samples_of, shortened
+from paceline.train.shallow import blocks_of
+
+_NODE = 8
+REMATS = ("none", "selective", "full")
+_Seen = Mapping[str, Life]
+
+
+def ways_of(job: Job, settings: Settings, *, tp_sizes: Sequence[int]) -> dict[str, dict[str, Way]]:
+    """By part, then by `remat`; one that the model can't have is not there."""
+    length, found = length_of(job, settings), dict[str, dict[str, Way]]()
+    for remat in REMATS:
+        with suppress(Exception):  # what can't be had is refused where it is asked for
+            alone = "single" if remat == "none" else f"dp=1,remat={remat}"
+            sizes = [(FEW, None), (MORE, None), *((FEW, short) for short in lengths_of(length))]
+            each = _lives(job, settings, alone, 1, sizes=sizes)
+            splits = [_splits(job, settings, remat, tp_sizes, sequence=n) for n in (False, True)]
+            for name in each[0]:
+                seen, tp = [one[name] for one in each], [{n: one[name] for n, one in few.items()} for few in splits]
+                found.setdefault(name, {})[remat] = _way(seen, tp, length)
+    return {name: ways for name, ways in found.items() if "none" in ways}
+
+
+def _splits(job: Job, settings: Settings, remat: str, tp_sizes: Sequence[int], *, sequence: bool) -> dict[int, _Seen]:
+    """On two ranks and on as many as a node mostly has, where the model can be split so."""
+    found = {}
+    for size in sorted({min(tp_sizes), max(n for n in tp_sizes if n <= _NODE)} if tp_sizes else ()):
+        with suppress(Exception):
+            words = f"tp={size},remat={remat}{',sequence=true' if sequence else ''}"
+            found[size] = _lives(job, settings, words, size, sizes=[(FEW, None)])[0]
+    return found
+
+
+def _way(seen: Sequence[Life], splits: Sequence[Mapping[int, Life]], length: int | None) -> Way:
+    def holding(what: str) -> Holding:
+        values = [getattr(one, what) for one in seen]
+        (whole, cut), (sequence_whole, sequence_cut) = (
+            _parts({size: getattr(one, what) / values[0] for size, one in few.items()} if values[0] else {})
+            for few in splits
+        )
+        return Holding(
+            amount=amount_through(values, length),
+            whole=whole, cut=cut, sequence_whole=sequence_whole, sequence_cut=sequence_cut,
+        )  # fmt: skip
+
+    return Way(kept=holding("kept_bytes"), moment=holding("moment_bytes"))
+
+
+def _parts(left: Mapping[int, float]) -> tuple[float, float]:
+    """What stays on every rank and what is divided, as parts of one rank's alone, from what so many each have left."""
+    if not left:
+        return 1.0, 0.0
+    few, more = min(left), max(left)
+    if few == more:
+        cut = (1 - left[few]) / (1 - 1 / few)
+        return (1 - cut, cut) if cut <= 1 else (0.0, few * left[few])
+    cut = (left[few] - left[more]) / (1 / few - 1 / more)
+    whole = left[few] - cut / few
+    return (whole, cut) if whole >= 0 else (0.0, few * left[few])
+
+
+def _lives(
+    job: Job, settings: Settings, layout: str, ranks: int, *, sizes: Sequence[tuple[int, int | None]]
+) -> list[_Seen]:
+    """Of a microbatch of each number of samples and length, after one that has left gradients to be added to."""
+    plan = plan_of(settings, layout, ranks, samples=FEW)
+    scene = Scene(mesh=plan.mesh)
+    heard: list[Lives] = []
+
+    def see(*told: Any) -> None:
+        if heard:
+            heard[0].see(*told)
+
+    with nullcontext() if ranks == 1 else nobody_there(ranks), preserved(), scene.baton:
+        hollow = Hollow(emptied=scene.emptied, see=see)
+        with hollow:
+            hollow.holds = False
+            built = build(job=job, settings=settings, plan=plan, world=scene.world(0, backend=plan.backend))
+            hollow.holds = True
+            blocks, batches = blocks_of(built.model), [_batch(job, settings, *size) for size in sizes]
+            built.model.train()
+            parts = built.step.parts
+            parts.contract.learn(batches[0])
+            parts.tape.begin()
+            parts.reducer.begin()
+            _pass(parts, batches[0], samples=FEW, lives=None, heard=heard)
+            found = [Lives(blocks=blocks) for _ in sizes]
+            for lives, batch, (samples, _) in zip(found, batches, sizes, strict=True):
+                with lives.running():
+                    _pass(parts, batch, samples=samples, lives=lives, heard=heard)
+            built.close()
+    return [lives.lives for lives in found]
+
+
+def _batch(job: Job, settings: Settings, samples: int, length: int | None) -> Any:
+    batch = samples_of(job, settings, samples=samples).micro[0].data
+    return batch if length is None else shortened(batch, length_of(job, settings), length)
+
+
+def _pass(parts: Parts, batch: Any, *, samples: int, lives: Lives | None, heard: list[Lives]) -> None:
+    heard += [lives] if lives is not None else []
+    terms = forward(parts, parts.portion(batch), step=0, index=0, num_samples=samples)
+    loss = torch.stack([total for total, _ in terms.values()]).sum()
+    del terms
+    if lives is not None:
+        lives.turn()
+    backward(parts, loss, last=False)
+    heard.clear()
