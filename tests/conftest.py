@@ -149,6 +149,12 @@ class Shop:
         return {**inherited, "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": "", **(extra or {})}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What is remembered of a machine and of runs is none of the user's, nor of an earlier run of the tests."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture
 def shop(tmp_path: Path) -> Shop:
     """A fresh folder with the small job."""
