@@ -74,7 +74,15 @@ def test_blocks_that_are_not_alike_all_stay() -> None:
 
 @pytest.mark.parametrize(
     ("least", "depths", "kept"),
-    [(2, [12], [2, 4]), (2, [4], [None]), (8, [12], [None]), (8, [20], [8, 16]), (4, [6, 6], [2, 4]), (2, [], [None])],
+    [
+        (2, [12], [None]),
+        (2, [24], [2, 8]),
+        (2, [48], [4, 16]),
+        (8, [24], [None]),
+        (8, [48], [8, 16]),
+        (4, [24, 24], [2, 8]),
+        (2, [], [None]),
+    ],
 )
 def test_two_lengths_that_are_shorter_or_the_whole(least: int, depths: list[int], kept: list[int | None]) -> None:
     tried = Try(candidate="", layout="", micro_batch_size=1, least_blocks=least, share=0.1)
@@ -82,16 +90,16 @@ def test_two_lengths_that_are_shorter_or_the_whole(least: int, depths: list[int]
 
 
 def test_the_line_through_two_lengths_comes_to_the_whole_model() -> None:
-    """Of 12 blocks 2 and 4 are run; a forward sleeps in every block, once for each microbatch."""
-    ready = ready_of("tests.parity.test_trial:slow")
+    """Of 24 blocks 2 and 8 are run; a forward sleeps in every block, once for each microbatch."""
+    ready = ready_of("tests.parity.test_trial:slow", "--job.depth=24")
     assert can_be_cut(ready)
     tries = [one("whole", micro=4), one("halves", micro=2)]
-    found = time_layouts(ready, tries, depths=[12], world=World.alone(), seconds=2.0)
+    found = time_layouts(ready, tries, depths=[24], world=World.alone(), seconds=3.0)
     for name, micro in (("whole", 1), ("halves", 2)):
         own = found[name]
         assert isinstance(own, Timed)
-        assert own.blocks == (2, 4) and own.steps > 4
-        assert own.seconds == pytest.approx(12 * SLEEP * micro, rel=0.25)
+        assert own.blocks == (2, 8) and own.steps > 4
+        assert own.seconds == pytest.approx(24 * SLEEP * micro, rel=0.25)
 
 
 def test_what_has_no_room_beside_others_is_timed_after_them() -> None:

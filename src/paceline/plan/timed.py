@@ -12,8 +12,8 @@ from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid, candidates
 from paceline.plan.search import key_of
 
-MOST = 12
-_EACH = 4  # of a family
+MOST = 9
+_EACH = 3  # of a family
 _NEAR = 1.6  # times the quickest forecast: as far as a closed form may be wrong
 _MOST_LOOKED_AT = 20_000
 

@@ -28,6 +28,8 @@ _ROOM = 0.5  # of a rank's memory, for all that is timed together
 _BUILD_SHARE = 0.5  # of the seconds, to make what is timed
 _OVER = 2  # times the seconds, after which nothing more is begun
 _VISIT_SECONDS, _MOST_A_VISIT = 0.15, 5
+_LONG = 0.2  # seconds of a step to which it is all one what the caches hold
+_FEW, _MORE = 12, 3  # a model's blocks by these are left, where it is cut
 _LEAST = 4  # steps that tell how far apart they are
 _HOPELESS = (3.0, 1.6, 1.25)  # times as long as the quickest, by how often it was visited: no closer look
 
@@ -53,10 +55,12 @@ class _Trial:
         return time.perf_counter() - began
 
     def visit(self) -> None:
-        """A step for the caches' sake, and some that count: as many on every rank."""
-        first = self.step()
-        more = min(_MOST_A_VISIT, max(1, round(_VISIT_SECONDS / first)))
-        self.seconds += [self.step() for _ in range(int(self.built.world.share_json(more)))]
+        """Some steps, as many on every rank, and where they are short one before them for the caches' sake."""
+        share = self.built.world.share_json
+        if share(self.first < _LONG):
+            self.first = self.step()
+        more = min(_MOST_A_VISIT, max(1, round(_VISIT_SECONDS / self.first)))
+        self.seconds += [self.step() for _ in range(int(share(more)))]
         self.visits += 1
 
     def close(self) -> None:
@@ -155,9 +159,14 @@ def _made(ready: Ready, one: Try, depths: Sequence[int], *, world: World) -> Ite
 
 
 def kept_blocks(one: Try, depths: Sequence[int]) -> list[int | None]:
-    """Of each list of like blocks: two lengths to draw a line through, or None for the whole model."""
-    fewest = -(-one.least_blocks // max(1, len(depths)))
-    return [fewest, 2 * fewest] if depths and min(depths) > 2 * fewest else [None]
+    """Of each list of like blocks: two lengths to draw a line through, or None for the whole model.
+
+    The line goes on to about three times the longer one: what is wrong with both comes in some four times. So models
+    of few blocks, or pipelines of many stages, are run whole.
+    """
+    fewest, depth = -(-one.least_blocks // max(1, len(depths))), min(depths, default=0)
+    few, more = max(fewest, -(-depth // _FEW)), max(2 * fewest, -(-depth // _MORE))
+    return [few, more] if depth > _FEW and 2 * more <= depth else [None]
 
 
 def can_be_cut(ready: Ready) -> bool:
