@@ -28,7 +28,6 @@ _ROOM = 0.5  # of a rank's memory, for all that is timed together
 _BUILD_SHARE = 0.5  # of the seconds, to make what is timed
 _OVER = 2  # times the seconds, after which nothing more is begun
 _VISIT_SECONDS, _MOST_A_VISIT = 0.15, 5
-_LONG = 0.2  # seconds of a step to which it is all one what the caches hold
 _FEW, _MORE = 12, 3  # a model's blocks by these are left, where it is cut
 _LEAST = 4  # steps that tell how far apart they are
 _HOPELESS = (3.0, 1.6, 1.25)  # times as long as the quickest, by how often it was visited: no closer look
@@ -55,12 +54,9 @@ class _Trial:
         return time.perf_counter() - began
 
     def visit(self) -> None:
-        """Some steps, as many on every rank, and where they are short one before them for the caches' sake."""
-        share = self.built.world.share_json
-        if share(self.first < _LONG):
-            self.first = self.step()
-        more = min(_MOST_A_VISIT, max(1, round(_VISIT_SECONDS / self.first)))
-        self.seconds += [self.step() for _ in range(int(share(more)))]
+        """A step to have caches and freed memory as in a run, and some that count: as many on every rank."""
+        more = min(_MOST_A_VISIT, max(1, round(_VISIT_SECONDS / self.step())))
+        self.seconds += [self.step() for _ in range(int(self.built.world.share_json(more)))]
         self.visits += 1
 
     def close(self) -> None:
