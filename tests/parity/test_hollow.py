@@ -34,6 +34,7 @@ OPERATIONS: dict[str, Operation] = {
     "norms": lambda x: (F.layer_norm(x, [LARGE]), F.softmax(x, -1), x.std(1), torch.linalg.vector_norm(x)),
     "picked": lambda x: (x[torch.arange(7)], x.index_select(1, torch.tensor([1, 5])), x.gather(0, torch.zeros(2, 9).long())),
     "masked": lambda x: x[torch.arange(LARGE) % 3 == 0],
+    "selected": lambda x: (x.masked_select(torch.arange(LARGE) % 3 == 0), x.masked_select(x > 0), x.nonzero()),
     "written": lambda x: (x.clone().add_(1), x.clone().masked_fill_(x > 0, 0), torch.empty_like(x).copy_(x.t())),
     "attention": lambda x: F.scaled_dot_product_attention(*[x.view(1, 4, 32, LARGE)] * 3, is_causal=True),
     "pictures": lambda x: F.max_pool2d(F.conv2d(x.view(1, 4, 64, 64), torch.ones(8, 4, 3, 3)), 2),
@@ -48,6 +49,15 @@ def test_results_have_the_form_that_they_really_have(operation: Operation) -> No
     expected = form(operation(whole()))
     with Hollow():
         found = operation(whole())
+    assert form(found) == expected
+
+
+@pytest.mark.parametrize("asked", [{}, {"return_inverse": True}, {"return_counts": True}])
+def test_numbers_that_are_not_there_all_differ(asked: dict[str, bool]) -> None:
+    numbers = torch.arange(float(LARGE * LARGE)).view(LARGE, LARGE)
+    expected = form(torch.unique(numbers, **asked))
+    with Hollow():
+        found = torch.unique(numbers, **asked)
     assert form(found) == expected
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from paceline.measure.without import ANSWERS, choose, shaped
+from paceline.measure.without import ANSWERS, choose, refusal, shaped
 from paceline.torch_modes import DispatchMode, Journey, on_cpu, unseen, written
 
 SMALL, _SMALL_BUILT = 64, 1 << 12
@@ -150,6 +150,8 @@ class Hollow(DispatchMode):
         return given if func._schema.returns else None
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func._schema.name == "aten::masked_select":
+            return self._given(func, args, _selected(*args))
         args, kwargs = _without_masks(func, args), dict(kwargs)
         key = (func, _key(args), _key(tuple(sorted(kwargs.items(), key=lambda item: item[0]))))
         if key not in self._known:
@@ -158,8 +160,13 @@ class Hollow(DispatchMode):
 
     def _shaped(self, func: Any, args: Any, kwargs: Any) -> Any:
         on_meta = {**kwargs, "device": _META} if any(a.name == "device" for a in func._schema.arguments) else kwargs
-        with unseen():
-            return shaped(func, _mapped(args, _as_meta), _mapped(on_meta, _as_meta))
+        try:
+            with unseen():
+                return shaped(func, _mapped(args, _as_meta), _mapped(on_meta, _as_meta))
+        except RuntimeError as error:  # of which NotImplementedError is one
+            if not isinstance(error, NotImplementedError) and _is_builtin(func):
+                raise  # as it would with numbers
+            raise refusal(func, error) from error
 
     def _given(self, func: Any, args: Any, forms: Any) -> Any:
         def make(form: _Form) -> Tensor:
@@ -198,6 +205,16 @@ def _without_masks(func: Any, args: Any) -> Any:
         else:
             found.append(index)
     return (args[0], found, *args[2:])
+
+
+def _selected(tensor: Tensor, mask: Tensor) -> _Form:
+    """As many as the mask, whose values are known, has in the shape of both."""
+    times = torch.broadcast_shapes(tensor.shape, mask.shape).numel() // max(1, mask.numel())
+    return ((int(mask.sum()) * times,), (1,), tensor.dtype)
+
+
+def _is_builtin(func: Any) -> bool:
+    return bool(func._schema.name.startswith(("aten::", "prims::", "prim::")))
 
 
 def _as_meta(tensor: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.errors import JobError, line_now
+
 
 def _number(func: Any, args: Any, kwargs: Any) -> Any:
     """A number that is not there is one; integers and booleans are there."""
@@ -64,6 +66,38 @@ def shaped(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs) if corrected is None else corrected(func, args, kwargs)
 
 
+def refusal(func: Any, error: Exception) -> JobError:
+    """An operation whose results nobody can tell without its numbers."""
+    name, sizes = func._schema.name, {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*func.tags}
+    return JobError(
+        f"what {name} gives can't be told without numbers.",
+        where=str(line_now() or ""),
+        cause="the size of its result depends on values" if sizes else f"it says of no shapes: {_first_line(error)}",
+        hint="a result whose size follows from its operands' sizes, as torch.where has with three of them"
+        if sizes
+        else f'@torch.library.register_fake("{name}"), a function that gives empty results of the right sizes',
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _every_place(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """No number is zero."""
+    found: Tensor = args[0].new_empty((args[0].dim(), args[0].numel()), dtype=torch.int64)
+    return found.t()
+
+
+def _all_differ(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """No number is there twice."""
+    tensor, asked = args[0], dict(zip(("sorted", "return_inverse", "return_counts"), args[1:], strict=False)) | kwargs
+    inverse = tensor.shape if asked.get("return_inverse") or asked.get("return_counts") else (0,)
+    counts = (tensor.numel(),) if asked.get("return_counts") else (0,)
+    places = [tensor.new_empty(shape, dtype=torch.int64) for shape in (inverse, counts)]
+    return tensor.new_empty((tensor.numel(),)), *places
+
+
 def _grouped(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Without memory it takes few types and alignments only; with it, what it is given."""
     left, right = args[0], args[1]
@@ -105,4 +139,9 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
-_CORRECTED = {"aten::_grouped_mm": _grouped, "aten::mkldnn_rnn_layer": _recurrent}
+_CORRECTED = {
+    "aten::_grouped_mm": _grouped,
+    "aten::mkldnn_rnn_layer": _recurrent,
+    "aten::nonzero": _every_place,
+    "aten::_unique2": _all_differ,
+}

@@ -22,11 +22,11 @@ from paceline.spec.task import Task
 from paceline.spec.words import size
 from paceline.store.disk import write_json
 from paceline.train.auto import ANSWER, ORIGIN, SECONDS, as_before, to_plan, told
+from paceline.train.foreseen import foreseen
 from paceline.train.kept import keep
 from paceline.train.learn import learn_facts
 from paceline.train.plan_run import Seen, replayed
 from paceline.train.ready import Ready, prepare
-from paceline.train.shallow import built_once
 
 _LEAST = 0.02
 
@@ -58,8 +58,8 @@ def learn(payload: Mapping[str, Any]) -> int:
 
 def learnt_here(ready: Ready, *, most_ranks: int) -> dict[str, Any]:
     """The same in this process."""
-    job = built_once(ready.job, seed=ready.settings.seed)
-    return {"facts": learn_facts(job, ready.settings, most_ranks=most_ranks).as_json()}
+    ready, _ = foreseen(ready)
+    return {"facts": learn_facts(ready.job, ready.settings, most_ranks=most_ranks).as_json()}
 
 
 def settled_here(task: Task, *, job: Job) -> Task:
@@ -85,7 +85,7 @@ def decided(ready: Ready, fleet: Fleet, *, seconds: float) -> dict[str, Any]:
             cause="how a batch is cut is part of what auto chooses",
             hint="leave it out, or say --train.micro_batch_size",
         )
-    ready = replace(ready, job=built_once(ready.job, seed=ready.settings.seed))
+    ready, _ = foreseen(ready)
     facts = learn_facts(ready.job, ready.settings, most_ranks=fleet.ranks)
     grid = Grid(micro_batch_size=ready.settings.train.micro_batch_size)
     chosen = _chosen(ready, facts, fleet, grid, until=began + seconds)

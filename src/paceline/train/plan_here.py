@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from paceline.plan.here import fleet_here
 from paceline.plan.judged import judge
 from paceline.plan.timed import Try, retimed, shortlist, try_of
 from paceline.store.runs import ROOT
+from paceline.train.foreseen import foreseen
 from paceline.train.learn import learn_facts
 from paceline.train.ready import Ready, join_world
-from paceline.train.shallow import built_once, shallow
+from paceline.train.shallow import shallow
 from paceline.train.trial import can_be_cut, time_layouts
 from paceline.world import Place, World
 
@@ -38,11 +39,12 @@ class Here:
 
 @dataclass(frozen=True, kw_only=True)
 class Learnt:
-    """A job that can be replayed, its numbers, and the lengths of its lists of like blocks."""
+    """A job that can be replayed, its numbers, the lengths of its lists of like blocks, and a word on its samples."""
 
     ready: Ready
     facts: ModelFacts
     depths: Sequence[int]
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +62,9 @@ def learn(ready: Ready, *, most_ranks: int) -> Learnt:
     Raises:
         PacelineError: the job can't be run even so.
     """
-    ready = replace(ready, job=built_once(ready.job, seed=ready.settings.seed))
+    ready, note = foreseen(ready)
     facts = learn_facts(ready.job, ready.settings, most_ranks=most_ranks)
-    return Learnt(ready=ready, facts=facts, depths=shallow(ready.job)[1] if can_be_cut(ready) else [])
+    return Learnt(ready=ready, facts=facts, depths=shallow(ready.job)[1] if can_be_cut(ready) else [], note=note)
 
 
 def chosen_here(ready: Ready, here: Here, *, layouts: Sequence[str] = ()) -> Chosen | None:

@@ -60,7 +60,7 @@ def plan(payload: Mapping[str, Any]) -> int:
         found = Chosen(learnt=learnt, forecast=forecast, options=options)
     if found is not None:
         advice, seen = _judged(found, names) if names else _decided(found)
-        answer = _answer(advice, seen, found.forecast)
+        answer = _answer(advice, seen, found)
         answer["timed"] = [_as_timed(one) for one in found.options if one.timed is not None]
         write_advice(Path(task.run), answer)
         write_json(Path(task.run) / "answer-plan.json", answer)
@@ -166,11 +166,12 @@ def _as_timed(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def _answer(advice: Advice | Judged, seen: Mapping[str, Seen], forecast: Forecast) -> dict[str, Any]:
-    facts, fleet = forecast.facts, forecast.fleet
+def _answer(advice: Advice | Judged, seen: Mapping[str, Seen], chosen: Chosen) -> dict[str, Any]:
+    forecast, facts, fleet = chosen.forecast, chosen.forecast.facts, chosen.forecast.fleet
     rows = tuple(_as_seen(row, seen.get(str(row.estimate.candidate)), fleet) for row in advice.rows)
     advice = replace(advice, rows=rows)
-    lines = [f"{facts.parameters:,} parameters, global batch {facts.global_batch_size}, on {fleet}", *advice.lines()]
+    lines = [f"{facts.parameters:,} parameters, global batch {facts.global_batch_size}, on {fleet}"]
+    lines += [*([chosen.learnt.note] if chosen.learnt.note else []), *advice.lines()]
     told = {str(row.estimate.candidate) for row in rows}
     lines += [_lost(name, one, fleet) for name, one in seen.items() if name not in told]
     return {

@@ -1,0 +1,50 @@
+"""A job as it is looked at before it runs: its model built once; of samples that differ in size a large one first."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from paceline.feed.fetch import Fetcher, Trouble, Wanted
+from paceline.feed.source import read_source
+from paceline.job import Job
+from paceline.nested import leaves
+from paceline.streams import preserved
+from paceline.train.ready import Ready
+from paceline.train.shallow import built_once
+
+_LOOKED = 32  # samples
+_MOST = 1 << 20  # of them in an epoch that nobody reads to its end
+
+
+def foreseen(ready: Ready) -> tuple[Ready, str]:
+    """With that job; and what there is to say of its samples, or nothing."""
+    job, note = largest_first(ready.job, seed=ready.settings.seed)
+    return replace(ready, job=built_once(job, seed=ready.settings.seed)), note
+
+
+def largest_first(job: Job, *, seed: int) -> tuple[Job, str]:
+    """The job with every sample the largest of some that were looked at: what fits must fit for it too.
+
+    Of a stream the first samples are what they are. What can't be read is told by who reads it next.
+    """
+    source = read_source(job.train_data, collate=job.collate, order=job.order, workers=0, name="train_data")
+    if not source.is_indexed:
+        return job, ""
+    last, few = len(source.data) - 1, min(_LOOKED, len(source.data))
+    fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=False)
+    with preserved():
+        looked = {n * last // max(1, few - 1): None for n in range(few)}
+        batches = {place: fetcher[Wanted(epoch=0, indices=(place,))] for place in looked}
+    if any(isinstance(batch, Trouble) for batch in batches.values()):
+        return job, ""
+    sizes = {place: sum(tensor.numel() for tensor in leaves(batch)) for place, batch in batches.items()}
+    least, most = min(sizes.values()), max(sizes.values())
+    if least == most:
+        return job, ""
+    place = max(sizes, key=lambda each: sizes[each])
+    note = f"samples are of {least:,} to {most:,} numbers, of {few} that were looked at: all is for the largest"
+    return replace(job, order=partial(_only, place)), note
+
+
+def _only(place: int, num_samples: int, epoch: int, seed: int) -> Sequence[int]:
+    return [place] * min(num_samples, _MOST)
