@@ -20,13 +20,17 @@ _MOST_LOOKED_AT = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class Try:
-    """One layout to time: as it would be typed, with what goes beside it; `share` is what it needs of the memory."""
+    """One layout to time: as it would be typed, with what goes beside it.
+
+    `share` is what it needs of the memory, of which `stays` is there between its steps too.
+    """
 
     candidate: str
     layout: str
     micro_batch_size: int
     least_blocks: int
     share: float
+    stays: float = 0.0
     stages: str = ""
 
     def as_json(self) -> dict[str, Any]:
@@ -72,6 +76,7 @@ def try_of(estimate: Estimate) -> Try:
         micro_batch_size=candidate.micro_batch_size,
         least_blocks=2 * candidate.pp * candidate.virtual if candidate.pp > 1 else 2,
         share=estimate.peak_bytes / estimate.limit_bytes,
+        stays=estimate.memory.state_bytes / estimate.limit_bytes,
         stages=estimate.settings.get("place.stages", ""),
     )
 

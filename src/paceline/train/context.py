@@ -47,9 +47,9 @@ def context_of(
             loss=job.loss,
             own_loss=contract.is_own,
         )
-        tried(model=model, batch=example.batch)
+        tried(model=model, batch=example.few)
         if _stays_whole(worlds):
-            lengths = Lengths(model, tried, first=batch_length(example.batch, sequence=sequence))
+            lengths = Lengths(model, tried, first=batch_length(example.few, sequence=sequence))
     context = ContextParallel(
         model=model, sequence=sequence, world=worlds.cp, own_loss=contract.is_own, at_length=lengths
     )
@@ -100,7 +100,7 @@ def try_experts(*, model: nn.Module, contract: LossContract, worlds: Worlds, exa
         LayoutError: they can't be spread, or what comes of it is something else.
     """
     if worlds.ep.world_size > 1 and can_be_tried(model) and not worlds.every.is_imagined:
-        check_experts(model=model, batches=[example.batch, example.batch], forward=contract.forward)
+        check_experts(model=model, batches=[example.few, example.few], forward=contract.forward)
 
 
 def can_be_tried(model: nn.Module) -> bool:

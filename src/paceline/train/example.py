@@ -20,6 +20,8 @@ from paceline.spec.settings import Settings
 from paceline.step.loss import LossContract
 from paceline.streams import preserved
 
+_FEW = 2  # one alone may go another way
+
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
@@ -73,6 +75,15 @@ class Example:
         Raises:
             JobError: it can't be read twice.
         """
+        return self._first(self.plan.micro_batch_size)
+
+    @cached_property
+    def few(self) -> Any:
+        """A few samples of it: enough to see whether a model is the same in parts."""
+        few = min(_FEW, self.plan.micro_batch_size)
+        return self.batch if few == self.plan.micro_batch_size else self._first(few)
+
+    def _first(self, size: int) -> Any:
         data = self.job.train_data
         if hasattr(data, "__next__"):
             raise JobError(
@@ -80,7 +91,6 @@ class Example:
                 cause="a generator is read once, and that sample would be missing from the training",
                 hint="train_data=the function that makes it, without the call",
             )
-        size = self.plan.micro_batch_size
         feed = make_feed(
             data=data,
             collate=self.job.collate,

@@ -25,25 +25,23 @@ from paceline.train.shallow import cut
 from paceline.world import World
 
 _ROOM = 0.5  # of a rank's memory, for all that is timed together
-_BUILD_SHARE = 0.5  # of the seconds, to make what is timed
+_BUILD_SHARE = 0.7  # of the seconds, to make what is timed
 _OVER = 2  # times the seconds, after which nothing more is begun
 _VISIT_SECONDS, _MOST_A_VISIT = 0.15, 5
 _FEW, _MORE = 12, 3  # a model's blocks by these are left, where it is cut
 _LEAST = 4  # steps that tell how far apart they are
-_HOPELESS = (3.0, 1.6, 1.25)  # times as long as the quickest, by how often it was visited: no closer look
+_HOPELESS = (1.8, 1.3, 1.2)  # times as long as the quickest, by how often all were visited: no closer look
 
 
 @dataclass(kw_only=True)
 class _Trial:
-    """One layout at one depth, ready to step; `seconds` are this rank's, step by step, without the `first`."""
+    """One layout at one depth, ready to step; `seconds` are this rank's, step by step, of those that count."""
 
     candidate: str
     blocks: int
     built: Built
     batches: Iterator[StepInput]
-    first: float = 0.0
     seconds: list[float] = field(default_factory=list)
-    visits: int = 0
 
     def step(self) -> float:
         """One, with the reading of its batch."""
@@ -57,7 +55,6 @@ class _Trial:
         """A step to have caches and freed memory as in a run, and some that count: as many on every rank."""
         more = min(_MOST_A_VISIT, max(1, round(_VISIT_SECONDS / self.step())))
         self.seconds += [self.step() for _ in range(int(self.built.world.share_json(more)))]
-        self.visits += 1
 
     def close(self) -> None:
         """Let go of the model."""
@@ -84,15 +81,14 @@ def time_layouts(
 
 
 def _groups(tries: Sequence[Try]) -> Iterator[list[Try]]:
-    """What has room beside each other, in turn."""
+    """What has room beside each other, in turn: of all what stays, of one, which steps, everything."""
     group: list[Try] = []
-    room = _ROOM
     for one in tries:
-        if group and one.share > room:
+        wider = [*group, one]
+        if group and sum(each.stays for each in wider) + max(each.share - each.stays for each in wider) > _ROOM:
             yield group
-            group, room = [], _ROOM
-        group.append(one)
-        room -= one.share
+            wider = [one]
+        group = wider
     if group:
         yield group
 
@@ -111,7 +107,7 @@ def _timed_together(
             except PacelineError as error:
                 errors[one.candidate] = error.what
         _take_turns(trials, depths, world=world, ends=began + seconds)
-        every = world.gather_json([trial.seconds or [trial.first] for trial in trials])
+        every = world.gather_json([trial.seconds for trial in trials])
         steps = [[max(step) for step in zip(*of_ranks, strict=True)] for of_ranks in zip(*every, strict=True)]
         looked = [(trial.candidate, trial.blocks, own) for trial, own in zip(trials, steps, strict=True)]
     finally:
@@ -124,21 +120,21 @@ def _timed_together(
 def _take_turns(trials: Sequence[_Trial], depths: Sequence[int], *, world: World, ends: float) -> None:
     """Round after round, until the time is over; what is hopeless is not visited any more."""
     for visits in count():
-        found = _told([(trial.candidate, trial.blocks, trial.seconds or [trial.first]) for trial in trials], depths)
+        found = _told([(trial.candidate, trial.blocks, trial.seconds) for trial in trials], depths)
         quickest = min((one.seconds for one in found.values()), default=0.0)
         most = _HOPELESS[min(visits, len(_HOPELESS) - 1)] * quickest
         alive = world.share_json([name for name, one in found.items() if one.seconds <= most])
         for trial in trials:
             if trial.candidate in alive:
-                if world.share_json(visits > 0 and time.monotonic() > ends):
+                if world.share_json(time.monotonic() > ends):
                     return
                 trial.visit()
-        if not trials or world.share_json(time.monotonic() > ends):
+        if not trials:
             return
 
 
 def _made(ready: Ready, one: Try, depths: Sequence[int], *, world: World) -> Iterator[_Trial]:
-    """At the whole model, or at two that are cut to fewer blocks; each has made its first step."""
+    """At the whole model, or at two that are cut to fewer blocks; each has been visited once."""
     task = replace(ready.task, layout=one.layout)
     plan = settled(task, ready.job, ready.settings, micro_batch_size=one.micro_batch_size)
     for most in kept_blocks(one, depths):
@@ -150,7 +146,7 @@ def _made(ready: Ready, one: Try, depths: Sequence[int], *, world: World) -> Ite
         blocks = sum(depths) if most is None else sum(min(most, depth) for depth in depths)
         built = build(job=job, settings=settings, plan=plan, world=world)
         trial = _Trial(candidate=one.candidate, blocks=blocks, built=built, batches=_batches(built))
-        trial.first = trial.step()
+        trial.visit()
         yield trial
 
 
