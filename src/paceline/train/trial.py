@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from statistics import median, quantiles
+from statistics import median_low, quantiles
 from typing import Any
 
 import torch
@@ -27,7 +27,9 @@ from paceline.world import World
 _ROOM = 0.5  # of a rank's memory, for all that is timed together
 _BUILD_SHARE = 0.7  # of the seconds, to make what is timed
 _OVER = 2  # times the seconds, after which nothing more is begun
+_UNSEEN = 2  # of its first steps
 _VISIT_SECONDS, _MOST_A_VISIT = 0.15, 5
+_LONG = 0.2  # seconds of a step to which it is all one what the caches hold
 _FEW, _MORE = 12, 3  # a model's blocks by these are left, where it is cut
 _LEAST = 4  # steps that tell how far apart they are
 _HOPELESS = (1.8, 1.3, 1.2)  # times as long as the quickest, by how often all were visited: no closer look
@@ -41,6 +43,7 @@ class _Trial:
     blocks: int
     built: Built
     batches: Iterator[StepInput]
+    usual: float = 0.0
     seconds: list[float] = field(default_factory=list)
 
     def step(self) -> float:
@@ -51,10 +54,18 @@ class _Trial:
             torch.cuda.synchronize(self.built.world.device)
         return time.perf_counter() - began
 
+    def begin(self) -> None:
+        """Steps until its memory is laid out as in a run, and the first that count."""
+        self.usual = [self.step() for _ in range(_UNSEEN)][-1]
+        self.visit()
+
     def visit(self) -> None:
-        """A step to have caches and freed memory as in a run, and some that count: as many on every rank."""
-        more = min(_MOST_A_VISIT, max(1, round(_VISIT_SECONDS / self.step())))
-        self.seconds += [self.step() for _ in range(int(self.built.world.share_json(more)))]
+        """Some steps, as many on every rank, and where they are short one before them for the caches' sake."""
+        share = self.built.world.share_json
+        if share(self.usual < _LONG):
+            self.usual = self.step()
+        more = min(_MOST_A_VISIT, max(1, round(_VISIT_SECONDS / self.usual)))
+        self.seconds += [self.step() for _ in range(int(share(more)))]
 
     def close(self) -> None:
         """Let go of the model."""
@@ -146,7 +157,7 @@ def _made(ready: Ready, one: Try, depths: Sequence[int], *, world: World) -> Ite
         blocks = sum(depths) if most is None else sum(min(most, depth) for depth in depths)
         built = build(job=job, settings=settings, plan=plan, world=world)
         trial = _Trial(candidate=one.candidate, blocks=blocks, built=built, batches=_batches(built))
-        trial.visit()
+        trial.begin()
         yield trial
 
 
@@ -207,7 +218,7 @@ def _told(looked: Sequence[tuple[str, int, Sequence[float]]], depths: Sequence[i
 
 def _timed(looks: Mapping[int, Sequence[float]], whole: int) -> Timed:
     blocks = sorted(looks)
-    middle = [median(looks[one]) for one in blocks]
+    middle = [median_low(looks[one]) for one in blocks]  # what disturbs a step makes it longer
     seconds = middle[-1]
     if len(blocks) == 2:
         each = (middle[1] - middle[0]) / (blocks[1] - blocks[0])

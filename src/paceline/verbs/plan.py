@@ -26,7 +26,7 @@ from paceline.verbs.running import Answer, Common, execute, make_task, read_answ
 from paceline.watch.planned import write_plan
 
 ENTRY = "paceline.train.plan_run:plan"
-TRIAL_SECONDS = 30.0  # to time layouts on this machine, beside the probe
+TRIAL_SECONDS = 40.0  # to time layouts on this machine, beside the probe
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from paceline.store.disk import read_json
 from paceline.store.runs import ROOT, RunFolder
 
 ENTRY = "paceline.measure.probe.worker:measure"
-SECONDS = 28.0
+SECONDS = 20.0
 _START_SECONDS = 5.0  # starting processes that have torch
 _LEAST_SHARE = 0.6
 
