@@ -5,7 +5,7 @@
     python benchmarks/steps.py --read steps.jsonl                 # the figures of what was measured before
     python benchmarks/steps.py --ranks 2 --line 100mbit --only 'llama*'    # as root: ranks in two network namespaces
 
-Every job is planned on its own (probe kept, layouts timed for 25 s at most); then the best of each family and what was
+Every job is planned on its own (probe kept, layouts timed for 40 s at most); then the best of each family and what was
 timed to be nearly as quick run as `paceline train`, twice, in turn. A step is the median of what the run itself logged,
 without the first ones. The noise is how far the two runs are apart.
 """
@@ -32,9 +32,10 @@ sys.path.insert(0, str(HERE.parent))
 from benchmarks.sites import ADDRESSES, ENDS, PORT, SPACES, line  # noqa: E402
 
 _PASSES, _WARM = 2, 4
-_SECONDS = 3.0  # of timed steps in a run
-_FEWEST, _MOST = 8, 80  # steps
-_NEAR, _ROWS = 1.3, 8
+_SECONDS = 2.0  # of timed steps in a run
+_FEWEST, _MOST = 6, 60  # steps
+_NEAR, _ROWS = 1.2, 5  # times the quickest; layouts
+_FAR = 1.8  # times the quickest, after which nobody asks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +200,8 @@ def _to_run(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     timed = sorted(plan["timed"], key=lambda one: one["step_seconds"])
     best = {(row["layout"], str(row["settings"])) for row in plan["plans"] if row["fits"]}
     near = [one for one in timed if one["step_seconds"] <= _NEAR * timed[0]["step_seconds"]][:_ROWS]
-    return [one for one in timed if one in near or (one["layout"], str(one["settings"])) in best]
+    timed = [one for one in timed if one["step_seconds"] <= _FAR * timed[0]["step_seconds"]]
+    return [one for one in timed if one in near or (one["layout"], str(one["settings"])) in best][:_ROWS]
 
 
 def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -11,7 +11,16 @@ from torch import nn
 
 from paceline.errors import DataError, OutOfMemory
 from paceline.survive.failure import failure_of, from_status
-from paceline.survive.short import Room, is_shortage, killed_for_memory, out_of_memory, part_of, tried_bytes
+from paceline.survive.short import (
+    Room,
+    give_back,
+    is_shortage,
+    killed_for_memory,
+    out_of_memory,
+    own_bytes,
+    part_of,
+    tried_bytes,
+)
 
 
 def raised(call: Any) -> BaseException:
@@ -115,3 +124,13 @@ def test_only_a_kill_that_was_for_memory_falls_back() -> None:
     assert not from_status(0, status=-signal.SIGKILL).is_short_of_memory
     assert not from_status(0, status=-signal.SIGSEGV, for_memory=True).is_short_of_memory
     assert from_status(0, status=-signal.SIGKILL, for_memory=True).said["error"] == OutOfMemory.__name__
+
+
+def test_what_was_freed_goes_back_and_the_most_begins_anew() -> None:
+    pieces = [bytearray(100_000) for _ in range(1000)]
+    most, last = own_bytes("VmHWM"), pieces[-1]
+    del pieces
+    kept = own_bytes()
+    give_back()
+    assert len(last) == 100_000 and own_bytes() < kept - (60 << 20)
+    assert own_bytes("VmHWM") < most

@@ -1,6 +1,8 @@
 """Memory that could not be had: what tells it from other errors, where in a step it was, and what sets the limit."""
 
+import ctypes
 import errno
+import gc
 import re
 import resource
 from collections.abc import Iterator, Mapping
@@ -88,6 +90,18 @@ def own_bytes(name: str = "VmRSS") -> int:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
     except (OSError, ValueError, StopIteration):
         return 0
+
+
+def give_back() -> None:
+    """To the system what was freed here and is kept for the next who asks; the most that was resident begins anew.
+
+    Where the kernel or the C library does not know how, nothing happens.
+    """
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def tightest_room() -> Room | None:

@@ -65,6 +65,7 @@ class Session:
         self._before = Before.now()
         with naming_memory(None, self._before):
             self.built = build(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
+        self._before = self._before.built()
         self._forecast = self._foretold()
         loaded, events = self._found()
         self.identity = identity(self.built, **_data_facts(ready.job, ready.settings))

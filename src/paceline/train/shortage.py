@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from paceline.errors import OutOfMemory
 from paceline.measure.held import held_now
-from paceline.survive.short import Room, is_shortage, out_of_memory, own_bytes, own_of, tightest_room
+from paceline.survive.short import Room, give_back, is_shortage, out_of_memory, own_bytes, own_of, tightest_room
 from paceline.train.built import Built
 
 _OF_PROCESS = ("VmRSS", "VmHWM", "VmSize", "VmData")
@@ -24,6 +24,11 @@ class Before:
     def now(cls) -> "Before":
         """Look."""
         return cls(used_bytes={name: own_bytes(name) for name in _OF_PROCESS})
+
+    def built(self) -> "Before":
+        """The same, once there is a model: what building took beside goes back, and is no part of what steps need."""
+        give_back()
+        return replace(self, used_bytes={**self.used_bytes, "VmHWM": own_bytes("VmHWM")})
 
     def of(self, room: Room | None) -> int:
         """In the way that this limit counts."""
