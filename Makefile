@@ -21,7 +21,7 @@ demo: $(STAMP)
 	@cd .demo && PATH="$(CURDIR)/$(BIN):$$PATH" sh ../examples/demo.sh
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -m "not soak and not gpu" -q -n 2 --dist loadgroup
+	@$(BIN)/python -m pytest -m "not soak and not gpu" -q -n 2 --dist loadgroup --durations 40
 
 soak: $(STAMP)
 	@$(BIN)/python -m pytest -m soak -q

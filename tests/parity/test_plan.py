@@ -89,9 +89,11 @@ def plan(*words: str, folder: Path) -> Any:
 
 
 def test_the_command_answers_with_its_fixed_keys(tmp_path: Path) -> None:
-    done = plan(f"{ROOT / 'tests' / 'zoo.py'}:llama", "--cluster", "2x2xH100-80G", "--json", folder=tmp_path)
+    words = ["--cluster", "2x2xH100-80G", "--json", "--train.micro_batch_size", "2"]
+    done = plan(f"{ROOT / 'tests' / 'zoo.py'}:llama", *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
+    assert {row["settings"]["train.micro_batch_size"] for row in answer["plans"] if row["fits"]} == {"2"}
     assert answer["case"] == 1 and answer["recommended"] == answer["plans"][0]["layout"]
     best = answer["plans"][0]
     assert best["fits"] and best["replayed"] and best["step_seconds"] > 0 and best["why"]

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
-from paceline.errors import JobError
+from paceline.errors import JobError, UsageError
 from paceline.plan.facts import ModelFacts
-from paceline.train.foreseen import foreseen
+from paceline.spec.settings import Settings
+from paceline.train.foreseen import foreseen, grid_of
 from paceline.train.learn import learn_facts
 from paceline.train.ready import prepare
 from paceline.verbs.running import Common, make_task
@@ -110,6 +112,13 @@ def test_an_operation_that_says_of_no_shapes_is_named_with_its_line(how: str, na
     assert name in caught.value.what and to_do in caught.value.hint
     file, line = caught.value.where.rsplit(":", 1)
     assert file == __file__ and name.split("::")[1] in Path(file).read_text().splitlines()[int(line) - 1]
+
+
+def test_settings_that_leave_nothing_to_choose_are_refused() -> None:
+    settings = replace(Settings(), train=replace(Settings().train, gradient_accumulation_steps=4))
+    with pytest.raises(UsageError, match="each layout would have other microbatches") as caught:
+        grid_of(settings, asked="paceline plan")
+    assert "what plan chooses" in caught.value.cause
 
 
 def test_of_samples_of_many_lengths_the_longest_is_looked_at() -> None:

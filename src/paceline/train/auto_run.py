@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import LayoutError, UsageError
+from paceline.errors import LayoutError
 from paceline.job import Job
 from paceline.measure.probe.machines import machine_here
 from paceline.plan.advice import Advice, advise
@@ -22,7 +22,7 @@ from paceline.spec.task import Task
 from paceline.spec.words import size
 from paceline.store.disk import write_json
 from paceline.train.auto import ANSWER, ORIGIN, SECONDS, as_before, to_plan, told
-from paceline.train.foreseen import foreseen
+from paceline.train.foreseen import foreseen, grid_of
 from paceline.train.kept import keep
 from paceline.train.learn import learn_facts
 from paceline.train.plan_run import Seen, replayed
@@ -79,15 +79,9 @@ def decided(ready: Ready, fleet: Fleet, *, seconds: float) -> dict[str, Any]:
         UsageError: the job's settings leave nothing to choose.
     """
     began = time.monotonic()
-    if ready.settings.train.gradient_accumulation_steps is not None:
-        raise UsageError(
-            "--layout auto with train.gradient_accumulation_steps: each layout would have other microbatches.",
-            cause="how a batch is cut is part of what auto chooses",
-            hint="leave it out, or say --train.micro_batch_size",
-        )
+    grid = grid_of(ready.settings, asked="--layout auto")
     ready, _ = foreseen(ready)
     facts = learn_facts(ready.job, ready.settings, most_ranks=fleet.ranks)
-    grid = Grid(micro_batch_size=ready.settings.train.micro_batch_size)
     chosen = _chosen(ready, facts, fleet, grid, until=began + seconds)
     best = chosen.advice.recommended
     if chosen.seen is not None:

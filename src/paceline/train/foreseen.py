@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from paceline.errors import UsageError
 from paceline.feed.fetch import Fetcher, Trouble, Wanted
 from paceline.feed.source import read_source
 from paceline.job import Job
 from paceline.nested import leaves
+from paceline.plan.grid import Grid
+from paceline.spec.settings import Settings
 from paceline.streams import preserved
 from paceline.train.ready import Ready
 from paceline.train.shallow import built_once
@@ -20,6 +23,21 @@ def foreseen(ready: Ready) -> tuple[Ready, str]:
     """With that job; and what there is to say of its samples, or nothing."""
     job, note = largest_first(ready.job, seed=ready.settings.seed)
     return replace(ready, job=built_once(job, seed=ready.settings.seed)), note
+
+
+def grid_of(settings: Settings, *, asked: str) -> Grid:
+    """What is tried of layouts: with the microbatch that was asked for, or any.
+
+    Raises:
+        UsageError: the settings leave nothing to choose, for what was `asked`.
+    """
+    if settings.train.gradient_accumulation_steps is not None:
+        raise UsageError(
+            f"{asked} with train.gradient_accumulation_steps: each layout would have other microbatches.",
+            cause=f"how a batch is cut is part of what {asked.split()[-1]} chooses",
+            hint="leave it out, or say --train.micro_batch_size",
+        )
+    return Grid(micro_batch_size=settings.train.micro_batch_size)
 
 
 def largest_first(job: Job, *, seed: int) -> tuple[Job, str]:

@@ -11,12 +11,13 @@ from paceline.measure.probe.worker import probe_world
 from paceline.plan.estimate import Estimate, Timed
 from paceline.plan.facts import ModelFacts
 from paceline.plan.forecast import Forecast
+from paceline.plan.grid import Grid
 from paceline.plan.hardware import Fleet, fleet_of
 from paceline.plan.here import fleet_here
 from paceline.plan.judged import judge
 from paceline.plan.timed import Try, retimed, shortlist, try_of
 from paceline.store.runs import ROOT
-from paceline.train.foreseen import foreseen
+from paceline.train.foreseen import foreseen, grid_of
 from paceline.train.learn import learn_facts
 from paceline.train.ready import Ready, join_world
 from paceline.train.shallow import shallow
@@ -53,6 +54,7 @@ class Chosen:
 
     learnt: Learnt
     forecast: Forecast
+    grid: Grid
     options: Sequence[Estimate]
 
 
@@ -73,7 +75,7 @@ def chosen_here(ready: Ready, here: Here, *, layouts: Sequence[str] = ()) -> Cho
 
     Ranks that have numbers and those that have none are never in one process group: so learning comes first.
     """
-    place = Place.read(os.environ)
+    place, grid = Place.read(os.environ), grid_of(ready.settings, asked="paceline plan")
     learnt = learn(ready, most_ranks=place.world_size) if place.rank == 0 else None
     world = join_world(ready)
     try:
@@ -83,10 +85,10 @@ def chosen_here(ready: Ready, here: Here, *, layouts: Sequence[str] = ()) -> Cho
                 _timed(ready, [], (), world=world, seconds=here.seconds)
             return None
         forecast = Forecast(facts=learnt.facts, fleet=fleet)
-        options = _named(ready, forecast, layouts) if layouts else shortlist(forecast)
+        options = _named(ready, forecast, layouts) if layouts else shortlist(forecast, grid=grid)
         if here.seconds:
             options = _timed(ready, options, learnt.depths, world=world, seconds=here.seconds)
-        return Chosen(learnt=learnt, forecast=forecast, options=options)
+        return Chosen(learnt=learnt, forecast=forecast, grid=grid, options=options)
     finally:
         world.close()
 

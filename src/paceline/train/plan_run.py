@@ -23,6 +23,7 @@ from paceline.spec.update import parse_update
 from paceline.spec.words import size
 from paceline.store.disk import write_json
 from paceline.store.planned import write_advice
+from paceline.train.foreseen import grid_of
 from paceline.train.kept import keep
 from paceline.train.plan_here import Chosen, Here, chosen_here, learn
 from paceline.train.ready import Ready, prepare
@@ -53,11 +54,11 @@ def plan(payload: Mapping[str, Any]) -> int:
     if "here" in task.options:
         found = chosen_here(ready, Here(**task.options["here"]), layouts=names)
     else:
-        fleet = fleet_of(task.options["fleet"])
+        fleet, grid = fleet_of(task.options["fleet"]), grid_of(ready.settings, asked="paceline plan")
         learnt = learn(ready, most_ranks=fleet.ranks)
         forecast = Forecast(facts=learnt.facts, fleet=fleet)
-        options = [] if names else [*search_each([forecast]).best.values()]
-        found = Chosen(learnt=learnt, forecast=forecast, options=options)
+        options = [] if names else [*search_each([forecast], grid=grid).best.values()]
+        found = Chosen(learnt=learnt, forecast=forecast, grid=grid, options=options)
     if found is not None:
         advice, seen = _judged(found, names) if names else _decided(found)
         answer = _answer(advice, seen, found)
@@ -80,10 +81,10 @@ def numbers(payload: Mapping[str, Any]) -> int:
 def _decided(chosen: Chosen) -> tuple[Advice, dict[str, Seen]]:
     """What is recommended has been replayed, and fits. Where it did not, what closed forms leave out is taken for as
     much of the others."""
-    forecast, options, seen = chosen.forecast, chosen.options, dict[str, Seen]()
+    forecast, grid, options, seen = chosen.forecast, chosen.grid, chosen.options, dict[str, Seen]()
     ready, fleet, began = chosen.learnt.ready, forecast.fleet, time.monotonic()
     room = fleet.device.memory_bytes - fleet.device.reserve_bytes
-    first = advice = advice_of(forecast, options)
+    first = advice = advice_of(forecast, options, grid=grid)
     for _ in range(_MOST_TRIES):
         best = advice.recommended
         found = seen[str(best.candidate)] = replayed(ready, best, forecast)
@@ -91,11 +92,11 @@ def _decided(chosen: Chosen) -> tuple[Advice, dict[str, Seen]]:
             break
         if best.timed is not None:
             options = [one for one in options if one is not best]
-            advice = advice_of(forecast, options)
+            advice = advice_of(forecast, options, grid=grid)
             continue
         reckoned = best.peak_bytes - fleet.device.reserve_bytes
         less = 1 - _LEAST if found.error else min(1 - _LEAST, room / found.peak_bytes)
-        advice = advise(forecast.below(reckoned * less + fleet.device.reserve_bytes))
+        advice = advise(forecast.below(reckoned * less + fleet.device.reserve_bytes), grid=grid)
     each = max(one.seconds / max(1, one.work) for one in seen.values())
     for row in advice.rows:
         candidate, left = row.estimate.candidate, _MOST_SECONDS - (time.monotonic() - began)
