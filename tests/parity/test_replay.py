@@ -65,6 +65,13 @@ def test_a_large_run_is_replayed_in_little_memory() -> None:
     assert resident_now() - before < 1 << 30
 
 
+def test_a_stage_has_no_memory_of_what_other_stages_train() -> None:
+    """A split embedding or head of another stage has none either."""
+    for stage in forecast(Setting(family="llama", layout="pp=2,tp=2", ranks=4, micro=2, job=SMALL)):
+        held = stage.between
+        assert held.gradients <= held.parameters < 1.001 * held.gradients
+
+
 def test_more_microbatches_hold_nothing_more_and_are_left_out() -> None:
     few, many = (forecast(Setting(family="mlp", batch=batch, micro=2, job=SMALL))[0] for batch in (4, 32))
     assert few.peak.total == many.peak.total

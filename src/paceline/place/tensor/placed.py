@@ -76,7 +76,12 @@ def split_over(model: nn.Module, *, plan: TensorPlan, wire: Wire) -> TensorPlace
 
 
 def _own(parameter: nn.Parameter, part: Part) -> nn.Parameter:
-    own = nn.Parameter(part.take(parameter.detach()), requires_grad=parameter.requires_grad)
+    whole = parameter.detach()
+    if whole.dim() and not any(whole.stride()) and part.local is not None:  # one number: another stage has the memory
+        piece = whole[(0,) * whole.dim()].expand(part.local) if whole.numel() else whole
+    else:
+        piece = part.take(whole)
+    own = nn.Parameter(piece, requires_grad=parameter.requires_grad)
     own.__dict__.update(parameter.__dict__)
     return own
 
