@@ -17,7 +17,7 @@ from paceline.job import Job, NamedParameters, imported
 from paceline.spec.jobref import JobRef
 
 ROWS = 1 << 20
-LONGEST = 4096
+LONGEST, _UNSAID = 4096, 1024  # positions, at most and where a config does not say
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
@@ -34,7 +34,7 @@ def make_job(
     Args:
         source: what says what the model is; its weights are neither needed nor read.
         task: as in `pl.hf.job`; by default what the config says.
-        length: positions of a sample; by default as many as the model has, 4,096 at most.
+        length: positions of a sample; by default as many as the model has, 4,096 at most; 1,024 where it does not say.
         global_batch_size: samples of a step.
         optimizer: a class of `torch.optim`.
         lr: its learning rate, which no plan depends on.
@@ -84,10 +84,8 @@ class Rows(Dataset[Any]):
 
     def _ids(self) -> Tensor:
         text = self.config.get_text_config()
-        known = (
-            getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_target_positions")
-        )
-        most = next((int(each) for each in known if each), LONGEST)
+        known = (getattr(text, name, None) for name in _POSITIONS)
+        most = next((int(each) for each in known if each), _UNSAID)
         return torch.arange(self.length or min(most, LONGEST)) % int(text.vocab_size)
 
     def _picture(self) -> Tensor:
