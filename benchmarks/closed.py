@@ -29,8 +29,8 @@ from paceline.plan.memory import Memory
 from paceline.plan.settle import Cluster, Facts, settle
 from paceline.spec.update import parse_update
 from paceline.train.learn import learn_facts
-from paceline.train.plan_run import with_stages
 from paceline.train.ready import Ready, prepare
+from paceline.train.rehearsed import with_stages
 from paceline.train.replay import Replayed, replay
 from paceline.train.shallow import built_once
 from paceline.verbs.running import Common, make_task

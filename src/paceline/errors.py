@@ -1,11 +1,14 @@
 """The tree of errors a user can meet: what happened, where, the likely cause, the line to type."""
 
+import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 from traceback import extract_stack, extract_tb
+from types import FrameType
 
 
 class ExitCode(IntEnum):
@@ -192,12 +195,27 @@ def user_line(error: BaseException) -> UserLine | None:
     return UserLine(file=frames[-1].filename, line=frames[-1].lineno or 0, text=(frames[-1].line or "").strip())
 
 
+def place_now() -> object:
+    """The same where the user's own code is at the same operation again."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_foreign(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code, frame.f_lasti)
+
+
+def as_refused(error: Exception) -> str:
+    """An error that is not ours, in a line, with where the user's own code raised it."""
+    line, said = user_line(error), next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {said}" + (f" ({line})" if line else "")
+
+
 def line_now() -> UserLine | None:
     """Where in the user's code the call is that this is part of."""
     last = next((f for f in reversed(extract_stack()) if not _is_foreign(f.filename)), None)
     return None if last is None else UserLine(file=last.filename, line=last.lineno or 0, text=last.line or "")
 
 
+@cache
 def _is_foreign(filename: str) -> bool:
     roots = (str(Path(__file__).parent), *(path for path in _INSTALLED if path))
     examples = str(Path(__file__).parent / "examples")

@@ -14,13 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from paceline.measure.without import ANSWERS, choose, refusal, shaped
+from paceline.errors import place_now
+from paceline.measure.without import ANSWERS, COMPARES, PACKED, choose, packed, refusal, shaped
 from paceline.torch_modes import DispatchMode, Journey, on_cpu, unseen, written
 
 SMALL, _SMALL_BUILT = 64, 1 << 12
 _SMALL_DOUBLES = 1 << 16  # what ranks tell each other in a step is in float64
+_endless: set[object] = set()
+_ENDLESS, _KNOWN_ENDLESS = 10_000, 100  # times that one place asks whether to go on
 _META = torch.device("meta")
 _VIEWS = {"aten::detach", "aten::alias", "aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
+_RESIZED = ("aten::resize_", "aten::set_")
 _PASSED = ("c10d::", "profiler::", "prim::")
 _Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -66,6 +70,7 @@ class Hollow(DispatchMode):
         self.holds = True
         """What comparisons of numbers that are not there come to; not while a model is built."""
         self._known: dict[Any, Any] = {}
+        self._left: dict[Any, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Give what the operation would have given, without its numbers."""
@@ -93,8 +98,10 @@ class Hollow(DispatchMode):
         if name.startswith("fsdp::"):  # written in Python: what it does is seen operation by operation
             with self:
                 return on_cpu(func, args, kwargs)
-        if hollow and name in ANSWERS:
-            return ANSWERS[name](func, args, kwargs)
+        if name in ANSWERS:
+            return ANSWERS[name](func, args, kwargs) if hollow else func(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags and name not in _RESIZED:  # its numbers stay what they are
+            return func(*args, **kwargs)
         targets = written(func, args, kwargs)
         if not hollow and not self._is_large(func, args, kwargs, given, targets):
             return func(*args, **kwargs)
@@ -143,8 +150,8 @@ class Hollow(DispatchMode):
             if tensor.is_floating_point() or tensor.is_complex():
                 self._emptied.add(tensor)
             elif tensor.dtype is not torch.uint8 or tensor.numel() <= SMALL:
-                choose(func, tensor, args, holds=self.holds)
-        if func._schema.name in ("aten::resize_", "aten::set_"):
+                choose(func, tensor, args, holds=self._holds(func, tensor))
+        if func._schema.name in _RESIZED:
             return func(*args, **kwargs)
         given = targets if len(func._schema.returns) > 1 else targets[0]
         return given if func._schema.returns else None
@@ -152,11 +159,26 @@ class Hollow(DispatchMode):
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func._schema.name == "aten::masked_select":
             return self._given(func, args, _selected(*args))
+        if func._schema.name in PACKED:
+            form, lengths = packed(func, args, kwargs)
+            return self._given(func, args, form), lengths
         args, kwargs = _without_masks(func, args), dict(kwargs)
         key = (func, _key(args), _key(tuple(sorted(kwargs.items(), key=lambda item: item[0]))))
         if key not in self._known:
             self._known[key] = _forms(self._shaped(func, args, kwargs))
         return self._given(func, args, self._known[key])
+
+    def _holds(self, func: Any, tensor: Tensor) -> bool:
+        """Comparisons hold; but one that a loop asks for again and again ends it."""
+        if not self.holds or tensor.numel() != 1 or func._schema.name not in COMPARES:
+            return self.holds
+        place = place_now()
+        self._left[place] = self._left.get(place, _KNOWN_ENDLESS if place in _endless else _ENDLESS) - 1
+        if self._left[place] > 0:
+            return True
+        del self._left[place]
+        _endless.add(place)
+        return False
 
     def _shaped(self, func: Any, args: Any, kwargs: Any) -> Any:
         on_meta = {**kwargs, "device": _META} if any(a.name == "device" for a in func._schema.arguments) else kwargs
@@ -175,7 +197,7 @@ class Hollow(DispatchMode):
             if dtype.is_floating_point or dtype.is_complex:
                 self._emptied.add(tensor)
             else:
-                choose(func, tensor, args, holds=self.holds)
+                choose(func, tensor, args, holds=self._holds(func, tensor))
             return tensor
 
         return _rebuilt(forms, make)

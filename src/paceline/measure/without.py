@@ -25,7 +25,7 @@ ANSWERS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "aten::is_nonzero": _yes,
     "aten::allclose": _yes,
 }
-_COMPARES = {"aten::gt", "aten::ge", "aten::lt", "aten::le"}
+COMPARES = {"aten::gt", "aten::ge", "aten::lt", "aten::le"}
 _POSITIONS = {"aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin", "aten::max", "aten::min"}
 _POSITIONS |= {"aten::multinomial"}
 
@@ -42,7 +42,7 @@ def choose(func: Any, tensor: Tensor, args: Any, *, holds: bool) -> None:
         _in_turn(tensor, args)
     elif name in ("aten::eq", "aten::ne"):  # with itself it is equal, with infinity it is not: it is finite
         tensor.fill_(_is_infinite(args[1]) == (name == "aten::ne"))
-    elif holds and name in _COMPARES:
+    elif holds and name in COMPARES:
         tensor.fill_(1)
     else:
         tensor.zero_()
@@ -75,8 +75,22 @@ def refusal(func: Any, error: Exception) -> JobError:
         cause="the size of its result depends on values" if sizes else f"it says of no shapes: {_first_line(error)}",
         hint="a result whose size follows from its operands' sizes, as torch.where has with three of them"
         if sizes
+        else "a layout by name, which asks for no plan: --layout ddp"
+        if name.startswith("aten::")
         else f'@torch.library.register_fake("{name}"), a function that gives empty results of the right sizes',
     )
+
+
+PACKED = {"aten::_pack_padded_sequence": 2, "aten::_pad_packed_sequence": 1}
+"""What brings rows of several lengths into another order, with the dimensions of its rows."""
+
+
+def packed(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], Tensor]:
+    """The form of what it gives, and the lengths beside, which are known: as of rows of one number."""
+    data, rows = args[0], PACKED[func._schema.name]
+    thin, lengths = func(torch.zeros((*data.shape[:rows], 1), dtype=data.dtype), *args[1:], **kwargs)
+    shape = (*thin.shape[: 3 - rows], *data.shape[rows:])
+    return (shape, torch.empty(shape, device="meta").stride(), data.dtype), lengths
 
 
 def _first_line(error: Exception) -> str:

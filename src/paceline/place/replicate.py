@@ -163,8 +163,9 @@ class BucketReducer:
     def __init__(self, *, named: Sequence[Named], world: World, unit: Callable[..., Unit] = _Unit) -> None:
         self._world = world
         self._named = named = renumbered(named)
-        *most, last = cut_units(named)
-        self._units = [*(unit(members) for members in most), unit(last, num_flags=len(named))]
+        units = cut_units(named)  # none of a stage in which all is frozen
+        self._units = [unit(members) for members in units[:-1]]
+        self._units += [unit(last, num_flags=len(named)) for last in units[-1:]]
         self._touched = [False] * len(named)
         self._armed = False
         self._next = 0
@@ -203,9 +204,9 @@ class BucketReducer:
             unit.pass_on()
         for unit in self._units:
             unit.land(divisor)
-        flags = self._units[-1].flags
-        assert flags is not None
+        flags = self._units[-1].flags if self._units else None
         for member in self._named:
+            assert flags is not None
             if not self._touched[member.index] and not flags[member.index]:
                 member.parameter.grad = None
         return True

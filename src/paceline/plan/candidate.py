@@ -7,7 +7,8 @@ from paceline.plan.mesh import Mesh, label
 from paceline.schedule.table import schedule_named
 from paceline.spec.layout import AXES, Kind, Layout
 
-_MODEL_AXES = ("pp", "tp", "cp", "ep")
+MODEL_AXES = ("pp", "tp", "cp", "ep")
+MICRO = "micro_batch_size"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ class Candidate:
     @property
     def family(self) -> str:
         """Its kind among layouts: the one model axis it has, `mixed` with several, or how its data axes share."""
-        axes = [axis for axis in _MODEL_AXES if getattr(self, axis) > 1]
+        axes = [axis for axis in MODEL_AXES if getattr(self, axis) > 1]
         if axes:
             return axes[0] if len(axes) == 1 else "mixed"
         if self.dp_shard == 1:

@@ -80,6 +80,10 @@ class Forecast:
         fleet = replace(self.fleet, device=device)
         return Forecast(facts=self.facts, fleet=fleet, efficiency=self.efficiency, device_bytes=self.device_bytes)
 
+    def of(self, facts: ModelFacts) -> "Forecast":
+        """The same of a model of which something else is known."""
+        return Forecast(facts=facts, fleet=self.fleet, efficiency=self.efficiency, device_bytes=self.device_bytes)
+
     @property
     def host_limit_bytes(self) -> float | None:
         """A rank's share of its host's memory, None where that is not known."""

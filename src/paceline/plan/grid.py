@@ -7,7 +7,7 @@ twig its schedule; a leaf says how data parallelism shares the rest. What can't 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from paceline.plan.candidate import Candidate
+from paceline.plan.candidate import MICRO, Candidate
 from paceline.plan.facts import ModelFacts
 from paceline.plan.hardware import Fleet
 from paceline.plan.in_flight import SPLITS, is_sure
@@ -62,7 +62,8 @@ def boughs(trunk: Candidate, facts: ModelFacts, grid: Grid) -> Iterator[Candidat
 def branches(bough: Candidate, facts: ModelFacts, grid: Grid) -> Iterator[Candidate]:
     """How the batch is cut."""
     for size in micro_batch_sizes(facts.global_batch_size, bough.replicas, grid):
-        yield replace(bough, micro_batch_size=size)
+        if f"{MICRO}={size}" not in facts.refused:
+            yield replace(bough, micro_batch_size=size)
 
 
 def twigs(branch: Candidate, facts: ModelFacts, grid: Grid) -> Iterator[Candidate]:
@@ -131,7 +132,8 @@ def is_refused(candidate: Candidate, facts: ModelFacts) -> bool:
 
 
 def words_of(candidate: Candidate) -> Iterator[str]:
-    """What a model can refuse: `pp`, `remat`, `remat=full`, `zero=3`, `fsdp`, `offload`, `sequence`, and so on."""
+    """What a model can refuse, beside `micro_batch_size=1`: `pp`, `remat`, `remat=full`, `zero=3`, `fsdp`, `offload`,
+    `sequence`, and so on."""
     yield from candidate.mesh.split
     if candidate.remat != "none":
         yield from ("remat", f"remat={candidate.remat}")

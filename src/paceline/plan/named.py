@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from paceline.errors import LayoutError, PacelineError, UsageError, raise_all
-from paceline.plan.candidate import Candidate, candidate_of
+from paceline.plan.candidate import MICRO, Candidate, candidate_of
 from paceline.plan.efficiency import Efficiency, usual
 from paceline.plan.estimate import Estimate
 from paceline.plan.facts import ModelFacts, read_facts
@@ -105,7 +105,12 @@ def _candidates(forecast: Forecast, layout: Layout, micro_batch_size: int | None
     sizes = (
         [micro_batch_size] if micro_batch_size else micro_batch_sizes(facts.global_batch_size, mesh.replicas, Grid())
     )
-    found = [candidate_of(layout, mesh, micro_batch_size=size, precision=facts.precision) for size in sizes]
+    had = [size for size in sizes if f"{MICRO}={size}" not in facts.refused]
+    if not had:
+        raise LayoutError(
+            f"{layout} in microbatches of {sizes[0]} can't be had: {facts.refused[f'{MICRO}={sizes[0]}']}."
+        )
+    found = [candidate_of(layout, mesh, micro_batch_size=size, precision=facts.precision) for size in had]
     _refuse(found[0], facts)
     return found
 

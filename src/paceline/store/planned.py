@@ -38,13 +38,17 @@ def read_advice(path: Path) -> dict[str, Any]:
     if not file.exists():
         raise UsageError(f"there is no plan in {path}.", hint="paceline plan job.py --run-dir FOLDER writes one")
     found = _found(file)
-    if "plans" not in found:
+    if not _is_list_of_plans(found.get("plans")):
         raise UsageError(
             f"{file} has no layouts in it.",
             cause="a run that was not planned, or no file of `paceline plan`",
             hint="paceline plan job.py --run-dir FOLDER writes one",
         )
     return {key: value for key, value in found.items() if key in ADVICE}
+
+
+def _is_list_of_plans(plans: Any) -> bool:
+    return isinstance(plans, list) and bool(plans) and all(isinstance(one, dict) and "layout" in one for one in plans)
 
 
 def _found(file: Path) -> dict[str, Any]:

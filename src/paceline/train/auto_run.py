@@ -2,19 +2,14 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import LayoutError
 from paceline.job import Job
 from paceline.measure.probe.machines import machine_here
-from paceline.plan.advice import Advice, advise
-from paceline.plan.candidate import Candidate
+from paceline.plan.advice import Advice
 from paceline.plan.estimate import Estimate
-from paceline.plan.facts import ModelFacts
 from paceline.plan.forecast import Forecast
-from paceline.plan.grid import Grid, words_of
 from paceline.plan.hardware import Fleet, fleet_of, of_family
 from paceline.plan.ladder import ladder, rung_of
 from paceline.plan.rung import Rung
@@ -22,22 +17,12 @@ from paceline.spec.task import Task
 from paceline.spec.words import size
 from paceline.store.disk import write_json
 from paceline.train.auto import ANSWER, ORIGIN, SECONDS, as_before, to_plan, told
-from paceline.train.foreseen import foreseen, grid_of
+from paceline.train.decide import decide
+from paceline.train.foreseen import grid_of
 from paceline.train.kept import keep
-from paceline.train.learn import learn_facts
-from paceline.train.plan_run import Seen, replayed
+from paceline.train.plan_here import learn as learn_job
 from paceline.train.ready import Ready, prepare
-
-_LEAST = 0.02
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """A recommendation that has been replayed, unless there was no time left to."""
-
-    forecast: Forecast
-    advice: Advice
-    seen: Seen | None
+from paceline.train.rehearsed import Rehearsal, Seen
 
 
 def choose(payload: Mapping[str, Any]) -> int:
@@ -58,8 +43,7 @@ def learn(payload: Mapping[str, Any]) -> int:
 
 def learnt_here(ready: Ready, *, most_ranks: int) -> dict[str, Any]:
     """The same in this process."""
-    ready, _ = foreseen(ready)
-    return {"facts": learn_facts(ready.job, ready.settings, most_ranks=most_ranks).as_json()}
+    return {"facts": learn_job(ready, most_ranks=most_ranks).facts.as_json()}
 
 
 def settled_here(task: Task, *, job: Job) -> Task:
@@ -80,51 +64,25 @@ def decided(ready: Ready, fleet: Fleet, *, seconds: float) -> dict[str, Any]:
     """
     began = time.monotonic()
     grid = grid_of(ready.settings, asked="--layout auto")
-    ready, _ = foreseen(ready)
-    facts = learn_facts(ready.job, ready.settings, most_ranks=fleet.ranks)
-    chosen = _chosen(ready, facts, fleet, grid, until=began + seconds)
-    best = chosen.advice.recommended
-    if chosen.seen is not None:
-        counted = {str(best.candidate): (chosen.seen.peak_bytes, chosen.seen.parts or {})}
-        keep(ready, facts, fleet, replayed=counted)
+    learnt = learn_job(ready, most_ranks=fleet.ranks)
+    rehearsal = Rehearsal(ready=learnt.ready, real=ready)
+    forecast = Forecast(facts=learnt.facts, fleet=fleet)
+    chosen = decide(rehearsal, forecast, grid=grid, until=began + seconds)
+    best, facts = chosen.advice.recommended, chosen.forecast.facts
+    if chosen.best is not None:
+        counted = {str(best.candidate): (chosen.best.peak_bytes, chosen.best.parts or {})}
+        keep(learnt.ready, facts, fleet, replayed=counted)
     below = ladder(chosen.forecast, best, grid=grid)
-    rungs = [_rung(best, chosen.seen, fleet), *(_rung(one, None, fleet) for one in below)]
+    rungs = [_rung(best, chosen.best, fleet), *(_rung(one, None, fleet) for one in below)]
     return {
         "rungs": [rung.as_json() for rung in rungs],
         "case": chosen.advice.case.number,
-        "why": chosen.advice.rows[0].why,
+        "why": "; ".join([chosen.advice.rows[0].why, *learnt.notes]),
         "second": _second(chosen.advice, rungs),
         "seconds": time.monotonic() - began,
         "facts": facts.as_json(),
         "cluster": fleet.as_json(),
     }
-
-
-def _chosen(ready: Ready, facts: ModelFacts, fleet: Fleet, grid: Grid, *, until: float) -> Chosen:
-    """Where a replay needs more than there is, less is taken for there; what it is refused is not looked at again."""
-    forecast = Forecast(facts=facts, fleet=fleet)
-    room, reserve = fleet.device.memory_bytes - fleet.device.reserve_bytes, fleet.device.reserve_bytes
-    while True:
-        advice = advise(forecast, grid=grid)
-        best = advice.recommended
-        if time.monotonic() > until:
-            return Chosen(forecast=forecast, advice=advice, seen=None)
-        seen = replayed(ready, best, forecast)
-        if seen.error:
-            facts = _without(facts, best.candidate, seen.error)
-            forecast = Forecast(facts=facts, fleet=forecast.fleet)
-        elif seen.peak_bytes <= room:
-            return Chosen(forecast=forecast, advice=advice, seen=seen)
-        else:
-            less = min(1 - _LEAST, room / seen.peak_bytes)
-            forecast = forecast.below(reserve + less * (best.peak_bytes - reserve))
-
-
-def _without(facts: ModelFacts, candidate: Candidate, error: str) -> ModelFacts:
-    words = [word for word in words_of(candidate) if word not in facts.refused]
-    if not words:
-        raise LayoutError(error, hint="--layout single says all of it")
-    return replace(facts, refused={**facts.refused, words[-1]: error})
 
 
 def _rung(estimate: Estimate, seen: Seen | None, fleet: Fleet) -> Rung:

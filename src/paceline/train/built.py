@@ -229,7 +229,8 @@ def _placed(
     if set(plan.mesh.split) - set(DATA):
         example.learn() if begun.late is None else begun.late.valued(example.learn)
     context = context_of(job, model=model, contract=contract, worlds=worlds, example=example)
-    try_experts(model=model, contract=contract, worlds=worlds, example=example)
+    if plan.mesh.ep > 1 and can_be_tried(model) and not worlds.every.is_imagined:
+        try_experts(model=model, contract=contract, example=example)
     untried = [] if can_be_tried(model) else [a for a in ("cp", "ep") if plan.mesh.size(a) > 1]
     for note in (UNTRIED.format(axis) for axis in untried):
         say(note) if begun.late is None else begun.late.notes.append(note)

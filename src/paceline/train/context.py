@@ -39,15 +39,7 @@ def context_of(
     sequence = _sequence(job, example)
     lengths: Lengths | None = None
     if can_be_tried(model) and not worlds.every.is_imagined:
-        tried = partial(
-            check_context,
-            sequence=sequence,
-            ranks=worlds.cp.world_size,
-            forward=contract.forward,
-            loss=job.loss,
-            own_loss=contract.is_own,
-        )
-        tried(model=model, batch=example.few)
+        tried = try_context(job, model=model, contract=contract, ranks=worlds.cp.world_size, example=example)
         if _stays_whole(worlds):
             lengths = Lengths(model, tried, first=batch_length(example.few, sequence=sequence))
     context = ContextParallel(
@@ -56,6 +48,27 @@ def context_of(
     if context.shifts_labels:
         contract.moved()
     return context
+
+
+def try_context(
+    job: Job, *, model: nn.Module, contract: LossContract, ranks: int, example: Example
+) -> Callable[..., None]:
+    """Whether slices of a few samples make the whole; what asks the same of another batch.
+
+    Raises:
+        JobError: the job does not say where the sequence is.
+        LayoutError: a layer that can't be cut, or a model whose slices do not make the whole.
+    """
+    tried = partial(
+        check_context,
+        sequence=_sequence(job, example),
+        ranks=ranks,
+        forward=contract.forward,
+        loss=job.loss,
+        own_loss=contract.is_own,
+    )
+    tried(model=model, batch=example.few)
+    return tried
 
 
 class Lengths:
@@ -93,20 +106,24 @@ def _stays_whole(worlds: Worlds) -> bool:
     return mesh.pp == mesh.tp == mesh.ep == 1 and mesh.dp_shard == 1
 
 
-def try_experts(*, model: nn.Module, contract: LossContract, worlds: Worlds, example: Example) -> None:
+def try_experts(*, model: nn.Module, contract: LossContract, example: Example) -> None:
     """Whether the model gives the same where other ranks have its experts.
 
     Raises:
         LayoutError: they can't be spread, or what comes of it is something else.
     """
-    if worlds.ep.world_size > 1 and can_be_tried(model) and not worlds.every.is_imagined:
-        check_experts(model=model, batches=[example.few, example.few], forward=contract.forward)
+    check_experts(model=model, batches=[example.few, example.few], forward=contract.forward)
 
 
 def can_be_tried(model: nn.Module) -> bool:
     """Whether it is whole here, and small enough to run some more times in double precision."""
     parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters) <= _MOST_CHECKED and not any(p.is_meta for p in parameters)
+    return is_small(sum(p.numel() for p in parameters)) and not any(p.is_meta for p in parameters)
+
+
+def is_small(elements: int) -> bool:
+    """Whether a model of so many parameters may run some more times in double precision."""
+    return elements <= _MOST_CHECKED
 
 
 def _sequence(job: Job, example: Example) -> Mapping[str, int]:

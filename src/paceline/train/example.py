@@ -20,7 +20,7 @@ from paceline.spec.settings import Settings
 from paceline.step.loss import LossContract
 from paceline.streams import preserved
 
-_FEW = 2  # one alone may go another way
+FEW = 2  # one alone may go another way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Example:
     @cached_property
     def few(self) -> Any:
         """A few samples of it: enough to see whether a model is the same in parts."""
-        few = min(_FEW, self.plan.micro_batch_size)
+        few = min(FEW, self.plan.micro_batch_size)
         return self.batch if few == self.plan.micro_batch_size else self._first(few)
 
     def _first(self, size: int) -> Any:

@@ -8,7 +8,10 @@ from paceline.errors import UsageError
 from paceline.feed.fetch import Fetcher, Trouble, Wanted
 from paceline.feed.source import read_source
 from paceline.job import Job
+from paceline.measure.hollow import Hollow
 from paceline.nested import leaves
+from paceline.place.batchnorm import running
+from paceline.place.start.stored import Stored
 from paceline.plan.grid import Grid
 from paceline.spec.settings import Settings
 from paceline.streams import preserved
@@ -17,12 +20,22 @@ from paceline.train.shallow import built_once
 
 _LOOKED = 32  # samples
 _MOST = 1 << 20  # of them in an epoch that nobody reads to its end
+_NORMS = (
+    "BatchNorm: samples of a microbatch see each other, so another size of it is another training; "
+    "--train.micro_batch_size keeps it"
+)
 
 
-def foreseen(ready: Ready) -> tuple[Ready, str]:
-    """With that job; and what there is to say of its samples, or nothing."""
+def foreseen(ready: Ready) -> tuple[Ready, tuple[str, ...]]:
+    """With that job; and what there is to say of it."""
     job, note = largest_first(ready.job, seed=ready.settings.seed)
-    return replace(ready, job=built_once(job, seed=ready.settings.seed)), note
+    found = replace(ready, job=built_once(job, seed=ready.settings.seed))
+    notes = [note] if note else []
+    if ready.settings.train.micro_batch_size is None and not isinstance(found.job.model, Stored):
+        with Hollow() as hollow:
+            hollow.holds = False
+            notes += [_NORMS] if running(found.job.model()) else []
+    return found, tuple(notes)
 
 
 def grid_of(settings: Settings, *, asked: str) -> Grid:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.errors import LayoutError, PacelineError
+from paceline.errors import LayoutError, PacelineError, as_refused
 from paceline.job import Job
 from paceline.measure.held import held_now
 from paceline.measure.hollow import Hollow
 from paceline.measure.tally import FIRST, LAST, Cost, Tally
 from paceline.place.experts.find import find_experts
+from paceline.plan.candidate import MICRO
 from paceline.plan.facts import Amount, Keeps, ModelFacts, Part, Way
 from paceline.spec.settings import Settings
 from paceline.step.passes import backward, forward
@@ -63,6 +64,7 @@ def _learnt(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
     shorter = [_look(job, settings, "single", 1, samples=FEW, length=n) for n in lengths_of(length)]
     refused: dict[str, str] = {}
     split = _tried(lambda: _look(job, settings, "tp", 2, samples=FEW), refused, "tp")
+    _tried(lambda: _look(job, settings, "single", 1, samples=1), refused, f"{MICRO}=1")
     sizes = _sizes(job, settings, "tp", most_ranks) if split is not None else {}
     tp_sizes = tuple(sizes)
     names = [name for name in few.costs if name not in (FIRST, LAST)]
@@ -100,14 +102,16 @@ def _tried(call: Callable[[], Any], refused: dict[str, str], axis: str) -> Any:
         return call()
     except PacelineError as error:
         refused[axis] = error.what
-        return None
+    except Exception as error:  # of the job's own code: others may go
+        refused[axis] = as_refused(error)
+    return None
 
 
 def _sizes(job: Job, settings: Settings, axis: str, most: int) -> dict[int, dict[str, int]]:
     """The powers of two that can be had, with a rank's parameters; where one can't, no larger one is tried."""
     found = {}
     for size in _powers(most):
-        seen = _tried(partial(_look, job, settings, axis, size, samples=1), {}, axis)
+        seen = _tried(partial(_look, job, settings, axis, size, samples=FEW), {}, axis)
         if seen is None:
             break
         found[size] = seen.parameters

@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import JobError, PacelineError, as_refused, user_line
 from paceline.measure.probe.cache import fingerprint
 from paceline.measure.probe.worker import probe_world
+from paceline.plan.candidate import Candidate
 from paceline.plan.estimate import Estimate, Timed
 from paceline.plan.facts import ModelFacts
 from paceline.plan.forecast import Forecast
@@ -40,22 +42,28 @@ class Here:
 
 @dataclass(frozen=True, kw_only=True)
 class Learnt:
-    """A job that can be replayed, its numbers, the lengths of its lists of like blocks, and a word on its samples."""
+    """A job as it is (`real`) and as it can be replayed, its numbers, the lengths of its lists of like blocks, and what
+    there is to say of it."""
 
+    real: Ready
     ready: Ready
     facts: ModelFacts
     depths: Sequence[int]
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """What is forecast of a job, and the layouts among which to choose, each of which should fit."""
+    """What is forecast of a job, and the layouts among which to choose, each of which should fit.
+
+    `lost` are those that were refused where they were to be timed, with why.
+    """
 
     learnt: Learnt
     forecast: Forecast
     grid: Grid
     options: Sequence[Estimate]
+    lost: Mapping[Candidate, str] = field(default_factory=dict)
 
 
 def learn(ready: Ready, *, most_ranks: int) -> Learnt:
@@ -64,9 +72,26 @@ def learn(ready: Ready, *, most_ranks: int) -> Learnt:
     Raises:
         PacelineError: the job can't be run even so.
     """
-    ready, note = foreseen(ready)
-    facts = learn_facts(ready.job, ready.settings, most_ranks=most_ranks)
-    return Learnt(ready=ready, facts=facts, depths=shallow(ready.job)[1] if can_be_cut(ready) else [], note=note)
+    real = ready
+    try:
+        ready, notes = foreseen(ready)
+        facts = learn_facts(ready.job, ready.settings, most_ranks=most_ranks)
+    except PacelineError:
+        raise
+    except Exception as error:  # of the job's own code
+        raise _unplanned(error) from error
+    depths = shallow(ready.job)[1] if can_be_cut(ready) else []
+    return Learnt(real=real, ready=ready, facts=facts, depths=depths, notes=notes)
+
+
+def _unplanned(error: Exception) -> JobError:
+    return JobError(
+        f"the job can't be looked at without its numbers: {as_refused(error)}",
+        where=str(user_line(error) or ""),
+        cause="to plan, it runs on memory without numbers, where every comparison of numbers holds and a number is 1; "
+        "or it fails with numbers too",
+        hint="a layout by name, which asks for no plan: paceline train JOB --layout ddp",
+    )
 
 
 def chosen_here(ready: Ready, here: Here, *, layouts: Sequence[str] = ()) -> Chosen | None:
@@ -86,9 +111,10 @@ def chosen_here(ready: Ready, here: Here, *, layouts: Sequence[str] = ()) -> Cho
             return None
         forecast = Forecast(facts=learnt.facts, fleet=fleet)
         options = _named(ready, forecast, layouts) if layouts else shortlist(forecast, grid=grid)
+        lost: dict[Candidate, str] = {}
         if here.seconds:
-            options = _timed(ready, options, learnt.depths, world=world, seconds=here.seconds)
-        return Chosen(learnt=learnt, forecast=forecast, grid=grid, options=options)
+            options, lost = _timed(ready, options, learnt.depths, world=world, seconds=here.seconds)
+        return Chosen(learnt=learnt, forecast=forecast, grid=grid, options=options, lost=lost)
     finally:
         world.close()
 
@@ -112,9 +138,10 @@ def _fleet(ready: Ready, here: Here, world: World) -> Fleet:
 
 def _timed(
     ready: Ready, options: Sequence[Estimate], depths: Sequence[int], *, world: World, seconds: float
-) -> list[Estimate]:
-    """Those of rank 0's options that can be had, with what their steps took."""
+) -> tuple[list[Estimate], dict[Candidate, str]]:
+    """Those of rank 0's options that can be had, with what their steps took; and the others, with why."""
     told, depths = world.share_json([[try_of(one).as_json() for one in options], list(depths)])
     found = time_layouts(ready, [Try(**one) for one in told], depths=depths, world=world, seconds=seconds)
-    had = [one for one in options if not isinstance(found.get(str(one.candidate)), str)]
-    return retimed(had, {name: one for name, one in found.items() if isinstance(one, Timed)})
+    lost = {one.candidate: why for one in options if isinstance(why := found.get(str(one.candidate)), str)}
+    had = [one for one in options if one.candidate not in lost]
+    return retimed(had, {name: one for name, one in found.items() if isinstance(one, Timed)}), lost

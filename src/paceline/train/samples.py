@@ -61,11 +61,16 @@ def shortened(batch: Any, whole: int | None, length: int) -> Any:
 
 
 def amount_through(values: Sequence[float], length: int | None) -> Amount:
-    """Through what was counted for few and more samples, and for shorter ones: each a term of its own."""
+    """Through what was counted for few and more samples, and for shorter ones: each a term of its own.
+
+    What no such sum says, since a part that all samples share grows with their length too, is right at this length.
+    """
     each = (values[1] - values[0]) / (MORE - FEW)
     fixed = values[0] - FEW * each
     if abs(fixed) < _SMALLEST * abs(values[0]):
         each, fixed = values[0] / FEW, 0.0
+    if each < 0 or fixed < 0:  # fewer than all of what is there, be it of fewer samples or of more
+        each, fixed = max(value / count for value, count in zip(values, (FEW, MORE), strict=False)), 0.0
     if length is None or len(values) < 4:
         return Amount(fixed=fixed, token=each / length) if length else Amount(fixed=fixed, sample=each)
     half, quarter = ((value - fixed) / FEW for value in values[2:4])
@@ -76,4 +81,8 @@ def amount_through(values: Sequence[float], length: int | None) -> Amount:
     if abs(pair) * length * length < _SMALLEST * abs(each):
         pair, token = 0.0, first
     sample = each - length * (token + length * pair)
-    return Amount(fixed=fixed, sample=0.0 if abs(sample) < _SMALLEST * abs(each) else sample, token=token, pair=pair)
+    if abs(sample) < _SMALLEST * abs(each):
+        sample = 0.0
+    if min(half, quarter, pair, sample + token + pair) < 0:
+        return Amount(fixed=fixed, token=each / length)
+    return Amount(fixed=fixed, sample=sample, token=token, pair=pair)

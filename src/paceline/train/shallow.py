@@ -27,6 +27,16 @@ def built_once(job: Job, *, seed: int) -> Job:
     with Hollow() as hollow, preserved():
         hollow.holds = False
         model = build_model(job, seed=seed)
+    return _copied(job, model)
+
+
+def _copied(job: Job, model: nn.Module) -> Job:
+    """Itself where its model can't be copied."""
+    try:
+        with Hollow():
+            copy.deepcopy(model)
+    except Exception:
+        return job
     return replace(job, model=partial(copy.deepcopy, model))
 
 
@@ -48,7 +58,7 @@ def shallow(job: Job) -> tuple[Job, list[int]]:
         hollow.holds = False
         model = job.model()
         depths = cut(model, KEPT)
-    return (replace(job, model=partial(copy.deepcopy, model)), depths) if depths else (job, [])
+    return (_copied(job, model), depths) if depths else (job, [])
 
 
 def cut(model: nn.Module, most: int) -> list[int]:

@@ -1,0 +1,85 @@
+"""What is recommended has been replayed and fits: what is refused, or needs more than there is, gives way to others."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.errors import LayoutError
+from paceline.plan.advice import Advice, advice_of, advise
+from paceline.plan.candidate import MODEL_AXES, Candidate
+from paceline.plan.estimate import Estimate
+from paceline.plan.forecast import Forecast
+from paceline.plan.grid import Grid, is_refused, words_of
+from paceline.train.rehearsed import Rehearsal, Seen
+
+_LEAST = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """`seen` is what was replayed on the way, by candidate: the recommended one too, unless time was over before."""
+
+    forecast: Forecast
+    advice: Advice
+    seen: Mapping[str, Seen]
+
+    @property
+    def best(self) -> Seen | None:
+        """Of the recommended one."""
+        return self.seen.get(str(self.advice.recommended.candidate))
+
+
+def decide(
+    rehearsal: Rehearsal, forecast: Forecast, *, grid: Grid, until: float, options: Sequence[Estimate] = (),
+    lost: Mapping[Candidate, str] | None = None,
+) -> Decided:  # fmt: skip
+    """The best of `options`, or of the whole grid where none of them is left; `lost` are known to be refused.
+
+    Where a replay needs more than there is, what closed forms leave out is taken for as much of the others.
+
+    Raises:
+        LayoutError: nothing fits.
+    """
+    for candidate, error in (lost or {}).items():
+        forecast = _without(rehearsal, forecast, candidate, error)
+    device, seen = forecast.fleet.device, dict[str, Seen]()
+    room, case = device.memory_bytes - device.reserve_bytes, None
+    while True:
+        options = [one for one in options if not is_refused(one.candidate, forecast.facts)]
+        advice = advice_of(forecast, options, grid=grid) if options else advise(forecast, grid=grid)
+        case = case or advice.case
+        best = advice.recommended
+        if time.monotonic() > until:
+            break
+        found = seen[str(best.candidate)] = rehearsal.replayed(best, forecast)
+        if found.error:
+            forecast = _without(rehearsal, forecast, best.candidate, found.error)
+        elif found.peak_bytes <= room:
+            break
+        elif options:
+            options = [one for one in options if one is not best]
+        else:
+            less = min(1 - _LEAST, room / found.peak_bytes)
+            forecast = forecast.below(device.reserve_bytes + less * (best.peak_bytes - device.reserve_bytes))
+    return Decided(forecast=forecast, advice=replace(advice, case=case), seen=seen)
+
+
+def _without(rehearsal: Rehearsal, forecast: Forecast, candidate: Candidate, error: str) -> Forecast:
+    """Whose model refuses the axis that is to blame: one that is refused alone, or what was asked for last."""
+    facts = forecast.facts
+    words = [word for word in words_of(candidate) if word not in facts.refused]
+    if not words:
+        raise LayoutError(error, hint="--layout single says all of it")
+    axes = [axis for axis in MODEL_AXES if axis in words]
+    refused = {words[-1]: error}
+    if len(axes) > 1 or (axes and axes != words[-1:]):
+        alone = {axis: rehearsal.refusal(_alone(candidate, axis), forecast) for axis in axes}
+        refused = {axis: why for axis, why in alone.items() if why} or refused
+    return forecast.of(replace(facts, refused={**facts.refused, **refused}))
+
+
+def _alone(candidate: Candidate, axis: str) -> Candidate:
+    """That axis and nothing beside it; experts are spread over replicas."""
+    size = getattr(candidate, axis)
+    found = Candidate(micro_batch_size=candidate.micro_batch_size, precision=candidate.precision)
+    return replace(found, **{axis: size}, **({"dp_replicate": size} if axis == "ep" else {}))

@@ -1,0 +1,105 @@
+"""Finalists of a plan as they would run: the run's own step without numbers, and what only numbers can tell."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from paceline.errors import LayoutError, PacelineError, as_refused
+from paceline.plan.candidate import Candidate
+from paceline.plan.estimate import Estimate
+from paceline.plan.facts import ModelFacts
+from paceline.plan.forecast import Forecast
+from paceline.plan.settle import Cluster, Facts, Plan, settle
+from paceline.spec.settings import Settings
+from paceline.spec.update import parse_update
+from paceline.train.ready import Ready
+from paceline.train.replay import Replayed, replay, shortened
+from paceline.train.tried_parts import refuse_parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A finalist as it was replayed: its fullest stage; `error` where it would be refused."""
+
+    layout: str
+    peak_bytes: int = 0
+    parts: Mapping[str, int] | None = None
+    error: str = ""
+    seconds: float = 0.0
+    work: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """`ready` has a model without numbers, `real` the job as it is. What was asked once is remembered."""
+
+    ready: Ready
+    real: Ready
+    known: dict[str, Seen] = field(default_factory=dict)
+    parts: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def replayed(self, estimate: Estimate, forecast: Forecast) -> Seen:
+        """As this estimate would be placed on a device of the forecast's machines."""
+        name = f"{estimate.candidate} {estimate.stages}"
+        if name not in self.known:
+            self.known[name] = self._replayed(estimate.candidate, estimate.stages, forecast, estimate.timed is not None)
+        return self.known[name]
+
+    def refusal(self, candidate: Candidate, forecast: Forecast) -> str:
+        """Why it can't be had, or nothing."""
+        return self._replayed(candidate, (), forecast, False).error
+
+    def _replayed(self, candidate: Candidate, cut: tuple[int, ...], forecast: Forecast, has_run: bool) -> Seen:
+        began, facts = time.monotonic(), forecast.facts
+        try:
+            if not has_run:
+                self._refuse_parts(candidate, facts)
+            plan = settled_plan(candidate, facts, forecast.fleet.device.kind)
+            stages = replay(self.ready.job, with_stages(self.ready.settings, cut), plan)
+        except PacelineError as error:
+            return Seen(layout=candidate.layout, error=error.what)
+        except Exception as error:  # of the job's own code, which goes on without this layout
+            return Seen(layout=candidate.layout, error=as_refused(error))
+        fullest: Replayed = max(stages, key=lambda stage: stage.peak.total)
+        return Seen(
+            layout=candidate.layout,
+            peak_bytes=fullest.peak.total,
+            parts=fullest.peak.as_json(),
+            seconds=time.monotonic() - began,
+            work=work_of_replay(candidate, facts),
+        )
+
+    def _refuse_parts(self, candidate: Candidate, facts: ModelFacts) -> None:
+        """Raises: LayoutError, where parts of sequences, or experts elsewhere, give something else than the whole."""
+        key = (candidate.cp, candidate.ep)
+        if key == (1, 1):
+            return
+        if key not in self.parts:
+            self.parts[key] = ""
+            try:
+                refuse_parts(self.real, cp=candidate.cp, ep=candidate.ep, elements=facts.parameters)
+            except LayoutError as error:
+                self.parts[key] = error.what
+        if self.parts[key]:
+            raise LayoutError(self.parts[key])
+
+
+def settled_plan(candidate: Candidate, facts: ModelFacts, device: str) -> Plan:
+    """As a run of it would be planned."""
+    return settle(
+        layout=candidate.asked,
+        update=parse_update("sync"),
+        cluster=Cluster(ranks=candidate.ranks, device=device),
+        facts=Facts(global_batch_size=facts.global_batch_size, micro_batch_size=candidate.micro_batch_size),
+    )
+
+
+def work_of_replay(candidate: Candidate, facts: ModelFacts) -> int:
+    """How many blocks run in a replay, all stages together."""
+    plan = shortened(settled_plan(candidate, facts, "cuda"))
+    return plan.num_micro // plan.replicas * max(1, len(facts.blocks))
+
+
+def with_stages(settings: Settings, stages: tuple[int, ...]) -> Settings:
+    """With as many blocks in each stage as the forecast has, where a run would cut otherwise by itself."""
+    return settings if len(set(stages)) < 2 else replace(settings, place=replace(settings.place, stages=stages))

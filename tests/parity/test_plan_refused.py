@@ -1,0 +1,230 @@
+"""What a plan recommends can be had: layouts that a run would refuse give way, and the answer says why."""
+
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import paceline as pl
+from paceline.errors import JobError
+from paceline.plan.candidate import Candidate
+from paceline.plan.facts import Amount
+from paceline.plan.fleet import read_fleet
+from paceline.plan.forecast import Forecast
+from paceline.plan.grid import Grid
+from paceline.plan.settle import Cluster, Facts, settle
+from paceline.spec.layout import parse_layout
+from paceline.spec.settings import Settings
+from paceline.spec.update import parse_update
+from paceline.store.planned import read_advice
+from paceline.train.decide import Decided, decide
+from paceline.train.plan_here import Learnt, learn
+from paceline.train.ready import prepare
+from paceline.train.rehearsed import Rehearsal
+from paceline.train.replay import replay
+from paceline.train.samples import FEW, MORE, amount_through
+from paceline.verbs.running import Common, make_task
+
+WIDTH, LENGTH = 64, 16
+THIS = "tests.parity.test_plan_refused"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class Mixes(Block):
+    """Written out by hand: cut along the sequence, a position sees others of its part only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.softmax(x @ x.transpose(1, 2) / WIDTH, -1) @ x)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.line(x)))
+
+
+class Guarded(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.max() > 100:
+            raise ValueError("numbers have exploded")
+        return super().forward(x)
+
+
+class Halved(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        while x.abs().max() > 1:
+            x = x * 0.5
+        return super().forward(x)
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.last = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = nn.utils.rnn.pack_padded_sequence(x, [x.shape[1]] * len(x), batch_first=True)
+        out: Tensor = self.last(nn.utils.rnn.pad_packed_sequence(self.cells(rows)[0], batch_first=True)[0])
+        return out
+
+
+class Turned(nn.Module):
+    """Changes shapes in place, as a GRU whose batch comes first does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.last = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.cells(x)[0]).transpose_(0, 1)
+        return out.transpose_(0, 1)
+
+
+def frozen() -> nn.Module:
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    for block in model[:2]:
+        block.requires_grad_(False)
+    return model
+
+
+def weighed() -> nn.Module:
+    with warnings.catch_warnings(action="ignore"):
+        return nn.Sequential(*(nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(4)))
+
+
+MODELS = {
+    "mixes": lambda: nn.Sequential(*(Mixes() for _ in range(4))),
+    "frozen": frozen,
+    "guarded": lambda: nn.Sequential(*(Guarded() for _ in range(4))),
+    "halved": lambda: nn.Sequential(*(Halved() for _ in range(4))),
+    "packed": Packed,
+    "turned": Turned,
+    "weighed": weighed,
+    "norms": lambda: nn.Sequential(*(Normed() for _ in range(4))),
+}
+
+
+def job(how: str = "mixes") -> pl.Job:
+    shape = (WIDTH,) if how == "norms" else (LENGTH, WIDTH)
+    rows = torch.randn(64, *shape, generator=torch.Generator().manual_seed(0))
+    return pl.Job(
+        model=MODELS[how],
+        loss=lambda output, batch: (F.mse_loss(output, batch[1], reduction="sum"), output.numel()),
+        train_data=torch.utils.data.TensorDataset(rows, rows.flip(0)),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        global_batch_size=8,
+        sequence=None if how == "norms" else {"0": 1, "1": 1},
+    )
+
+
+def learnt(how: str) -> Learnt:
+    return learnt_of(f"{THIS}:job", f"--job.how={how}")
+
+
+def learnt_of(name: str, *words: str) -> Learnt:
+    common = Common(layout="single", ranks=1, device="cpu", quiet=True)
+    return learn(prepare(make_task("plan", name, common, list(words))), most_ranks=2)
+
+
+@pytest.fixture(scope="module")
+def t5() -> Learnt:
+    return learnt_of("tests.zoo:t5", "--job.depth=2")
+
+
+def decided(found: Learnt, cluster: str, *first: Candidate, grid: Grid | None = None) -> Decided:
+    forecast = Forecast(facts=found.facts, fleet=read_fleet(cluster))
+    rehearsal, options = Rehearsal(ready=found.ready, real=found.real), [*map(forecast.estimate, first)]
+    return decide(rehearsal, forecast, grid=grid or Grid(), until=time.monotonic() + 300, options=options)
+
+
+def test_what_numbers_alone_tell_is_asked_before_it_is_recommended() -> None:
+    found = decided(learnt("mixes"), "2xA100-80G", Candidate(cp=2, micro_batch_size=8))
+    best = found.advice.recommended.candidate
+    assert best.cp == 1 and found.best is not None and not found.best.error
+    assert "gives other outputs" in found.forecast.facts.refused["cp"]
+    assert any("gives other outputs" in line for line in found.advice.missing)
+
+
+def test_of_several_axes_the_one_to_blame_is_left_out(t5: Learnt) -> None:
+    assert "cp" not in t5.facts.refused  # which a run alone knows
+    found = decided(t5, "4xA100-80G", Candidate(cp=2, tp=2, sequence=True, micro_batch_size=8))
+    assert found.best is not None and not found.best.error
+    assert {*found.forecast.facts.refused} - {*t5.facts.refused} == {"cp"}
+    assert "two sequences" in found.forecast.facts.refused["cp"]
+
+
+def test_numbers_of_a_model_of_two_stacks_are_never_below_nothing(t5: Learnt) -> None:
+    facts = t5.facts
+    names = ("matmul_flops", "attention_flops", "moved_bytes", "saved_bytes", "output_bytes", "peak_bytes", "tp_bytes")
+    for part in facts.parts:
+        for name in names:
+            for length in (1, facts.length // 4, facts.length, 4 * facts.length):
+                assert getattr(part, name).at(samples=1, length=length) >= 0, (part.name, name, length)
+
+
+def test_what_all_samples_share_may_grow_with_their_length() -> None:
+    counted = [(FEW, 8), (MORE, 8), (FEW, 4), (FEW, 2)]
+    shared = [samples * 10 * length + length**2 for samples, length in counted]
+    assert amount_through(shared, 8) == Amount(fixed=64.0, token=10.0)
+    apart = [samples * (3 + 10 * length + length**2) + 5 for samples, length in counted]
+    assert amount_through(apart, 8) == Amount(fixed=5.0, sample=3.0, token=10.0, pair=1.0)
+    assert amount_through([20.0, 10.0], None) == Amount(sample=10.0)
+
+
+def test_a_microbatch_that_can_not_be_had_is_no_layout() -> None:
+    found = learnt("norms")
+    assert "micro_batch_size=1" in found.facts.refused
+    assert any("BatchNorm" in note for note in found.notes)
+    best = decided(found, "8xA100-80G")
+    assert all(row.estimate.candidate.micro_batch_size > 1 for row in best.advice.rows)
+
+
+@pytest.mark.parametrize("how", ["packed", "turned", "weighed", "halved"])
+def test_models_of_all_kinds_are_planned(how: str) -> None:
+    found = decided(learnt(how), "2xA100-80G", grid=Grid(micro_batch_size=4))
+    whole = sum(p.numel() for p in MODELS[how]().parameters())
+    assert found.best is not None and not found.best.error and found.forecast.facts.parameters == whole
+
+
+def test_an_error_of_the_job_s_own_code_says_where_it_is_from() -> None:
+    with pytest.raises(JobError, match="numbers have exploded") as caught:
+        learnt("guarded")
+    assert caught.value.where.startswith(__file__) and "without numbers" in caught.value.cause
+
+
+def test_a_stage_in_which_all_is_frozen_is_replayed() -> None:
+    found, layout = learnt("frozen"), parse_layout("pp=2,dp_replicate=2")
+    plan = settle(
+        layout=layout,
+        update=parse_update("sync"),
+        cluster=Cluster(ranks=4),
+        facts=Facts(global_batch_size=8, micro_batch_size=2),
+    )
+    settings: Settings = replace(found.ready.settings)
+    first, last = replay(found.ready.job, settings, plan)
+    assert first.between.gradients == 0 < last.between.parameters
+
+
+@pytest.mark.parametrize("text", ['{"plans": 5}', '{"plans": []}', '{"plans": [1]}', "[]", "{"])
+def test_a_plan_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(pl.UsageError, match="no layouts"):
+        read_advice(tmp_path)
