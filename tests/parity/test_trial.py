@@ -108,7 +108,7 @@ def test_what_has_no_room_beside_others_is_timed_after_them(share: float, before
     ready = ready_of("tests.parity.test_trial:slow", "--job.depth=3")
     tries = [one(str(n), micro=4, share=share) for n in range(3)]
     with watched_closes() as closes:
-        found = time_layouts(ready, tries, depths=[], world=World.alone(), seconds=1.0)
+        found = time_layouts(ready, tries, depths=[], world=World.alone(), seconds=3.0)
     assert {*found} == {"0", "1", "2"} and closes == before
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from paceline.errors import JobError
 from paceline.hf.jobs import job
-from paceline.hf.model import class_for, read_config, task_of
+from paceline.hf.model import as_known, class_for, read_config, task_of
 from paceline.job import Job, NamedParameters, imported
 from paceline.spec.jobref import JobRef
 
@@ -122,7 +122,7 @@ def _found(source: str) -> tuple[Any, Any]:
         raise JobError(
             f"{source} is a {type(made).__name__}, expected a Hugging Face config.", hint="module:LlamaConfig"
         )
-    return read_config(made)[0], kind
+    return as_known(read_config(made)[0]), kind
 
 
 def _is_config(found: Any) -> bool:

@@ -107,6 +107,16 @@ def read_config(source: Any) -> tuple[Any, Path | None]:
     return config, folder
 
 
+def as_known(config: Any) -> Any:
+    """Of a class of one's own that says other defaults: as the config that transformers knows, of which it is made."""
+    known = [kind for kind in type(config).__mro__ if any(_knows(kind, task) for task in TASKS)]
+    if not known or known[0] is type(config):
+        return config
+    found = copy.copy(config)
+    found.__class__ = known[0]
+    return found
+
+
 def task_of(config: Any) -> str:
     """The task that a config speaks for: that of its class, if it names one, else of its kind.
 
@@ -153,7 +163,11 @@ def class_for(config: Any, task: Any) -> Any:
 
 
 def _fits(config: Any, task: str) -> bool:
-    return type(config) in getattr(transformers, TASKS[task])._model_mapping
+    return _knows(type(config), task)
+
+
+def _knows(kind: type, task: str) -> bool:
+    return kind in getattr(transformers, TASKS[task])._model_mapping
 
 
 def _what_fits(config: Any) -> str:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from paceline.errors import place_now
-from paceline.measure.without import ANSWERS, COMPARES, PACKED, choose, packed, refusal, shaped
+from paceline.measure.without import ANSWERS, COMPARES, DRAWN, PACKED, choose, packed, refusal, shaped
 from paceline.torch_modes import DispatchMode, Journey, on_cpu, unseen, written
 
 SMALL, _SMALL_BUILT = 64, 1 << 12
 _SMALL_DOUBLES = 1 << 16  # what ranks tell each other in a step is in float64
 _endless: set[object] = set()
 _ENDLESS, _KNOWN_ENDLESS = 10_000, 100  # times that one place asks whether to go on
+_FRESH = 64 << 20  # bytes from which memory comes from the system, empty
 _META = torch.device("meta")
 _VIEWS = {"aten::detach", "aten::alias", "aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
 _RESIZED = ("aten::resize_", "aten::set_")
@@ -131,7 +132,11 @@ class Hollow(DispatchMode):
     def _is_large(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
         """Whether it computes more floating-point numbers than are worth it."""
         if targets or given:
-            return any(self._is_worth_leaving(tensor) for tensor in targets or given)
+            among = targets or given
+            if any(self._is_worth_leaving(tensor) for tensor in among):
+                return True
+            picks = not targets and any(tensor.is_floating_point() for tensor in given)  # as rows of a small table
+            return picks and any(tensor.numel() > _SMALL_BUILT for tensor in given)
         size = next((arg for arg in args if isinstance(arg, list | tuple | torch.Size)), ())
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         return dtype.is_floating_point and all(isinstance(n, int) for n in size) and math.prod(size) > self._small
@@ -196,7 +201,7 @@ class Hollow(DispatchMode):
             tensor = torch.empty_strided(shape, stride, dtype=dtype)
             if dtype.is_floating_point or dtype.is_complex:
                 self._emptied.add(tensor)
-            else:
+            elif func._schema.name not in DRAWN or tensor.nbytes < _FRESH:
                 choose(func, tensor, args, holds=self._holds(func, tensor))
             return tensor
 

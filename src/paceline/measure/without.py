@@ -28,6 +28,8 @@ ANSWERS: dict[str, Callable[[Any, Any, Any], Any]] = {
 COMPARES = {"aten::gt", "aten::ge", "aten::lt", "aten::le"}
 _POSITIONS = {"aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin", "aten::max", "aten::min"}
 _POSITIONS |= {"aten::multinomial"}
+DRAWN = {"aten::native_dropout", "aten::bernoulli"}
+"""Whose masks are as large as activations, and which nobody reads."""
 
 
 def choose(func: Any, tensor: Tensor, args: Any, *, holds: bool) -> None:

@@ -22,7 +22,7 @@ from paceline.plan.reasons import (
     of_simple,
 )
 from paceline.plan.search import key_of, search_each
-from paceline.spec.words import exactly, size
+from paceline.spec.words import exactly, price_of_steps, size
 
 _ALIKE = 1.02
 
@@ -66,6 +66,7 @@ class Row:
             "why": self.says,
             "family": self.family,
             "replayed": self.replayed,
+            "refused": self.refused,
             "seconds": found.seconds.parts,
             "microbatches": found.num_micro,
             "settings": found.settings,
@@ -120,7 +121,7 @@ def row_lines(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         mark = "refused" if row.refused else "fits" if row.fits else "does not fit"
         found = row.estimate
-        money = f"  {found.price:.2f} {found.currency}" if found.price is not None else ""
+        money = "" if found.price is None else f"  {price_of_steps(found.price, found.currency)} per 1,000 steps"
         yield (
             f"  {found.candidate!s:{width}}  {mark}  {size(round(found.peak_bytes))}{' (replayed)' * row.replayed}  "
             f"{exactly(found.step_seconds)}{_as_found(found.timed)}{money}"

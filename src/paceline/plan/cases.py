@@ -24,7 +24,7 @@ def case_of(forecast: Forecast, *, grid: Grid | None = None) -> Case:
     limit, samples = fleet.device.memory_bytes, (grid or Grid()).micro_batch_size or 1
     alone = Forecast(facts=facts, fleet=replace(fleet, nodes=1, devices=1), efficiency=forecast.efficiency)
     whole = alone.memory(Candidate(micro_batch_size=samples, precision=facts.precision))
-    named = f"a {fleet.device.name} has {size(round(limit))}"
+    named = f"a device ({fleet.device.name}) has {size(round(limit))}"
     if whole.peak_bytes <= limit:
         says = f"model, training state and a microbatch fit on one device: {size(round(whole.peak_bytes))}, {named}."
         return Case(number=1, says=f"{says} More devices are for speed.")

@@ -7,7 +7,7 @@ from paceline.plan.candidate import Candidate
 from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid, is_on, micro_batch_sizes
-from paceline.spec.words import exactly, size
+from paceline.spec.words import changed, exactly, size
 
 _AXES = ("pp", "tp", "cp")
 _MOST = 3
@@ -27,7 +27,7 @@ class Change:
         before = self.estimate.step_seconds - self.seconds
         sign = "+" if self.seconds >= 0 else "-"
         peak = size(round(self.estimate.peak_bytes))
-        return f"{self.says}: {peak}, {sign}{exactly(abs(self.seconds))} a step ({self.seconds / before:+.0%})"
+        return f"{self.says}: {peak}, {sign}{exactly(abs(self.seconds))} a step ({changed(self.seconds / before)})"
 
 
 def cheapest_changes(forecast: Forecast, estimate: Estimate, *, grid: Grid) -> tuple[Change, ...]:

@@ -91,6 +91,9 @@ class _Reading:
         if kind not in _KINDS:
             self._wrong(f"device.kind = {kind!r} is none.", "device.kind", hint=f"kind = {' | '.join(_KINDS)}")
         entry = device_named("cpu" if kind == "cpu" else "L40S", problems=[])
+        if "memory" in found and found.get("reserve", 0.0) >= found["memory"]:
+            cause = f"the reserve is what a process needs before it has a model, of {asked['memory']} in all"
+            self._wrong("device.reserve leaves nothing of device.memory.", "device.reserve", cause=cause)
         device = Device(
             name=str(asked.get("name", "device")),
             kind=kind,

@@ -13,6 +13,11 @@ from random import Random
 from paceline.errors import UsageError
 
 DAY_SECONDS = 86_400.0
+_OPTIONS = {
+    "stall_seconds": "--checkpoint-seconds",
+    "restart_seconds": "--restart-seconds",
+    "write_seconds": "--write-seconds",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +52,10 @@ class Hazard:
                 f"{self.mean_seconds:g} seconds between two failures: more than 0 are needed.",
                 hint="the mean time between failures of one device, divided by their number",
             )
-        for name in ("stall_seconds", "restart_seconds", "write_seconds"):
+        for name in _OPTIONS:
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
-                raise UsageError(f"{name}={value:g}: a time of 0 seconds or more is needed.")
+                raise UsageError(f"{name}={value:g} ({_OPTIONS[name]}): a time of 0 seconds or more is needed.")
 
     @property
     def rate(self) -> float:

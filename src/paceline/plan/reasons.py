@@ -21,6 +21,7 @@ SPENT_ON = {
     "gradients": "summing gradients",
     "update": "the update",
     "offload": "the way to the host",
+    "start": "starting a step",
 }
 _LEAST = 0.03
 _GAIN = 0.98

@@ -4,6 +4,17 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
+_MOST_BYTES = 4 << 20
+
+
+def _refused(path: Path) -> str:
+    """What it is, where nobody would mean it; what a shell hands on (`<(...)`) may be read."""
+    if path.is_dir():
+        return "a folder"
+    if path.is_char_device() or path.is_block_device() or path.is_socket():
+        return "a device"
+    return f"larger than {_MOST_BYTES:,} bytes" if path.stat().st_size > _MOST_BYTES else ""
+
 
 def given_text(path: Path, *, what: str, hint: str) -> str:
     """What a file holds. `what` it should be and a line of it go into the error.
@@ -12,6 +23,8 @@ def given_text(path: Path, *, what: str, hint: str) -> str:
         UsageError: it is no text, or can't be read. FileNotFoundError: there is none.
     """
     try:
+        if path.exists() and (kind := _refused(path)):
+            raise UsageError(f"{path} is {kind}, and no {what.removeprefix('a ')}.", hint=hint)
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise
@@ -22,5 +35,6 @@ def given_text(path: Path, *, what: str, hint: str) -> str:
             cause="another file was meant, or it was saved in another encoding than UTF-8",
             hint=hint,
         ) from None
-    except OSError as error:
-        raise UsageError(f"{path.name} can't be read: {error.strerror}.", where=str(path), hint=hint) from None
+    except (OSError, ValueError) as error:  # as a name with a character that no name has
+        said = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path.name!r} can't be read: {said}.", where=repr(str(path)), hint=hint) from None

@@ -29,6 +29,17 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes / 2**10:.1f} KiB"
 
 
+def changed(part: float, *, digits: int = 0) -> str:
+    """`+14%`, `-3%`; what rounds to nothing has no minus."""
+    return f"{round(part, 2 + digits) + 0.0:+.{digits}%}"
+
+
+def price_of_steps(price: float, currency: str) -> str:
+    """Of 1,000 steps, from that of one: `12.30 USD`, `0.0042 USD`."""
+    total = 1000 * price
+    return f"{total:,.2f} {currency}" if total >= 1 else f"{total:.2g} {currency}"
+
+
 def duration(seconds: float) -> str:
     """Milliseconds, or seconds from one second on."""
     return f"{seconds:.1f} s" if seconds >= 1.0 else f"{seconds * 1e3:.0f} ms"

@@ -98,10 +98,15 @@ def give_back() -> None:
     Where the kernel or the C library does not know how, nothing happens.
     """
     gc.collect()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    trim()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def trim() -> None:
+    """What was freed goes back to the system, where the C library knows how."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def tightest_room() -> Room | None:

@@ -1,5 +1,6 @@
 """The numbers of a job's model, for the planner: found by running it on memory without numbers."""
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from paceline.plan.facts import Amount, Keeps, ModelFacts, Part, Way
 from paceline.spec.settings import Settings
 from paceline.step.passes import backward, forward
 from paceline.streams import preserved
+from paceline.survive.short import trim
 from paceline.torch_modes import nobody_there
 from paceline.train.built import Built, build
 from paceline.train.imagined import Scene
@@ -124,6 +126,13 @@ def _powers(most: int) -> tuple[int, ...]:
 
 def _look(job: Job, settings: Settings, layout: str, ranks: int, *, samples: int, length: int | None = None) -> _Run:
     """One forward of a few samples."""
+    found = _looked(job, settings, layout, ranks, samples=samples, length=length)
+    gc.collect()  # a graph stands in circles, and what it keeps of whole numbers is there for real
+    trim()
+    return found
+
+
+def _looked(job: Job, settings: Settings, layout: str, ranks: int, *, samples: int, length: int | None) -> _Run:
     plan = plan_of(settings, layout, ranks, samples=samples)
     scene = Scene(mesh=plan.mesh)
     alone = ranks == 1

@@ -100,8 +100,10 @@ def _as_timed(estimate: Estimate) -> dict[str, Any]:
 
 def _answer(advice: Advice | Judged, seen: Mapping[str, Seen], chosen: Chosen) -> dict[str, Any]:
     forecast, facts, fleet = chosen.forecast, chosen.forecast.facts, chosen.forecast.fleet
-    rows = tuple(_as_seen(row, seen.get(str(row.estimate.candidate)), fleet) for row in advice.rows)
-    advice = replace(advice, rows=rows)
+    rows = [_as_seen(row, seen.get(str(row.estimate.candidate)), fleet) for row in advice.rows]
+    if isinstance(advice, Advice):  # what was named stays in its order
+        rows.sort(key=lambda row: (not row.fits, bool(row.refused)))
+    advice = replace(advice, rows=tuple(rows))
     lines = [f"{facts.parameters:,} parameters, global batch {facts.global_batch_size}, on {fleet}"]
     lines += [*chosen.learnt.notes, *advice.lines()]
     told = {str(row.estimate.candidate) for row in rows}

@@ -23,6 +23,7 @@ from paceline.plan.settle import Plan
 from paceline.schedule.table import schedule_named
 from paceline.spec.settings import Settings
 from paceline.streams import preserved
+from paceline.survive.short import trim
 from paceline.torch_modes import nobody_there
 from paceline.train.built import build
 from paceline.train.imagined import Scene
@@ -119,6 +120,7 @@ def _stage(job: Job, settings: Settings, plan: Plan, scene: Scene, stage: int) -
             built.step.run(given[-1])
         between = held_now(model=built.model, optimizers=optimizers, shares=shares)
         built.close()
+    trim()
     return Replayed(between=between, peak=watch.peak, kept_bytes=watch.kept_bytes, sent=sent.as_json())
 
 

@@ -14,6 +14,7 @@ from paceline.spec.settings import Settings
 from paceline.step.parts import Parts
 from paceline.step.passes import backward, forward
 from paceline.streams import preserved
+from paceline.survive.short import trim
 from paceline.torch_modes import nobody_there
 from paceline.train.built import build
 from paceline.train.imagined import Scene
@@ -108,6 +109,7 @@ def _lives(
                 with lives.running():
                     _pass(parts, batch, samples=samples, lives=lives, heard=heard)
             built.close()
+    trim()
     return [lives.lives for lives in found]
 
 

@@ -19,7 +19,7 @@ from paceline.plan.named import row_named
 from paceline.plan.told import differences_told
 from paceline.spec.layout import parse_layout
 from paceline.spec.task import Task
-from paceline.store.planned import read_advice
+from paceline.store.planned import NAME, read_advice
 from paceline.verbs.bare import as_job
 from paceline.verbs.layouts import page_line
 from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
@@ -104,7 +104,9 @@ def plan(
     before = None if against is None else read_advice(Path(against))
     if before is not None:
         row_named(before)
-    fleet = None if cluster == "here" else read_fleet(cluster)
+    fleet = None if cluster.strip() == "here" else read_fleet(cluster)
+    if fleet is not None:
+        refuse_ranks(common, fleet, cluster=cluster)
     own = replace(common, layout=None) if fleet is None else replace(common, layout="single", ranks=1, device="cpu")
     stands, words, assumed = as_job(job, overrides, ranks=(common.ranks or 1) if fleet is None else fleet.ranks)
     task = make_task("plan", stands, own, words)
@@ -125,7 +127,18 @@ def plan(
         write_plan(value, job=Path(job).stem, to=Path(page))
         value["page"] = str(page)
         lines.append(page_line(Path(page), over=over))
+    lines.append(f"all of it: {Path(task.run) / NAME}")
     return replace(answer, value=value, screen="\n".join(lines))
+
+
+def refuse_ranks(common: Common, fleet: Fleet, *, cluster: str) -> None:
+    """Raises: UsageError, of another number than the cluster has."""
+    if common.ranks not in (None, fleet.ranks):
+        raise UsageError(
+            f"--ranks {common.ranks} with --cluster {cluster}, which has {fleet.ranks:,}.",
+            cause="a cluster says itself how many ranks there are: one a device",
+            hint=f"leave --ranks out, or --cluster {common.ranks}x{fleet.device.name}",
+        )
 
 
 def _refuse_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> None:

@@ -1,7 +1,9 @@
 """What the verbs that start processes share: task, run folder, start or join, and how it ended."""
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -161,7 +163,9 @@ def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False)
         (Path(task.run) / f"answer-{task.verb}.json").unlink(missing_ok=True)
     if joined is not None:
         adopt(joined, os.environ)
-        return _joined(task, entry, joined, one_thread)
+        answers = common.quiet and task.verb != "train"  # and what is printed meanwhile is no part of it
+        with redirect_stdout(sys.stderr) if answers else nullcontext():
+            return _joined(task, entry, joined, one_thread)
     settings = merge(Asked(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
     exact = settings.train.exact or one_thread
     tails: list[Tail] = []

@@ -14,6 +14,7 @@ from paceline.plan.estimate import Estimate
 from paceline.plan.facts import read_facts
 from paceline.plan.fleet import read_fleet
 from paceline.plan.forecast import Forecast
+from paceline.plan.grid import Grid
 from paceline.plan.hardware import Fleet
 from paceline.plan.here import fleet_here, node_memory
 from paceline.plan.kept import Checkpoints, Kept, kept
@@ -25,6 +26,7 @@ from paceline.spec.words import exactly
 from paceline.store.planned import NAME, read_advice
 from paceline.verbs.bare import as_job
 from paceline.verbs.layouts import page_line
+from paceline.verbs.plan import refuse_ranks
 from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
 from paceline.watch.stepped import lines_of, write_step
 
@@ -190,7 +192,9 @@ def _planned(path: Path, layout: str | None) -> _Found:
 
 
 def _of_job(job: str, cluster: str, layout: str | None, common: Common, overrides: Sequence[str]) -> _Found | Answer:
-    fleet: Fleet | None = None if cluster == "here" else read_fleet(cluster)
+    fleet: Fleet | None = None if cluster.strip() == "here" else read_fleet(cluster)
+    if fleet is not None:
+        refuse_ranks(common, fleet, cluster=cluster)
     own, words, assumed = as_job(job, overrides, ranks=(common.ranks or 1) if fleet is None else fleet.ranks)
     if fleet is None:
         asked = make_task("simulate", own, replace(common, layout=None), words)
@@ -203,8 +207,9 @@ def _of_job(job: str, cluster: str, layout: str | None, common: Common, override
     if value is None:
         return answer
     forecast = Forecast(facts=read_facts(value), fleet=fleet)
+    micro = int(task.settings[_MICRO]) if _MICRO in task.settings else None
     if layout is None:
-        return _Found(forecast=forecast, estimate=advise(forecast).recommended, assumed=assumed)
-    micro = task.settings.get(_MICRO)
-    named = estimate_named(forecast, layout, micro_batch_size=None if micro is None else int(micro))
-    return _Found(forecast=forecast, estimate=named, assumed=assumed)
+        best = advise(forecast, grid=Grid(micro_batch_size=micro)).recommended
+    else:
+        best = estimate_named(forecast, layout, micro_batch_size=micro)
+    return _Found(forecast=forecast, estimate=best, assumed=assumed)

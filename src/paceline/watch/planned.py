@@ -9,7 +9,7 @@ from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
 from paceline.plan.memory import PARTS
 from paceline.plan.named import estimate_told, forecast_of
-from paceline.spec.words import exactly, size
+from paceline.spec.words import exactly, price_of_steps, size
 from paceline.store.disk import write_text
 from paceline.watch.bars import Row, bars
 from paceline.watch.report import document
@@ -80,7 +80,7 @@ def _header(answer: Mapping[str, Any], forecast: Forecast, job: str) -> str:
 
 def _table(answer: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], Estimate]], forecast: Forecast) -> str:
     rate = "tokens/s" if forecast.facts.length > 1 else "samples/s"
-    head = ["layout", "microbatch", "", "peak", "step", rate, "price of a step", "why"]
+    head = ["layout", "microbatch", "", "peak", "step", rate, "price of 1,000 steps", "why"]
     lines = [_cells(row, found, forecast) for row, found in rows]
     kept = [at for at in range(len(head)) if at < 2 or any(line[at] for line in lines)]
     body = "".join(f"<tr>{''.join(f'<td>{line[at]}</td>' for at in kept)}</tr>" for line in lines)
@@ -93,16 +93,16 @@ def _table(answer: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], Es
 
 def _cells(row: Mapping[str, Any], found: Estimate, forecast: Forecast) -> list[str]:
     changes = "".join(f"<br>{escape(one['change'])}: {exactly(one['step_seconds'])} a step" for one in row["changes"])
-    kind, mark = ("bitwise", "fits") if row["fits"] else ("bad", "does not fit")
+    kind, mark = ("bitwise", "fits") if row["fits"] else ("bad", "refused" if row.get("refused") else "does not fit")
     facts = forecast.facts
     return [
         escape(found.layout),
         str(found.candidate.micro_batch_size),
         f'<span class="badge {kind}">{mark}</span>',
         size(row["peak_bytes"]) + (" (replayed)" if row.get("replayed") else ""),
-        exactly(found.step_seconds),
+        exactly(found.step_seconds) + (" (timed)" if row.get("timed") else ""),
         f"{facts.global_batch_size * facts.length / found.step_seconds:,.0f}",
-        "" if found.price is None else f"{found.price:.2f} {escape(found.currency)}",
+        "" if found.price is None else escape(price_of_steps(found.price, found.currency)),
         escape(row["why"]) + (f'<span class="soft">{changes}</span>' if changes else ""),
     ]
 

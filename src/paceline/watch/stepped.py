@@ -15,13 +15,13 @@ from paceline.plan.kept import Kept
 from paceline.plan.reasons import SPENT_ON, of_misfit
 from paceline.plan.simulated import Simulated, simulated
 from paceline.schedule.draw import draw
-from paceline.spec.words import exactly, many
+from paceline.spec.words import changed, exactly, many
 from paceline.store.disk import write_text
 from paceline.watch.bars import Row, bars
 from paceline.watch.report import document
 from paceline.watch.svg import Curve, chart
 
-WORDS = {**SPENT_ON, BORDERS: "messages between stages", "start": "starting a step"}
+WORDS = {**SPENT_ON, BORDERS: "messages between stages"}
 _SMALL = 1e-4  # of a step, what is not shown
 _LEAST = 24  # microbatches that a picture has at most, and two for each stage
 
@@ -77,9 +77,14 @@ def lines_of(found: Simulated, forecast: Forecast) -> Iterator[str]:
         yield f"  {name:{width}}  {exactly(value):>8}  {value / step:6.1%}"
     word = "token" if facts.length > 1 else "sample"
     rate = found.tokens / step
-    yield f"  {rate:,.0f} {word}s a second, {rate / found.ranks:,.0f} of each device; MFU {found.mfu:.1%}"
+    each = f", {_read(rate / found.ranks)} of each device" if found.ranks > 1 else ""
+    yield f"  {_read(rate)} {word}s a second{each}; MFU {found.mfu:.1%}"
     closed = found.estimate.step_seconds
-    yield f"  the closed forms of the plan: {exactly(closed)}; on virtual time it is {found.off:+.1%}"
+    yield f"  the closed forms of the plan: {exactly(closed)}; on virtual time it is {changed(found.off, digits=1)}"
+
+
+def _read(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def write_step(forecast: Forecast, found: Simulated, kept: Kept | None, *, job: str, to: Path) -> Path:
