@@ -219,9 +219,12 @@ def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         lost = [_lost(one, own) for one, own in zip(every, rows, strict=True)]
         good = sum(each <= 0.05 for each in lost)
         yield f"  chosen: within 5 % of the best in {good} of {len(lost)}, {mean(lost):.1%} mean, {max(lost):.1%} worst"
-        taus = [tau for own in rows if (tau := _tau(own)) is not None]
-        if taus:
-            yield f"  order: Kendall's tau {mean(taus):.3f} mean, {min(taus):.3f} least, of what noise does not hide"
+        signs = [sign for own in rows for sign in _signs(own, noise=mean(noise))]
+        if signs:
+            yield (
+                f"  order: Kendall's tau {mean(signs):.3f}, of {len(signs)} pairs of a job's layouts that differ by "
+                f"more than the noise ({mean(noise):.1%}, or their own runs)"
+            )
         yield f"  planned in {mean(one['plan_seconds'] for one in every):.0f} s on average"
 
 
@@ -231,13 +234,14 @@ def _lost(one: Mapping[str, Any], rows: Sequence[Row]) -> float:
     return own.seconds / min(row.seconds for row in rows) - 1
 
 
-def _tau(rows: Sequence[Row]) -> float | None:
-    """Over pairs whose runs do not overlap."""
+def _signs(rows: Sequence[Row], *, noise: float) -> list[int]:
+    """Of pairs that differ by more than noise: 1 where they are in the order that was said, else -1."""
     signs = []
     for one, other in combinations(rows, 2):
-        if max(one.taken) < min(other.taken) or max(other.taken) < min(one.taken):
+        apart = abs(one.seconds - other.seconds) / min(one.seconds, other.seconds)
+        if apart > max(noise, one.noise, other.noise):
             signs.append(1 if (one.said - other.said) * (one.seconds - other.seconds) > 0 else -1)
-    return mean(signs) if signs else None
+    return signs
 
 
 def show(one: Mapping[str, Any]) -> str:

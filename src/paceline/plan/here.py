@@ -8,7 +8,8 @@ from paceline.plan.machine import gpu_memory
 from paceline.plan.probed import Probe
 
 _OWN = 1e15  # bytes a second of what nobody has to send
-_RESERVE_BYTES = {"cpu": 400 << 20, "cuda": 2 << 30}  # of a process with torch in it, before there is a model
+RESERVE_BYTES = {"cpu": 420 << 20, "cuda": 2 << 30}
+"""Of a process with torch in it, beside all that belongs to the job."""
 
 
 def fleet_here(probe: Probe, *, ranks: int, memory_bytes: float) -> Fleet:
@@ -22,7 +23,7 @@ def fleet_here(probe: Probe, *, ranks: int, memory_bytes: float) -> Fleet:
         memory_bytes=memory_bytes / ranks if is_cpu else memory_bytes,
         flops_per_second=flops,
         bytes_per_second=rates.streams["add"].best_rate,
-        reserve_bytes=_RESERVE_BYTES["cpu" if is_cpu else "cuda"],
+        reserve_bytes=RESERVE_BYTES["cpu" if is_cpu else "cuda"],
         source="measured here",
     )
     link = _link(probe, ranks)
