@@ -12,7 +12,7 @@ from typing import Any
 from paceline.errors import ExitCode, UsageError
 from paceline.spec.words import many
 from paceline.store.checkpoints import LATEST, marked, step_of
-from paceline.store.disk import write_json
+from paceline.store.disk import write_json, writing
 from paceline.store.hold import Hold, hold
 from paceline.store.runs import RunFolder
 from paceline.survive.agent import Agent, nursery_command
@@ -85,20 +85,21 @@ def _run(request: Request, on_start: Callable[[Path], Callable[[], None]] | None
     began = time.monotonic()
     attempt = request.run.next_attempt()
     folder = request.run.attempt_folder(attempt)
-    folder.mkdir(parents=True)
     payload = {**(request.payload or {}), "attempt": attempt}
-    write_json(
-        folder / "request.json",
-        {
-            "entry": request.entry,
-            "payload": payload,
-            "script": request.script,
-            "ranks": request.ranks,
-            "threads": request.threads,
-            "folder": str(folder.resolve()),
-            "servers": request.servers,
-        },
-    )
+    with writing(request.run.path):
+        folder.mkdir(parents=True)
+        write_json(
+            folder / "request.json",
+            {
+                "entry": request.entry,
+                "payload": payload,
+                "script": request.script,
+                "ranks": request.ranks,
+                "threads": request.threads,
+                "folder": str(folder.resolve()),
+                "servers": request.servers,
+            },
+        )
     tick = on_start(folder) if on_start else _nothing
     agent = Agent(
         command=nursery_command(folder / "request.json"),

@@ -1,9 +1,11 @@
 """What a plan recommends can be had: layouts that a run would refuse give way, and the answer says why."""
 
+import json
 import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +19,13 @@ from paceline.plan.facts import Amount
 from paceline.plan.fleet import read_fleet
 from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid
+from paceline.plan.rung import Rung
 from paceline.plan.settle import Cluster, Facts, settle
 from paceline.spec.layout import parse_layout
 from paceline.spec.settings import Settings
 from paceline.spec.update import parse_update
 from paceline.store.planned import read_advice
+from paceline.train.auto import on_rung
 from paceline.train.decide import Decided, decide
 from paceline.train.plan_here import Learnt, learn
 from paceline.train.ready import prepare
@@ -29,6 +33,8 @@ from paceline.train.rehearsed import Rehearsal
 from paceline.train.replay import replay
 from paceline.train.samples import FEW, MORE, amount_through
 from paceline.verbs.running import Common, make_task
+from paceline.verbs.simulate import simulate
+from tests.pure.test_judged import answer, made
 
 WIDTH, LENGTH = 64, 16
 THIS = "tests.parity.test_plan_refused"
@@ -228,3 +234,45 @@ def test_a_plan_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(pl.UsageError, match="no layouts"):
         read_advice(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["facts", "cluster", "plans", "recommended"])
+def test_a_plan_with_a_hole_in_it_says_where(part: str, tmp_path: Path) -> None:
+    told = answer(made(), "fsdp,remat=full")
+    (tmp_path / "plan.json").write_text(json.dumps(told))
+    holes: dict[str, Any] = {
+        "facts": {"first": {**told["facts"]["first"], "saved_bytes": None}},
+        "cluster": {"devices": "many"},
+        "plans": {"parts": None},
+        "recommended": {},
+    }
+    if part == "plans":
+        told["plans"][0] |= holes[part]
+    elif part == "recommended":
+        del told[part]
+    else:
+        told[part] |= holes[part]
+    (tmp_path / "plan.json").write_text(json.dumps(told))
+    with pytest.raises(pl.PacelineError, match=r"this plan can't be read|no layout that fits"):
+        simulate(tmp_path)
+
+
+def test_want_of_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = learnt("norms")
+
+    def short(*_: Any) -> None:
+        raise RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 1048576 bytes")
+
+    monkeypatch.setattr("paceline.train.rehearsed.replay", short)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        decided(found, "2xA100-80G")
+
+
+def test_settings_of_a_plan_are_a_run_s(tmp_path: Path) -> None:
+    task = make_task("train", f"{THIS}:job", Common(layout="single", ranks=1, device="cpu"), [])
+    rung = Rung(
+        layout="pp=2", family="pp", ranks=2, peak_bytes=1, parts={}, step_seconds=1.0,
+        settings={"train.micro_batch_size": "4", "place.stages": "3,1"},
+    )  # fmt: skip
+    settings = prepare(replace(on_rung(replace(task, ranks=2), [rung]), layout="pp=2")).settings
+    assert settings.place.stages == (3, 1) and settings.train.micro_batch_size == 4

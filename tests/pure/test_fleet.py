@@ -152,7 +152,8 @@ def test_quantities(text: str, measures: Measures, value: float) -> None:
 
 @pytest.mark.parametrize("measures", list(Measures))
 @pytest.mark.parametrize(
-    "text", ["5", 5, None, "", "many", "-1 {}", "0 {}", "5 parsecs", "1e999 {}", "nan {}", ["5 {}"]]
+    "text",
+    ["5", 5, None, "", "many", "-1 {}", "0 {}", "5 parsecs", "3,35 {}", "3,3_5,, {}", "1e999 {}", "nan {}", ["5 {}"]],
 )
 def test_what_is_no_quantity(text: object, measures: Measures) -> None:
     given = text.format(next(iter(UNITS[measures]))) if isinstance(text, str) else text

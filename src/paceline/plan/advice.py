@@ -22,7 +22,7 @@ from paceline.plan.reasons import (
     of_simple,
 )
 from paceline.plan.search import key_of, search_each
-from paceline.spec.words import exactly, price_of_steps, size
+from paceline.spec.words import exactly, many, price_of_steps, size
 
 _ALIKE = 1.02
 
@@ -174,7 +174,7 @@ def advice_of(forecast: Forecast, estimates: Iterable[Estimate], *, grid: Grid |
 def _as_found(timed: Timed | None) -> str:
     if timed is None:
         return ""
-    return f" timed (± {timed.spread:.0%})" if timed.spread else " timed"
+    return f" timed (± {timed.spread:.0%})" if timed.spread else f" timed ({many(timed.steps, 'step')} only)"
 
 
 def _ranked(best: Sequence[tuple[str, Estimate]]) -> Iterator[Row]:

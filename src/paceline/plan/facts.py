@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from paceline.plan.written import as_written
+
 
 @dataclass(frozen=True, kw_only=True)
 class Amount:
@@ -183,25 +185,9 @@ class ModelFacts:
 
 
 def read_facts(found: Mapping[str, Any]) -> ModelFacts:
-    """What `as_json` wrote."""
-    own = dict(found)
-    for name in ("tp_sizes", "cp_sizes", "ep_sizes"):
-        own[name] = tuple(own[name])
-    own |= {name: _part(own[name]) for name in ("first", "last")}
-    own["blocks"] = tuple(map(_part, own["blocks"]))
-    own["optimizer"] = Keeps(**own["optimizer"])
-    return ModelFacts(**own)
+    """What `as_json` wrote.
 
-
-def _part(found: Mapping[str, Any]) -> Part:
-    ways = {
-        remat: Way(**{name: _holding(value) for name, value in way.items()}) for remat, way in found["ways"].items()
-    }
-    rest = {name: value for name, value in found.items() if name not in ("ways", "tensors", "tp_parameters")}
-    own: dict[str, Any] = {name: Amount(**value) if isinstance(value, dict) else value for name, value in rest.items()}
-    pairs = tuple((size, held) for size, held in found["tp_parameters"])
-    return Part(**own, ways=ways, tensors=tuple(found["tensors"]), tp_parameters=pairs)
-
-
-def _holding(found: Mapping[str, Any]) -> Holding:
-    return Holding(**{**found, "amount": Amount(**found["amount"])})
+    Raises:
+        UsageError: something is missing or is of another kind.
+    """
+    return as_written(found, ModelFacts)

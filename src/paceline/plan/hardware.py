@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from paceline.plan.written import as_written
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -92,10 +94,7 @@ def of_family(ratios: Mapping[str, float], family: str) -> float:
 
 def fleet_of(found: Mapping[str, Any]) -> Fleet:
     """What `Fleet.as_json` wrote."""
-    own = dict(found)
-    own["device"] = Device(**own["device"])
-    own |= {name: Link(**own[name]) for name in ("inside", "between", "host")}
-    return Fleet(**own)
+    return as_written(found, Fleet)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """A layout by its words, on a cluster: the candidate that it is, or why the model can't have it."""
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from paceline.errors import LayoutError, PacelineError, UsageError, raise_all
@@ -17,6 +17,7 @@ from paceline.plan.memory import Memory
 from paceline.plan.mesh import mesh_of
 from paceline.plan.search import key_of
 from paceline.plan.seconds import Seconds
+from paceline.plan.written import as_written
 from paceline.spec.layout import Kind, Layout, parse_layout
 
 _MICRO = "train.micro_batch_size"
@@ -42,10 +43,24 @@ def estimate_told(forecast: Forecast, row: Mapping[str, Any]) -> Estimate:
         UsageError: a row of a layout that can't be had.
     """
     if "settings" not in row:
-        raise UsageError(f"{row['layout']} can't be had: {row['why']}.", hint="paceline plan job.py --layout L")
-    found = estimate_named(forecast, row["layout"], micro_batch_size=int(row["settings"][_MICRO]))
-    memory = Memory(**_known(Memory, row["parts"]), host_bytes=float(row["host_bytes"]))
-    return replace(found, memory=memory, seconds=Seconds(**_known(Seconds, row["seconds"])))
+        why = row.get("why", "nobody says why")
+        raise UsageError(f"{row['layout']} can't be had: {why}.", hint="paceline plan job.py --layout L")
+    told = as_written(row, _Row)
+    micro = as_written(told.settings.get(_MICRO), int)
+    found = estimate_named(forecast, told.layout, micro_batch_size=micro)
+    memory = Memory(**_known(Memory, told.parts), host_bytes=told.host_bytes)
+    return replace(found, memory=memory, seconds=Seconds(**_known(Seconds, told.seconds)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """What is read of a row again."""
+
+    layout: str
+    settings: Mapping[str, str]
+    parts: Mapping[str, float]
+    seconds: Mapping[str, float]
+    host_bytes: float
 
 
 def row_named(advice: Mapping[str, Any], layout: str | None = None) -> Mapping[str, Any]:
@@ -54,7 +69,7 @@ def row_named(advice: Mapping[str, Any], layout: str | None = None) -> Mapping[s
     Raises:
         UsageError: there is no such row.
     """
-    wanted = layout or advice["recommended"]
+    wanted = layout or advice.get("recommended")
     if wanted is None:
         raise UsageError("the plan has no layout that fits.", hint="paceline plan job.py, which searches for one")
     names = [row["layout"] for row in advice["plans"]]
@@ -74,14 +89,14 @@ def forecast_of(advice: Mapping[str, Any]) -> Forecast:
     if not {"facts", "cluster"} <= set(advice):
         raise UsageError("the plan does not say what it is of.", hint="paceline plan job.py --run-dir FOLDER")
     fleet = fleet_of(advice["cluster"])
-    given = _known(Efficiency, advice.get("efficiency", {}))
+    given = _known(Efficiency, as_written(advice.get("efficiency", {}), dict[str, float]))
     efficiency = replace(usual(fleet.device), **given)
     return Forecast(facts=read_facts(advice["facts"]), fleet=fleet, efficiency=efficiency)
 
 
-def _known(kind: type, found: Mapping[str, Any]) -> dict[str, float]:
+def _known(kind: type, found: Mapping[str, float]) -> dict[str, float]:
     """Those numbers that a dataclass has a place for."""
-    return {field.name: float(found[field.name]) for field in fields(kind) if field.name in found}
+    return {field.name: found[field.name] for field in fields(kind) if field.name in found}
 
 
 def _candidates(forecast: Forecast, layout: Layout, micro_batch_size: int | None) -> list[Candidate]:

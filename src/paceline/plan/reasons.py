@@ -17,7 +17,7 @@ SPENT_ON = {
     "context": "messages of cp",
     "experts": "messages of ep",
     "gather": "gathering shards",
-    "bubble": "waiting in the pipeline",
+    "bubble": "the pipeline (waiting, and messages between stages)",
     "gradients": "summing gradients",
     "update": "the update",
     "offload": "the way to the host",
@@ -104,9 +104,10 @@ def nothing_fits(forecast: Forecast, grid: Grid, nearest: Estimate | None) -> La
     name = facts.name or "the model"
     if nearest is None:
         samples = many(facts.global_batch_size, "sample")
+        lost = [f"{word}: {why}" for word, why in facts.refused.items() if fleet.ranks <= facts.global_batch_size]
         return LayoutError(
             f"there is no layout of {name} on {fleet}.",
-            cause=f"{many(fleet.ranks, 'rank')} leave more replicas than the {samples} of a step",
+            cause="; ".join(lost) or f"{many(fleet.ranks, 'rank')} leave more replicas than the {samples} of a step",
             hint=f"a global batch of {fleet.ranks} or more, or fewer ranks",
         )
     return LayoutError(

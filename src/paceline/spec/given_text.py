@@ -24,7 +24,7 @@ def given_text(path: Path, *, what: str, hint: str) -> str:
     """
     try:
         if path.exists() and (kind := _refused(path)):
-            raise UsageError(f"{path} is {kind}, and no {what.removeprefix('a ')}.", hint=hint)
+            raise UsageError(f"{path} can't be read: it is {kind}, and no {what.removeprefix('a ')}.", hint=hint)
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise

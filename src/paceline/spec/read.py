@@ -126,6 +126,11 @@ def _layer(
     return found
 
 
+def given(values: Mapping[str, str]) -> dict[str, Any]:
+    """Settings that are there as text, as they would be typed: `5,6` of a list is its items."""
+    return {name: _plain(name, value) for name, value in values.items()}
+
+
 def _plain(name: str, value: Any) -> Any:
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
     return _items(value) if isinstance(value, str) and _is_list(name) else value

@@ -3,8 +3,12 @@
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from paceline.errors import UsageError
 
 
 def folder_bytes(folder: Path) -> int:
@@ -40,6 +44,35 @@ def write_text(path: Path, text: str) -> None:
     finally:
         aside.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """What a disk does not take is told with the place that a user chose.
+
+    Raises:
+        UsageError: it can't be written, or is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        hint = "another place, on a disk that you may write and that has room"
+        raise UsageError(f"{place} can't be written: {error.strerror}.", hint=hint) from None
+
+
+def refuse_place(file: Path) -> None:
+    """Before anything runs: whether this file could be written at its end.
+
+    Raises:
+        UsageError: it can't.
+    """
+    if file.is_dir():
+        raise UsageError(f"{file} is a folder, and a file is to be written.", hint=str(file / "page.html"))
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        probe = file.with_name(f".{file.name}.{os.getpid()}.try")
+        probe.touch()
+        probe.unlink()
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.store.disk import writing
 
 LOCK = ".lock"
 _WAIT_SECONDS = 30.0
@@ -58,7 +59,8 @@ def hold(folder: Path, *, wait: Callable[[str], None]) -> Hold:
                 wait(f"waiting for what is left of an earlier run in {folder} to end")
             told = True
             time.sleep(_POLL_SECONDS)
-        _write(handle)
+        with writing(folder):
+            _write(handle)
     except BaseException:
         os.close(handle)
         raise

@@ -18,6 +18,7 @@ from paceline.plan.machine import usable_cores
 from paceline.plan.rung import Rung
 from paceline.spec.auto import AUTO, is_auto
 from paceline.spec.compress import parse_compress
+from paceline.spec.read import given
 from paceline.spec.task import Task
 from paceline.spec.update import Kind, parse_update
 from paceline.spec.words import duration, size
@@ -73,6 +74,8 @@ def settled(task: Task, *, quiet: bool = False) -> tuple[Task, Outcome | None]:
     here = machine_here(ranks=task.ranks, device=task.device)
     folder = RunFolder(Path(task.run) / AUTO)
     folder.path.mkdir(parents=True, exist_ok=True)
+    if not quiet:
+        say("auto: planning: the model's numbers, the search, the best one replayed", sys.stderr)
     own = replace(to_plan(task), run=str(folder.path), options={"fleet": here.fleet.as_json(), "seconds": SECONDS})
     outcome = start(Request(
         ranks=1, run=folder, entry=ENTRY, payload=own.as_json(), threads=usable_cores(), saves=False
@@ -111,14 +114,17 @@ def told(task: Task, answer: Mapping[str, Any], here: Here, *, quiet: bool = Fal
 def on_rung(task: Task, rungs: Sequence[Rung]) -> Task:
     """The task with the first of these, which wins over what was asked for, and the others to fall back to."""
     first, *rest = rungs
-    given = dict(first.settings)
-    gone = {name for name in task.settings if task.origins.get(name) == ORIGIN} | set(given)
+    own_settings = given(first.settings)
+    gone = {name for name in task.settings if task.origins.get(name) == ORIGIN} | set(own_settings)
     own = {name: value for name, value in task.settings.items() if name not in gone}
     return replace(
         task,
         layout=first.layout,
-        settings={**own, **given},
-        origins={**{name: task.origins[name] for name in own if name in task.origins}, **dict.fromkeys(given, ORIGIN)},
+        settings={**own, **own_settings},
+        origins={
+            **{name: task.origins[name] for name in own if name in task.origins},
+            **dict.fromkeys(own_settings, ORIGIN),
+        },
         options={**task.options, **_remembered(first, rest)},
     )
 

@@ -21,7 +21,7 @@ from paceline.plan.facts import Amount, Keeps, ModelFacts, Part, Way
 from paceline.spec.settings import Settings
 from paceline.step.passes import backward, forward
 from paceline.streams import preserved
-from paceline.survive.short import trim
+from paceline.survive.short import is_shortage, trim
 from paceline.torch_modes import nobody_there
 from paceline.train.built import Built, build
 from paceline.train.imagined import Scene
@@ -105,6 +105,8 @@ def _tried(call: Callable[[], Any], refused: dict[str, str], axis: str) -> Any:
     except PacelineError as error:
         refused[axis] = error.what
     except Exception as error:  # of the job's own code: others may go
+        if is_shortage(error):
+            raise
         refused[axis] = as_refused(error)
     return None
 

@@ -19,6 +19,7 @@ from paceline.plan.here import fleet_here
 from paceline.plan.judged import judge
 from paceline.plan.timed import Try, retimed, shortlist, try_of
 from paceline.store.runs import ROOT
+from paceline.survive.short import is_shortage
 from paceline.train.foreseen import foreseen, grid_of
 from paceline.train.learn import learn_facts
 from paceline.train.ready import Ready, join_world
@@ -79,6 +80,8 @@ def learn(ready: Ready, *, most_ranks: int) -> Learnt:
     except PacelineError:
         raise
     except Exception as error:  # of the job's own code
+        if is_shortage(error):
+            raise
         raise _unplanned(error) from error
     depths = shallow(ready.job)[1] if can_be_cut(ready) else []
     return Learnt(real=real, ready=ready, facts=facts, depths=depths, notes=notes)

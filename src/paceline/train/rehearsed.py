@@ -12,6 +12,7 @@ from paceline.plan.forecast import Forecast
 from paceline.plan.settle import Cluster, Facts, Plan, settle
 from paceline.spec.settings import Settings
 from paceline.spec.update import parse_update
+from paceline.survive.short import is_shortage
 from paceline.train.ready import Ready
 from paceline.train.replay import Replayed, replay, shortened
 from paceline.train.tried_parts import refuse_parts
@@ -59,6 +60,8 @@ class Rehearsal:
         except PacelineError as error:
             return Seen(layout=candidate.layout, error=error.what)
         except Exception as error:  # of the job's own code, which goes on without this layout
+            if is_shortage(error):
+                raise
             return Seen(layout=candidate.layout, error=as_refused(error))
         fullest: Replayed = max(stages, key=lambda stage: stage.peak.total)
         return Seen(

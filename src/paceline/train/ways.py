@@ -1,7 +1,7 @@
 """What a job's parts hold under each way of recomputation, and what tp leaves of it: seen without numbers."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from paceline.spec.settings import Settings
 from paceline.step.parts import Parts
 from paceline.step.passes import backward, forward
 from paceline.streams import preserved
-from paceline.survive.short import trim
+from paceline.survive.short import is_shortage, trim
 from paceline.torch_modes import nobody_there
 from paceline.train.built import build
 from paceline.train.imagined import Scene
@@ -30,7 +30,7 @@ def ways_of(job: Job, settings: Settings, *, tp_sizes: Sequence[int]) -> dict[st
     """By part, then by `remat`; one that the model can't have is not there."""
     length, found = length_of(job, settings), dict[str, dict[str, Way]]()
     for remat in REMATS:
-        with suppress(Exception):  # what can't be had is refused where it is asked for
+        with had():  # what can't be had is refused where it is asked for
             alone = "single" if remat == "none" else f"dp=1,remat={remat}"
             sizes = [(FEW, None), (MORE, None), *((FEW, short) for short in lengths_of(length))]
             each = _lives(job, settings, alone, 1, sizes=sizes)
@@ -41,11 +41,21 @@ def ways_of(job: Job, settings: Settings, *, tp_sizes: Sequence[int]) -> dict[st
     return {name: ways for name, ways in found.items() if "none" in ways}
 
 
+@contextmanager
+def had() -> Iterator[None]:
+    """What fails is left out, unless it is for want of memory."""
+    try:
+        yield
+    except Exception as error:
+        if is_shortage(error):
+            raise
+
+
 def _splits(job: Job, settings: Settings, remat: str, tp_sizes: Sequence[int], *, sequence: bool) -> dict[int, _Seen]:
     """On two ranks and on as many as a node mostly has, where the model can be split so."""
     found = {}
     for size in sorted({min(tp_sizes), max(n for n in tp_sizes if n <= _NODE)} if tp_sizes else ()):
-        with suppress(Exception):
+        with had():
             words = f"tp={size},remat={remat}{',sequence=true' if sequence else ''}"
             found[size] = _lives(job, settings, words, size, sizes=[(FEW, None)])[0]
     return found

@@ -1,6 +1,7 @@
 """`plan`."""
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,9 @@ from paceline.plan.named import row_named
 from paceline.plan.told import differences_told
 from paceline.spec.layout import parse_layout
 from paceline.spec.task import Task
+from paceline.store.disk import refuse_place, writing
 from paceline.store.planned import NAME, read_advice
+from paceline.talk import say
 from paceline.verbs.bare import as_job
 from paceline.verbs.layouts import page_line
 from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
@@ -101,6 +104,8 @@ def plan(
     common = common or Common()
     named = [*layouts, *([common.layout] if common.layout else [])]
     _refuse_layouts(named, layouts=layouts)
+    if page is not None:
+        refuse_place(Path(page))
     before = None if against is None else read_advice(Path(against))
     if before is not None:
         row_named(before)
@@ -114,6 +119,9 @@ def plan(
         return Answer(exit_code=0, run=Path(task.run), value=task.as_json())
     options = {"fleet": fleet.as_json()} if fleet is not None else {"here": _here(task, seconds)}
     task = with_run(replace(task, options={**options, "layouts": named}), resume=None)
+    if not common.quiet:
+        more = f", and layouts timed for {seconds:g} s" if fleet is None and seconds else ""
+        say(f"planning: the model's numbers, the search, the best ones replayed{more}", sys.stderr)
     answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
     value = read_answer(task, "plan")
     if value is None:
@@ -124,7 +132,8 @@ def plan(
         lines += [f"against {against}:", *(f"  {line}" for line in value["against"] or ["nothing fits"])]
     if page is not None:
         over = Path(page).exists()
-        write_plan(value, job=Path(job).stem, to=Path(page))
+        with writing(Path(page)):
+            write_plan(value, job=Path(job).stem, to=Path(page))
         value["page"] = str(page)
         lines.append(page_line(Path(page), over=over))
     lines.append(f"all of it: {Path(task.run) / NAME}")

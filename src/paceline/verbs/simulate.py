@@ -23,6 +23,7 @@ from paceline.plan.quantity import Measures, read_quantity
 from paceline.plan.simulated import Simulated, simulated
 from paceline.spec.layout import parse_layout
 from paceline.spec.words import exactly
+from paceline.store.disk import refuse_place, writing
 from paceline.store.planned import NAME, read_advice
 from paceline.verbs.bare import as_job
 from paceline.verbs.layouts import page_line
@@ -128,6 +129,8 @@ def simulate(
     """
     if layout is not None:
         parse_layout(layout)
+    if page is not None:
+        refuse_place(Path(page))
     mean = None if failures is None else read_quantity(failures, measures=Measures.TIME, name="--failures")
     checkpoints = Checkpoints(
         stall_seconds=checkpoint_seconds, write_seconds=write_seconds, restart_seconds=restart_seconds, every=every
@@ -160,24 +163,27 @@ def _simulation(
     forecast, estimate = found.forecast, found.estimate
     step = simulated(forecast, candidate=estimate.candidate)
     step = replace(step, estimate=replace(step.estimate, memory=estimate.memory))
-    left, seconds, ranks = None, step.step_seconds, forecast.fleet.ranks
+    ratio = estimate.step_seconds / step.estimate.step_seconds
+    left, seconds, ranks = None, ratio * step.step_seconds, forecast.fleet.ranks
     if mean is not None:
         left = kept(step_seconds=seconds, ranks=ranks, device_mean_seconds=mean, checkpoints=checkpoints)
-    lines = [*lines_of(step, forecast), *_told(step, estimate), *(left.lines() if left else ()), *found.assumed]
-    value = step.as_json() | ({"failures": left.as_json()} if left else {})
+    told = _told(ratio, seconds, has_more=left is not None)
+    lines = [*lines_of(step, forecast), *told, *(left.lines() if left else ()), *found.assumed]
+    value = step.as_json() | {"timed_step_seconds": seconds} | ({"failures": left.as_json()} if left else {})
     if page is not None:
         over = page.exists()
-        write_step(forecast, step, left, job=job.stem, to=page)
+        with writing(page):
+            write_step(forecast, step, left, job=job.stem, to=page)
         value["page"] = str(page)
         lines.append(page_line(page, over=over))
     return Simulation(exit_code=int(ExitCode.DONE), text="\n".join(lines), value=value, step=step, kept=left)
 
 
-def _told(step: Simulated, estimate: Estimate) -> Iterator[str]:
+def _told(ratio: float, seconds: float, *, has_more: bool) -> Iterator[str]:
     """What a plan says of the step, where that is not its closed forms' alone."""
-    ratio = estimate.step_seconds / step.estimate.step_seconds
     if abs(ratio - 1) > _SMALL:
-        yield f"  in the plan it is {exactly(estimate.step_seconds)}, {ratio:.2f} times as long, by what was timed"
+        rest = "; what follows is of that step" if has_more else ""
+        yield f"  by what was timed for the plan it is {exactly(seconds)}, {ratio:.2f} times as long{rest}"
 
 
 def _is_plan(path: Path) -> bool:

@@ -9,11 +9,12 @@ from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
 from paceline.plan.memory import PARTS
 from paceline.plan.named import estimate_told, forecast_of
+from paceline.plan.reasons import SPENT_ON
 from paceline.spec.words import exactly, price_of_steps, size
 from paceline.store.disk import write_text
 from paceline.watch.bars import Row, bars
 from paceline.watch.report import document
-from paceline.watch.stepped import WORDS, timeline_section
+from paceline.watch.stepped import timeline_section
 
 _MOST_LABEL = 46
 _HOLDS = "bytes of the fullest rank at its highest moment; the line is what the device has; behind × the microbatch"
@@ -43,7 +44,7 @@ def page(answer: Mapping[str, Any], *, job: str) -> str:
         _header(answer, forecast, job),
         _table(answer, rows, forecast),
         _section("Memory", _HOLDS, bars("bytes a device", PARTS, memory, limit=limit)),
-        _section("Time", _GOES, bars("seconds of a step", [*WORDS.values()], spent, show=exactly)),
+        _section("Time", _GOES, bars("seconds of a step", [*SPENT_ON.values()], spent, show=exactly)),
         *(timeline_section(forecast, candidate=found.candidate) for found in drawn),
         _differences(answer.get("differences", ())),
     ]
@@ -60,7 +61,7 @@ def _name(found: Estimate) -> str:
 
 
 def _words(found: Estimate) -> dict[str, float]:
-    return {WORDS[name]: value for name, value in found.seconds.parts.items()}
+    return {SPENT_ON[name]: value for name, value in found.seconds.parts.items()}
 
 
 def _header(answer: Mapping[str, Any], forecast: Forecast, job: str) -> str:

@@ -21,7 +21,7 @@ from paceline.watch.bars import Row, bars
 from paceline.watch.report import document
 from paceline.watch.svg import Curve, chart
 
-WORDS = {**SPENT_ON, BORDERS: "messages between stages"}
+WORDS = {**SPENT_ON, "bubble": "waiting in the pipeline", BORDERS: "messages between stages"}
 _SMALL = 1e-4  # of a step, what is not shown
 _LEAST = 24  # microbatches that a picture has at most, and two for each stage
 

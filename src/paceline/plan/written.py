@@ -1,0 +1,25 @@
+"""What a file of a plan holds, as the values that were written there."""
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from paceline.errors import UsageError
+
+_Kind = TypeVar("_Kind")
+
+
+def as_written(found: Any, kind: type[_Kind]) -> _Kind:
+    """A tree of JSON as a dataclass, or another type.
+
+    Raises:
+        UsageError: something is missing or is of another kind.
+    """
+    try:
+        return msgspec.convert(found, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            f"this plan can't be read, in its {kind.__name__.strip('_').lower()}: {error}.",
+            cause="another version wrote it, or it was changed by hand",
+            hint="paceline plan job.py --run-dir FOLDER writes it anew",
+        ) from None
