@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.longer import is_longer
+
 SMALL_JOB = """
 import os, time
 import torch, torch.nn as nn, torch.nn.functional as F
@@ -147,6 +149,14 @@ class Shop:
             k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "SLURM_", "PMI", "TORCHELASTIC"))
         }
         return {**inherited, "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": "", **(extra or {})}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is longer than it is worth every time waits for `make soak`."""
+    for item in items:
+        if is_longer(item.nodeid.removeprefix("tests/")):
+            item.add_marker(pytest.mark.soak)
 
 
 @pytest.fixture(scope="session", autouse=True)

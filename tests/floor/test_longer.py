@@ -1,0 +1,22 @@
+"""The list of longer cases names tests that are there."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.longer import SOAK, is_longer
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("file", sorted({name.partition("::")[0] for name in SOAK}))
+def test_what_waits_for_soak_is_there(file: str) -> None:
+    text = (TESTS / file).read_text()
+    for name in (one.partition("::")[2].partition("[")[0] for one in SOAK if one.startswith(f"{file}::")):
+        assert f"def {name}(" in text, name
+
+
+def test_a_case_waits_alone_and_a_test_with_all_of_its_cases() -> None:
+    assert is_longer("parity/test_exact.py::test_any_number_of_ranks_gives_the_one_process_weights[5]")
+    assert not is_longer("parity/test_exact.py::test_any_number_of_ranks_gives_the_one_process_weights[2]")
+    assert is_longer("parity/test_local.py::test_a_site_may_be_any_layout[dp_replicate=2,dp_shard=2]")
