@@ -145,6 +145,7 @@ class Bench:
             command.append(f"--ranks={self.ranks}")
             done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
             return _good(done.returncode, done.stdout, done.stderr)
+        command.append("--train.threads=1")  # each stands for a machine of its own, and they share the cores
         ranks = []
         for rank in (0, 1):
             own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
