@@ -27,6 +27,7 @@ class Place:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    local_world_size: int = 1
     address: str = "127.0.0.1"
     port: int | None = None
     listen_fd: int | None = None
@@ -39,6 +40,7 @@ class Place:
             rank=int(environ.get("RANK", 0)),
             world_size=int(environ.get("WORLD_SIZE", 1)),
             local_rank=int(environ.get("LOCAL_RANK", 0)),
+            local_world_size=int(environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", 1))),
             address=environ.get("MASTER_ADDR", "127.0.0.1"),
             port=int(port) if port else None,
             listen_fd=int(fd) if fd and int(environ.get("RANK", 0)) == 0 else None,

@@ -1,6 +1,7 @@
 """Layouts timed where they would run: the run's own placed step, of a model that may have fewer of its like blocks."""
 
 import gc
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from paceline.plan.timed import Try
 from paceline.train.built import Built, build
 from paceline.train.ready import Ready, settled
 from paceline.train.shallow import cut
-from paceline.world import World
+from paceline.world import Place, World
 
 _ROOM = 0.5  # of a rank's memory, for all that is timed together
 _BUILD_SHARE = 0.7  # of the seconds, to make what is timed
@@ -30,6 +31,7 @@ _OVER = 2  # times the seconds, after which nothing more is begun
 _UNSEEN = 2  # of its first steps
 _VISIT_SECONDS, _MOST_A_VISIT = 0.15, 5
 _LONG = 0.2  # seconds of a step to which it is all one what the caches hold
+_LONG_APART = 2.0  # over a link between machines: a connection that was idle starts slowly
 _FEW, _MORE = 12, 3  # a model's blocks by these are left, where it is cut
 _LEAST = 4  # steps that tell how far apart they are
 _HOPELESS = (1.8, 1.3, 1.2)  # times as long as the quickest, by how often all were visited: no closer look
@@ -62,7 +64,8 @@ class _Trial:
     def visit(self) -> None:
         """Some steps, as many on every rank, and where they are short one before them for the caches' sake."""
         share = self.built.world.share_json
-        if share(self.usual < _LONG):
+        place = Place.read(os.environ)
+        if share(self.usual < (_LONG if place.local_world_size == place.world_size else _LONG_APART)):
             self.usual = self.step()
         more = min(_MOST_A_VISIT, max(1, round(_VISIT_SECONDS / self.usual)))
         self.seconds += [self.step() for _ in range(int(share(more)))]
