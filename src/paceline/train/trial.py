@@ -31,7 +31,7 @@ _OVER = 2  # times the seconds, after which nothing more is begun
 _UNSEEN = 2  # of its first steps
 _VISIT_SECONDS, _MOST_A_VISIT = 0.15, 5
 _LONG = 0.2  # seconds of a step to which it is all one what the caches hold
-_LONG_APART = 2.0  # over a link between machines: a connection that was idle starts slowly
+_ON_END = 3  # steps without a word between, over a link: stages of a pipeline are in two steps at once
 _FEW, _MORE = 12, 3  # a model's blocks by these are left, where it is cut
 _LEAST = 4  # steps that tell how far apart they are
 _HOPELESS = (1.8, 1.3, 1.2)  # times as long as the quickest, by how often all were visited: no closer look
@@ -63,9 +63,12 @@ class _Trial:
 
     def visit(self) -> None:
         """Some steps, as many on every rank, and where they are short one before them for the caches' sake."""
-        share = self.built.world.share_json
-        place = Place.read(os.environ)
-        if share(self.usual < (_LONG if place.local_world_size == place.world_size else _LONG_APART)):
+        place, share = Place.read(os.environ), self.built.world.share_json
+        if place.local_world_size < place.world_size:
+            first, *rest = [self.step() for _ in range(1 + _ON_END)]
+            self.usual, self.seconds = first, [*self.seconds, *rest]
+            return
+        if share(self.usual < _LONG):
             self.usual = self.step()
         more = min(_MOST_A_VISIT, max(1, round(_VISIT_SECONDS / self.usual)))
         self.seconds += [self.step() for _ in range(int(share(more)))]
