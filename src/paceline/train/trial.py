@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from math import inf
 from statistics import median_low, quantiles
 from typing import Any
 
@@ -33,6 +34,7 @@ _VISIT_SECONDS, _MOST_A_VISIT = 0.15, 5
 _LONG = 0.2  # seconds of a step to which it is all one what the caches hold
 _ON_END = 3  # steps without a word between, over a link: stages of a pipeline are in two steps at once
 _FEW, _MORE = 12, 3  # a model's blocks by these are left, where it is cut
+_FAR = 4.0  # times as long as another, in its first steps: no second one
 _LEAST = 4  # steps that tell how far apart they are
 _HOPELESS = (1.8, 1.3, 1.2)  # times as long as the quickest, by how often all were visited: no closer look
 
@@ -56,9 +58,14 @@ class _Trial:
             torch.cuda.synchronize(self.built.world.device)
         return time.perf_counter() - began
 
-    def begin(self) -> None:
-        """Steps until its memory is laid out as in a run, and the first that count."""
-        self.usual = [self.step() for _ in range(_UNSEEN)][-1]
+    def begin(self, most: float) -> None:
+        """Steps until its memory is laid out as in a run, and the first that count; of what takes longer than `most`
+        seconds one alone, which says so."""
+        for _ in range(_UNSEEN):
+            self.usual = self.step()
+            if self.built.world.share_json(self.usual > most):
+                self.seconds = [self.usual]
+                return
         self.visit()
 
     def visit(self) -> None:
@@ -120,7 +127,7 @@ def _timed_together(
             if trials and world.share_json(time.monotonic() - began > _BUILD_SHARE * seconds):
                 break
             try:
-                trials += _made(ready, one, depths, world=world)
+                trials += _made(ready, one, depths, world=world, before=trials)
             except PacelineError as error:
                 errors[one.candidate] = error.what
         _take_turns(trials, depths, world=world, ends=began + seconds)
@@ -150,7 +157,7 @@ def _take_turns(trials: Sequence[_Trial], depths: Sequence[int], *, world: World
             return
 
 
-def _made(ready: Ready, one: Try, depths: Sequence[int], *, world: World) -> Iterator[_Trial]:
+def _made(ready: Ready, one: Try, depths: Sequence[int], *, world: World, before: Sequence[_Trial]) -> Iterator[_Trial]:
     """At the whole model, or at two that are cut to fewer blocks; each has been visited once."""
     task = replace(ready.task, layout=one.layout)
     plan = settled(task, ready.job, ready.settings, micro_batch_size=one.micro_batch_size)
@@ -163,7 +170,7 @@ def _made(ready: Ready, one: Try, depths: Sequence[int], *, world: World) -> Ite
         blocks = sum(depths) if most is None else sum(min(most, depth) for depth in depths)
         built = build(job=job, settings=settings, plan=plan, world=world)
         trial = _Trial(candidate=one.candidate, blocks=blocks, built=built, batches=_batches(built))
-        trial.begin()
+        trial.begin(_FAR * min((other.usual for other in before if other.blocks == blocks), default=inf))
         yield trial
 
 
