@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
-from statistics import median_low, quantiles
+from statistics import fmean, median_low, quantiles
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ _OVER = 2  # times the seconds, after which nothing more is begun
 _UNSEEN = 2  # of its first steps
 _VISIT_SECONDS, _MOST_A_VISIT = 0.15, 5
 _LONG = 0.2  # seconds of a step to which it is all one what the caches hold
-_ON_END = 3  # steps without a word between, over a link: stages of a pipeline are in two steps at once
+_ON_END = 4  # steps without a word between, over a link: stages of a pipeline are in two steps at once
 _FEW, _MORE = 12, 3  # a model's blocks by these are left, where it is cut
 _FAR = 4.0  # times as long as another, in its first steps: no second one
 _LEAST = 4  # steps that tell how far apart they are
@@ -72,8 +72,9 @@ class _Trial:
         """Some steps, as many on every rank, and where they are short one before them for the caches' sake."""
         place, share = Place.read(os.environ), self.built.world.share_json
         if place.local_world_size < place.world_size:
-            first, *rest = [self.step() for _ in range(1 + _ON_END)]
-            self.usual, self.seconds = first, [*self.seconds, *rest]
+            self.step()
+            self.usual = fmean(self.step() for _ in range(_ON_END))
+            self.seconds.append(self.usual)
             return
         if share(self.usual < _LONG):
             self.usual = self.step()
