@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from paceline.errors import MachineError
-from paceline.measure.probe.cache import cache_file
+from paceline.measure.probe.cache import cache_file, fingerprint
 from paceline.measure.probe.disk import measure_disk
 from paceline.measure.probe.here import Asked, probe_here
 from paceline.measure.probe.links import KINDS, group_sizes, neighbours
 from paceline.measure.probe.rounds import Family, Size, Trial, _expected, time_all
-from paceline.measure.probe.worker import levels
+from paceline.measure.probe.worker import levels, probe_world
 from paceline.plan.curve import Curve
 from paceline.plan.machine import busy_share
 from paceline.plan.probed import Fingerprint, Probe
@@ -273,6 +273,16 @@ def test_how_busy_the_machine_is() -> None:
     finally:
         spin.kill()
         spin.wait()
+
+
+def test_a_process_keeps_its_threads(tmp_path: Path) -> None:
+    mark, before = fingerprint(ranks=1, device="cpu", ranks_per_node=1), torch.get_num_threads()
+    torch.set_num_threads(mark.threads + 1)
+    try:
+        probe_world(World.alone(), mark, seconds=0.2, folder=tmp_path, ranks_per_node=1)
+        assert torch.get_num_threads() == mark.threads + 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_probe_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline.errors import PacelineError, raise_all
 from paceline.measure.backends import built_in
 from paceline.measure.probe.compute import measure_compute, measure_copies
@@ -86,7 +88,11 @@ def probe_world(world: World, mark: Fingerprint, *, seconds: float, folder: Path
     collectives = measure_links(world, seconds=purse.share(links, of=1), crowded=crowded)
     found = measure_copies(world, seconds=purse.share(copies, of=1 - links))
     disk = measure_disk(world, folder=folder, seconds=purse.share(_DISK, of=1 - links - copies))
-    rates = _rates(purse, mark, ranks_per_node)
+    threads = torch.get_num_threads()
+    try:
+        rates = _rates(purse, mark, ranks_per_node)
+    finally:
+        torch.set_num_threads(threads)  # where layouts are timed in the same process, as a run has them
     return Probe(
         fingerprint=mark,
         backend=world.backend,
