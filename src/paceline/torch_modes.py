@@ -8,6 +8,7 @@ that are handed back as an operation's result.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -123,12 +124,16 @@ def _generators() -> list[Tensor]:
 def written(operation: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
     """The tensors among its arguments that an operation writes to."""
     found: list[Tensor] = []
-    for place, argument in enumerate(operation._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
+    for place, name in _written(operation):
+        value = args[place] if place < len(args) else kwargs.get(name)
         found += [part for part in (value if isinstance(value, list | tuple) else [value]) if isinstance(part, Tensor)]
     return found
+
+
+@cache
+def _written(operation: Any) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(operation._schema.arguments)
+    return tuple((place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 @contextmanager

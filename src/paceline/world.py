@@ -17,6 +17,10 @@ from paceline.talk import aside
 from paceline.traffic import Traffic
 
 Op = Literal["sum", "max", "min"]
+# torch 2.13 has new names for both and warns at the old ones, which are all that 2.11 has.
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 

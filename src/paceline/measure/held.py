@@ -1,7 +1,7 @@
 """What a rank holds, in bytes: parameters, gradients, optimizer state, buffers, and everything else while it steps."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -97,12 +97,9 @@ class Made:
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """What an operation gave, not what it was given: a view of what lay there before is no new memory."""
-        given = {id(tensor.untyped_storage()) for tensor in _within([args, kwargs])}
-        for tensor in _within(result):
-            storage = tensor.untyped_storage()
+        for storage in _new(result, self._storages, args, kwargs):
             place = id(storage)
-            if place not in self._storages and place not in given:
-                self._storages[place] = weakref.ref(storage, partial(self._forget, place))
+            self._storages[place] = weakref.ref(storage, partial(self._forget, place))
 
     def _forget(self, place: int, _: object) -> None:
         self._storages.pop(place, None)
@@ -120,7 +117,8 @@ class Watch(DispatchMode):
     again. Use it around a step that is not the first: the optimizer's state must be there. `shares` as in `held_now`;
     those that are copies count with the optimizer; `others` are there too, and activations. `moment` knows what an
     operation needs within itself, which is no result of any: the bytes at most while it runs, its results included;
-    `beside`, what lies beside them meanwhile.
+    `beside`, what lies beside them meanwhile. `note` hears each operation's name and the bytes of each kind then,
+    `turn` where a backward begins or ends.
     """
 
     def __init__(
@@ -133,9 +131,12 @@ class Watch(DispatchMode):
         device: str = "cpu",
         moment: Callable[[Any, Any], int] | None = None,
         beside: Callable[[], int] | None = None,
+        note: Callable[[str, tuple[int, ...]], None] | None = None,
+        turn: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._moment, self._beside = device, moment, beside
+        self._note, self._turn = note, turn
         self._parameters = [*model.parameters(), *shares]
         self._bytes = dict.fromkeys(KINDS, 0)
         self._live: dict[int, _Live] = {}
@@ -154,7 +155,7 @@ class Watch(DispatchMode):
 
     def __enter__(self) -> "Watch":
         self._exits.enter_context(storage_resizes(self._resized))
-        self._compare()
+        self._compare("begun")
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -173,16 +174,16 @@ class Watch(DispatchMode):
         if self._was_backward and not backward:
             self._gradients()
             self._without_gradient = [p for p in self._parameters if p.requires_grad]
+        if backward != self._was_backward and self._turn is not None:
+            self._turn()
         self._was_backward = backward
+        name = func._schema.name
         if self._moment is not None:
-            self._compare(self._moment(func, args))
+            self._compare(name, self._moment(func, args))
         result = func(*args, **(kwargs or {}))
-        given = {id(tensor.untyped_storage()) for tensor in _within([args, kwargs])}
-        for tensor in _within(result):
-            storage = tensor.untyped_storage()
-            if id(storage) not in given:
-                self._follow(storage, "activations")
-        self._compare()
+        for storage in _new(result, self._live, args, kwargs):
+            self._follow(storage, "activations")
+        self._compare(name)
         return result
 
     def _known(
@@ -213,7 +214,7 @@ class Watch(DispatchMode):
         else:
             self._bytes[live.kind] += storage.nbytes() - live.num_bytes
             live.num_bytes = storage.nbytes()
-        self._compare()
+        self._compare("resized")
 
     def _gradients(self) -> None:
         """What has become a gradient since."""
@@ -229,12 +230,26 @@ class Watch(DispatchMode):
                 live.kind = "gradients"
         self._without_gradient = left
 
-    def _compare(self, moment_bytes: int = 0) -> None:
+    def _compare(self, name: str, moment_bytes: int = 0) -> None:
         moment_bytes += 0 if self._beside is None else self._beside()
-        if sum(self._bytes.values()) + moment_bytes > self.peak.total:
-            if self._was_backward:
-                self._gradients()
+        is_most = sum(self._bytes.values()) + moment_bytes > self.peak.total
+        if self._was_backward and (is_most or self._note is not None):
+            self._gradients()
+        if is_most:
             self.peak = Held(**{**self._bytes, "activations": self._bytes["activations"] + moment_bytes})
+        if self._note is not None:
+            *others, activations = self._bytes.values()
+            self._note(name, (*others, activations + moment_bytes))
+
+
+def _new(result: Any, known: Container[int], args: Any, kwargs: Any) -> list[UntypedStorage]:
+    """The memory of an operation's results that is neither known nor what it was given."""
+    found = {id(storage): storage for storage in map(Tensor.untyped_storage, _within(result))}
+    new = {place: storage for place, storage in found.items() if place not in known}
+    if new:
+        for tensor in _within([args, kwargs]):
+            new.pop(id(tensor.untyped_storage()), None)
+    return list(new.values())
 
 
 def _within(value: Any) -> Iterator[Tensor]:

@@ -9,6 +9,7 @@ settled in its favour: a loss is one, everything is finite, experts get equally 
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -210,9 +211,13 @@ class Hollow(DispatchMode):
 
 def _is_on_meta(given: Sequence[Tensor], kwargs: Any) -> bool:
     """Whether it has no memory by itself."""
-    return any(tensor.is_meta for tensor in given) or torch.device(kwargs.get("device") or "cpu").type == "meta"
+    if any(tensor.is_meta for tensor in given):
+        return True
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "meta"
 
 
+@cache
 def _is_view(func: Any) -> bool:
     """Whether its results are the memory that it was given."""
     schema = func._schema

@@ -37,7 +37,7 @@ class Holding:
         self.mine = {one.name: one for one in held}
         told = world.gather_json([None if one.part.is_all else one.part.as_json() for one in held])
         self._parts = {
-            one.name: [_part(one, parts[place]) for parts in told] for place, one in enumerate(self.mine.values())
+            one.name: _parts(one, [parts[place] for parts in told]) for place, one in enumerate(self.mine.values())
         }
 
     @property
@@ -135,5 +135,9 @@ def _live(model: nn.Module, name: str) -> Tensor:
     return found
 
 
-def _part(one: Held, told: Sequence[Any] | None) -> Part:
-    return Part.all_of(one.part.shape) if told is None else Part.from_json(told)
+def _parts(one: Held, told: Sequence[Sequence[Any] | None]) -> list[Part]:
+    """Of every rank; those that have said the same words share one."""
+    words = {id(each): each for each in told}
+    whole = Part.all_of(one.part.shape)
+    found = {place: whole if each is None else Part.from_json(each) for place, each in words.items()}
+    return [found[id(each)] for each in told]

@@ -174,7 +174,7 @@ class ImaginedWorld(World):
             return [value]
         each = self._exchange(value) if len(self.stages) > 1 else [value]
         copies = self.world_size // len(each)
-        return [json.loads(json.dumps(one)) for one in each for _ in range(copies)]
+        return [told for one in each for told in [json.loads(json.dumps(one))] * copies]
 
     def share_json(self, value: Any, *, source: int = 0) -> Any:
         """What the source's stage says."""

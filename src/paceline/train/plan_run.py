@@ -21,9 +21,9 @@ from paceline.train.foreseen import grid_of
 from paceline.train.kept import keep
 from paceline.train.plan_here import Chosen, Here, chosen_here, learn
 from paceline.train.ready import prepare
-from paceline.train.rehearsed import Rehearsal, Seen, work_of_replay
+from paceline.train.rehearsed import Rehearsal, Seen
 
-_MOST_SECONDS = 45.0
+_MOST_SECONDS = 45.0  # of learning and replays; what is recommended is replayed in any case where it is begun by then
 
 
 def plan(payload: Mapping[str, Any]) -> int:
@@ -31,15 +31,18 @@ def plan(payload: Mapping[str, Any]) -> int:
     task = Task.from_json(payload)
     ready = prepare(task)
     names = list(task.options.get("layouts", ()))
+    began = time.monotonic()
     if "here" in task.options:
         found = chosen_here(ready, Here(**task.options["here"]), layouts=names)
+        began = time.monotonic()  # what it has taken was given for it
     else:
         fleet, grid = fleet_of(task.options["fleet"]), grid_of(ready.settings, asked="paceline plan")
         learnt = learn(ready, most_ranks=fleet.ranks)
         forecast = Forecast(facts=learnt.facts, fleet=fleet)
         found = Chosen(learnt=learnt, forecast=forecast, grid=grid, options=())
     if found is not None:
-        found, advice, seen = _judged(found, names) if names else _decided(found)
+        until = began + _MOST_SECONDS
+        found, advice, seen = _judged(found, names, until=until) if names else _decided(found, until=until)
         answer = _answer(advice, seen, found)
         answer["timed"] = [_as_timed(one) for one in found.options if one.timed is not None]
         write_advice(Path(task.run), answer)
@@ -57,9 +60,9 @@ def numbers(payload: Mapping[str, Any]) -> int:
     return 0
 
 
-def _decided(chosen: Chosen) -> tuple[Chosen, Advice, dict[str, Seen]]:
+def _decided(chosen: Chosen, *, until: float) -> tuple[Chosen, Advice, dict[str, Seen]]:
     """What is recommended has been replayed, and fits; and what time allows of the other rows."""
-    rehearsal, until = Rehearsal(ready=chosen.learnt.ready, real=chosen.learnt.real), time.monotonic() + _MOST_SECONDS
+    rehearsal = Rehearsal(ready=chosen.learnt.ready, real=chosen.learnt.real)
     found = decide(rehearsal, chosen.forecast, grid=chosen.grid, until=until, options=chosen.options, lost=chosen.lost)
     seen = dict(found.seen)
     _replay_others(found.advice.rows, rehearsal, found.forecast, seen, until=until)
@@ -73,14 +76,14 @@ def _replay_others(
     for row in rows:
         each = max((one.seconds / max(1, one.work) for one in seen.values()), default=0.0)
         candidate, left = row.estimate.candidate, until - time.monotonic()
-        if str(candidate) not in seen and each * work_of_replay(candidate, forecast.facts) < left:
+        if str(candidate) not in seen and each * rehearsal.work(candidate, row.estimate.stages, forecast) < left:
             seen[str(candidate)] = rehearsal.replayed(row.estimate, forecast)
 
 
-def _judged(chosen: Chosen, layouts: Sequence[str]) -> tuple[Chosen, Judged, dict[str, Seen]]:
+def _judged(chosen: Chosen, layouts: Sequence[str], *, until: float) -> tuple[Chosen, Judged, dict[str, Seen]]:
     """The layouts that were named, with what was timed of them; what time allows of them is replayed."""
     forecast, ready = chosen.forecast, chosen.learnt.ready
-    seen, until = dict[str, Seen](), time.monotonic() + _MOST_SECONDS
+    seen = dict[str, Seen]()
     found = judge(forecast, layouts, micro_batch_size=ready.settings.train.micro_batch_size, timed=chosen.options)
     rehearsal = Rehearsal(ready=ready, real=chosen.learnt.real)
     _replay_others(found.rows, rehearsal, forecast, seen, until=until)

@@ -13,8 +13,9 @@ from paceline.plan.settle import Cluster, Facts, Plan, settle
 from paceline.spec.settings import Settings
 from paceline.spec.update import parse_update
 from paceline.survive.short import is_shortage
+from paceline.train.deep import blocks_replayed, replay_deep
 from paceline.train.ready import Ready
-from paceline.train.replay import Replayed, replay, shortened
+from paceline.train.replay import Replayed, shortened
 from paceline.train.tried_parts import refuse_parts
 
 
@@ -50,13 +51,20 @@ class Rehearsal:
         """Why it can't be had, or nothing."""
         return self._replayed(candidate, (), forecast, False).error
 
+    def work(self, candidate: Candidate, cut: tuple[int, ...], forecast: Forecast) -> int:
+        """How many blocks run in its replay, all stages together."""
+        plan = shortened(settled_plan(candidate, forecast.facts, forecast.fleet.device.kind))
+        blocks = _blocks(candidate, cut, forecast.facts)
+        return plan.num_micro // plan.replicas * max(1, blocks_replayed(self.ready.settings, plan, blocks))
+
     def _replayed(self, candidate: Candidate, cut: tuple[int, ...], forecast: Forecast, has_run: bool) -> Seen:
         began, facts = time.monotonic(), forecast.facts
         try:
             if not has_run:
                 self._refuse_parts(candidate, facts)
             plan = settled_plan(candidate, facts, forecast.fleet.device.kind)
-            stages = replay(self.ready.job, with_stages(self.ready.settings, cut), plan)
+            settings = with_stages(self.ready.settings, cut)
+            stages = replay_deep(self.ready.job, settings, plan, blocks=_blocks(candidate, cut, facts))
         except PacelineError as error:
             return Seen(layout=candidate.layout, error=error.what)
         except Exception as error:  # of the job's own code, which goes on without this layout
@@ -69,7 +77,7 @@ class Rehearsal:
             peak_bytes=fullest.peak.total,
             parts=fullest.peak.as_json(),
             seconds=time.monotonic() - began,
-            work=work_of_replay(candidate, facts),
+            work=self.work(candidate, cut, forecast),
         )
 
     def _refuse_parts(self, candidate: Candidate, facts: ModelFacts) -> None:
@@ -97,10 +105,11 @@ def settled_plan(candidate: Candidate, facts: ModelFacts, device: str) -> Plan:
     )
 
 
-def work_of_replay(candidate: Candidate, facts: ModelFacts) -> int:
-    """How many blocks run in a replay, all stages together."""
-    plan = shortened(settled_plan(candidate, facts, "cuda"))
-    return plan.num_micro // plan.replicas * max(1, len(facts.blocks))
+def _blocks(candidate: Candidate, cut: tuple[int, ...], facts: ModelFacts) -> tuple[int, ...]:
+    """Of each stage: as it is cut, or about as a run would cut it."""
+    stages = candidate.pp * candidate.virtual
+    each, more = divmod(len(facts.blocks), stages)
+    return cut or tuple(each + (stage < more) for stage in range(stages))
 
 
 def with_stages(settings: Settings, stages: tuple[int, ...]) -> Settings:

@@ -2,19 +2,22 @@
 
 import gc
 import threading
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+
+import torch
 
 from paceline.feed.feed import make_feed
-from paceline.feed.types import Cut
+from paceline.feed.types import Cut, StepInput
 from paceline.job import Job
-from paceline.measure.held import Held, Made, Watch, held_now
+from paceline.measure.held import Held, Made, Watch, elements, held_now
 from paceline.measure.hollow import Hollow
+from paceline.measure.journal import Journal
 from paceline.measure.moments import gloo_copies, moment_bytes
-from paceline.measure.sent import Sent
+from paceline.nested import leaves
 from paceline.order.cursor import Cursor
 from paceline.place.meeting import PeerLeft
 from paceline.plan.in_flight import most_held
@@ -22,10 +25,12 @@ from paceline.plan.pipeline import is_file
 from paceline.plan.settle import Plan
 from paceline.schedule.table import schedule_named
 from paceline.spec.settings import Settings
+from paceline.spec.update import Kind
+from paceline.step.piped import PipelinePasses
 from paceline.streams import preserved
 from paceline.survive.short import trim
 from paceline.torch_modes import nobody_there
-from paceline.train.built import build
+from paceline.train.built import Built, build
 from paceline.train.imagined import Scene
 from paceline.train.loop import kept_batches
 
@@ -34,37 +39,34 @@ _MOST_MICRO = 2  # beside the stages of a pipeline: from the second one on all a
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """Of one stage: what lies between steps, the most at once and what that was, and what backward began with."""
+    """Of one stage: what lies between steps, the most at once and what that was."""
 
     between: Held
     peak: Held
-    kept_bytes: int
-    sent: dict[str, Any]
 
 
-def replay(job: Job, settings: Settings, plan: Plan) -> list[Replayed]:
-    """Two steps of every stage, the second one under watch.
+def replay(job: Job, settings: Settings, plan: Plan, *, journals: Sequence[Journal] = ()) -> list[Replayed]:
+    """Two steps of every stage, the second one under watch; a journal for each, or none.
 
     Raises:
         PacelineError: what the run itself would refuse.
     """
-    plan = shortened(plan)
     scene = Scene(mesh=plan.mesh)
     alone = plan.mesh.ranks == 1
     with nullcontext() if alone else nobody_there(plan.mesh.ranks), preserved():
         if plan.mesh.pp == 1:
             with scene.baton:
-                return [_stage(job, settings, plan, scene, 0)]
-        return _together(job, settings, plan, scene)
+                return [_stage(job, settings, plan, scene, 0, *journals)]
+        return _together(job, settings, plan, scene, journals)
 
 
-def _together(job: Job, settings: Settings, plan: Plan, scene: Scene) -> list[Replayed]:
+def _together(job: Job, settings: Settings, plan: Plan, scene: Scene, journals: Sequence[Journal]) -> list[Replayed]:
     found: dict[int, Replayed | BaseException] = {}
 
     def run(stage: int) -> None:
         try:
             with scene.baton:
-                found[stage] = _stage(job, settings, plan, scene, stage)
+                found[stage] = _stage(job, settings, plan, scene, stage, *journals[stage : stage + 1])
         except BaseException as error:
             found[stage] = error
             scene.leave()
@@ -81,7 +83,10 @@ def _together(job: Job, settings: Settings, plan: Plan, scene: Scene) -> list[Re
     return [one for stage in sorted(found) if isinstance(one := found[stage], Replayed)]
 
 
-def _stage(job: Job, settings: Settings, plan: Plan, scene: Scene, stage: int) -> Replayed:
+def _stage(
+    job: Job, settings: Settings, whole: Plan, scene: Scene, stage: int, journal: Journal | None = None
+) -> Replayed:
+    plan = shortened(whole)
     world = scene.world(stage, backend=plan.backend)
     made = Made()
     hollow = Hollow(emptied=scene.emptied, see=made.see, copies=gloo_copies if plan.backend == "gloo" else None)
@@ -89,45 +94,78 @@ def _stage(job: Job, settings: Settings, plan: Plan, scene: Scene, stage: int) -
         hollow.holds = False
         built = build(job=job, settings=settings, plan=plan, world=world)
         hollow.holds = True
-        feed = make_feed(
-            data=job.train_data,
-            collate=job.collate,
-            order=job.order,
-            seed=settings.seed,
-            cut=Cut(
-                global_batch_size=plan.global_batch_size,
-                micro_batch_size=plan.micro_batch_size,
-                replicas=plan.replicas,
-            ),
-            cursor=Cursor(),
-        )
         shares = [member.parameter for member in built.named]
         optimizers = built.update.optimizers
-        given = list(islice(feed, 2 if plan.rule.has_servers else kept_batches(built)))
-        built.step.run(given[-2])
+        given = _batches(job, settings, plan, 2 if plan.rule.has_servers else kept_batches(built))
+        first = _first(plan)
+        built.step.run(given[-2] if first is None else _batches(job, settings, first, 1)[0])
+        left_out = _left_out_bytes(given, whole, plan)
         gc.collect()  # what is in cycles goes sooner or later, and is no part of the step
-        with (
-            Sent() as sent,
-            Watch(
-                model=built.model,
-                optimizers=optimizers,
-                shares=shares,
-                others=made.storages(),
-                moment=partial(moment_bytes, threads=plan.threads),
-                beside=lambda: hollow.copied_bytes,
-            ) as watch,
-        ):
+        watch = Watch(
+            model=built.model,
+            optimizers=optimizers,
+            shares=shares,
+            others=made.storages(),
+            moment=partial(moment_bytes, threads=plan.threads),
+            beside=lambda: hollow.copied_bytes + left_out,
+            note=None if journal is None else journal.note,
+            turn=None if journal is None else journal.turn,
+        )
+        with watch, _in_parts(built, journal):
             built.step.run(given[-1])
         between = held_now(model=built.model, optimizers=optimizers, shares=shares)
         built.close()
     trim()
-    return Replayed(between=between, peak=watch.peak, kept_bytes=watch.kept_bytes, sent=sent.as_json())
+    return Replayed(between=between, peak=watch.peak)
+
+
+def _batches(job: Job, settings: Settings, plan: Plan, count: int) -> list[StepInput]:
+    feed = make_feed(
+        data=job.train_data,
+        collate=job.collate,
+        order=job.order,
+        seed=settings.seed,
+        cut=Cut(
+            global_batch_size=plan.global_batch_size,
+            micro_batch_size=plan.micro_batch_size,
+            replicas=plan.replicas,
+        ),
+        cursor=Cursor(),
+    )
+    return list(islice(feed, count))
+
+
+def _in_parts(built: Built, journal: Journal | None) -> AbstractContextManager[None]:
+    """Where stages go on from one microbatch to another, the journal's next part begins."""
+    passes = built.step.passes
+    if journal is None or not isinstance(passes, PipelinePasses):
+        return nullcontext()
+    return passes.watched(lambda *_: journal.turn())
+
+
+def _first(plan: Plan) -> Plan | None:
+    """A step that leaves what later ones find, gradients to be added to and the optimizer's state.
+
+    None where it is as long as the others: gloo keeps what was sent in it, and other rules end in the middle of one.
+    """
+    return None if plan.backend == "gloo" or plan.rule.kind is not Kind.SYNC else _of_rounds(plan, 1)
+
+
+def _left_out_bytes(given: Sequence[StepInput], whole: Plan, short: Plan) -> int:
+    """The data of microbatches that were left out: on a CPU of all batches that are kept, on a device of one."""
+    there, every = (-(-one.num_micro // one.replicas) for one in (short, whole))
+    each = elements([t for t in leaves([one.data for one in given[-1].micro[-1:]]) if t.layout is torch.strided])
+    batches = len(given)
+    return each * max(0, batches * (every - there) if whole.device == "cpu" else every - batches * there)
 
 
 def shortened(plan: Plan) -> Plan:
     """The same with fewer microbatches, where more of them hold nothing more."""
     rounds = -(-plan.num_micro // plan.replicas)
-    rounds = min(_MOST_MICRO, rounds) if plan.mesh.pp == 1 else _filled(plan, rounds)
+    return _of_rounds(plan, min(_MOST_MICRO, rounds) if plan.mesh.pp == 1 else _filled(plan, rounds))
+
+
+def _of_rounds(plan: Plan, rounds: int) -> Plan:
     num_micro = rounds * plan.replicas
     return replace(plan, num_micro=num_micro, global_batch_size=num_micro * plan.micro_batch_size)
 
@@ -143,4 +181,5 @@ def _filled(plan: Plan, rounds: int) -> int:
         places = range(ranks)
         return [most_held(rule.name, ranks=ranks, micro=micro, virtual=virtual, rank=place) for place in places]
 
-    return next((micro for micro in range(2 * ranks, rounds, ranks) if held(micro) == held(rounds)), rounds)
+    fewest, by = (ranks + 2, 1) if rule.name == "1f1b" else (2 * ranks, ranks)
+    return next((micro for micro in range(fewest, rounds, by) if held(micro) == held(rounds)), rounds)

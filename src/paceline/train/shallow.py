@@ -61,6 +61,22 @@ def shallow(job: Job) -> tuple[Job, list[int]]:
     return (_copied(job, model), depths) if depths else (job, [])
 
 
+def with_blocks(job: Job, count: int, *, least: int) -> Job | None:
+    """The job with so many blocks of the one list that it has, all alike, each with a tensor of `least` elements.
+
+    None where it has others.
+    """
+    with Hollow() as hollow, preserved():
+        hollow.holds = False
+        model = job.model()
+        depths = cut(model, count)
+    sizes = [max((p.numel() for p in block.parameters()), default=0) for block in blocks_of(model).values()]
+    if len(depths) != 1 or min(sizes) < least:
+        return None
+    found = _copied(job, model)
+    return None if found is job else found
+
+
 def cut(model: nn.Module, most: int) -> list[int]:
     """Leave at most so many of each list of like blocks, its first and last among them; how many there were.
 

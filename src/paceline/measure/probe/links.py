@@ -8,13 +8,11 @@ import torch.distributed as dist
 
 from paceline.measure.probe.rounds import Call, Family, Size, time_all
 from paceline.plan.probed import Collective
-from paceline.world import World
+from paceline.world import ALL_GATHER, REDUCE_SCATTER, World
 
 _MOST_SECONDS = 0.3  # of one call
 _CALLS_IN_BUDGET = 20  # of the slowest size of each kind
 _FLOAT = 4
-_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the same under two names
-_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _AMOUNTS = (2**8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**25)
 _AMOUNTS_GPU = (*_AMOUNTS, 2**28)
 
@@ -76,12 +74,12 @@ def _all_reduce(part: World, number: int) -> Call:
 
 def _all_gather(part: World, number: int) -> Call:
     whole = _zeros(part, number * part.world_size)
-    return partial(_GATHER, whole, _zeros(part, number), group=part.group)
+    return partial(ALL_GATHER, whole, _zeros(part, number), group=part.group)
 
 
 def _reduce_scatter(part: World, number: int) -> Call:
     own = _zeros(part, number // part.world_size)
-    return partial(_SCATTER, own, _zeros(part, number), group=part.group)
+    return partial(REDUCE_SCATTER, own, _zeros(part, number), group=part.group)
 
 
 def _all_to_all(part: World, number: int) -> Call:

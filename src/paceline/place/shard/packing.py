@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from paceline.place.shard.share import Cut
 from paceline.place.units import Named
 from paceline.torch_private import copy_all
-from paceline.world import World
+from paceline.world import ALL_GATHER, REDUCE_SCATTER, World
 
 
 class Packing:
@@ -91,7 +90,7 @@ def start_reduce_scatter(buffer: Tensor, *, out: Tensor, world: World) -> Callab
         out.copy_(buffer.view(-1))
         return _nothing
     world.sends("reduce_scatter", buffer)
-    work = _REDUCE_SCATTER(out, buffer.view(-1), group=world.group, async_op=True)
+    work = REDUCE_SCATTER(out, buffer.view(-1), group=world.group, async_op=True)
     wait: Callable[[], object] = work.wait
     return wait
 
@@ -102,15 +101,10 @@ def start_all_gather(chunk: Tensor, *, out: Tensor, world: World) -> Callable[[]
         out.view(-1).copy_(chunk)
         return _nothing
     world.sends("all_gather", chunk)
-    work = _ALL_GATHER(out.view(-1), chunk, group=world.group, async_op=True)
+    work = ALL_GATHER(out.view(-1), chunk, group=world.group, async_op=True)
     wait: Callable[[], object] = work.wait
     return wait
 
 
 def _nothing() -> None:
     return None
-
-
-# torch 2.13 has new names for both and warns at the old ones, which are all that 2.11 has.
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.place.tensor.cut import Cut
 from paceline.place.tensor.once import once
 from paceline.torch_private import version
-from paceline.world import World
+from paceline.world import REDUCE_SCATTER, World
 
 
 class Wire(Protocol):
@@ -79,7 +79,7 @@ class WorldWire:
         rows = tensor.movedim(cut.dim, 0).contiguous()
         own = rows.new_empty((sizes.pop(), *rows.shape[1:]))
         self._world.sends("reduce_scatter", rows)
-        dist.reduce_scatter_tensor(own, rows, group=self._world.group)
+        REDUCE_SCATTER(own, rows, group=self._world.group)
         return own.movedim(0, cut.dim).contiguous()
 
     def tell(self, what: str) -> None:
