@@ -23,8 +23,10 @@ from benchmarks.memory.measured import Setting
 
 from paceline.errors import PacelineError
 from paceline.plan.here import RESERVE_BYTES
+from paceline.train.deep import replay_deep
 from paceline.train.ready import prepare
 from paceline.train.replay import Replayed, replay
+from paceline.train.shallow import built_once, shallow
 from paceline.verbs.running import Common, make_task
 
 _LARGE, _NEAR = 500 << 20, 0.1  # bytes, of what is resident
@@ -61,10 +63,13 @@ class Held:
 
 
 def forecast(setting: Setting) -> list[Replayed]:
-    """Of every stage."""
+    """Of every stage, as `plan` replays it: a deep model by few of its blocks, where they tell of all."""
     common = Common(ranks=setting.ranks, layout=setting.layout, device="cpu", quiet=True)
     ready = prepare(make_task("compare", f"benchmarks.memory.jobs:{setting.family}", common, setting.overrides))
-    return replay(ready.job, ready.settings, ready.plan)
+    depths = shallow(ready.job)[1]
+    if ready.plan.mesh.pp > 1 or len(depths) != 1:
+        return replay(ready.job, ready.settings, ready.plan)
+    return replay_deep(built_once(ready.job, seed=0), ready.settings, ready.plan, blocks=depths)
 
 
 def against(rows: Sequence[Mapping[str, Any]]) -> Held:

@@ -1,7 +1,8 @@
 """What is measured: every family under the layouts that it can have, and each way for a peak to come about.
 
 Weights and optimizer against activations, a long sequence, wide logits, one more rank, smaller microbatches, another
-precision, another optimizer; at the end some that are large. `docs/matrix.md` says which layouts are refused.
+precision, another optimizer; before them some that are large, and deep ones, of which a replay has few blocks.
+`docs/matrix.md` says which layouts are refused.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from benchmarks.memory.measured import Setting
 
 def settings() -> list[Setting]:
     """All of them, in the order in which they are run."""
-    return [*_large(), *_on_four(), *_on_two(), *_alone()]
+    return [*_large(), *_deep(), *_on_four(), *_on_two(), *_alone()]
 
 
 def _of(
@@ -122,4 +123,19 @@ def _large() -> list[Setting]:
         _of("mlp", "ddp", 2, batch=16, job={"width": 2560, "depth": 5}),
         _of("mlp", "fsdp", 2, batch=16, job={"width": 4096, "depth": 5}),
         _of("nano", "fsdp", 2, batch=16, job={"length": 512}),
+    ]
+
+
+def _deep() -> list[Setting]:
+    """Four times as deep as what a replay looks at, their blocks wide enough for that."""
+    short: dict[str, Any] = {"length": 32, "depth": 16, "vocabulary": 512}
+    return [
+        _of("llama", batch=4, micro=2, job={**short, "width": 1280}),
+        _of("gpt2", batch=4, micro=2, optimizer="sgd", job={**short, "width": 1088}),
+        _of("bert", "ddp", 2, batch=8, micro=2, optimizer="sgd", job={**short, "width": 1088}),
+        _of("nano", "zero1", 2, batch=8, micro=2, job={**short, "width": 1088}),
+        _of("gpt2", "fsdp,remat=full", 2, batch=8, micro=2, job={**short, "width": 1088}),
+        _of("llama", "fsdp", 2, batch=8, micro=2, job={**short, "width": 1280}),
+        _of("mixtral", "zero2", 2, batch=8, micro=2, optimizer="sgd", job={**short, "width": 768}),
+        _of("mlp", "ddp,remat=full", 2, batch=8, micro=2, optimizer="sgd", job={"width": 2176, "depth": 16}),
     ]
