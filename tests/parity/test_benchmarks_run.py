@@ -77,3 +77,8 @@ def test_a_slow_worker_is_measured_with_every_bound() -> None:
     said = run("server.py --rounds 1 --workers 3 --wait 0.03 --steps 40")
     rows = [cells[1].strip(" `") for line in said.splitlines() if len(cells := line.split("|")) > 6 and "`" in line]
     assert sorted(rows) == sorted(["sync", *(f"ps,staleness={bound}" for bound in ("0", "4", "16", "none"))]), said
+
+
+def test_a_large_model_is_planned_from_its_config_to_the_answer() -> None:
+    said = run("large.py --cases llama-8b")
+    assert "llama-8b on 2x8xH100-80G" in said and "(replayed)" in said, said
