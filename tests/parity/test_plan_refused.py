@@ -260,7 +260,7 @@ def test_a_plan_with_a_hole_in_it_says_where(part: str, tmp_path: Path) -> None:
 def test_want_of_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     found = learnt("norms")
 
-    def short(*_: Any) -> None:
+    def short(*_: Any, **__: Any) -> None:
         raise RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 1048576 bytes")
 
     monkeypatch.setattr("paceline.train.rehearsed.replay_deep", short)
