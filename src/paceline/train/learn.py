@@ -67,7 +67,7 @@ def _learnt(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
     refused: dict[str, str] = {}
     split = _tried(lambda: _look(job, settings, "tp", 2, samples=FEW), refused, "tp")
     _tried(lambda: _look(job, settings, "single", 1, samples=1), refused, f"{MICRO}=1")
-    sizes = _sizes(job, settings, "tp", most_ranks) if split is not None else {}
+    sizes = _sizes(job, settings, split, most_ranks) if split is not None else {}
     tp_sizes = tuple(sizes)
     names = [name for name in few.costs if name not in (FIRST, LAST)]
     if not names:
@@ -111,11 +111,11 @@ def _tried(call: Callable[[], Any], refused: dict[str, str], axis: str) -> Any:
     return None
 
 
-def _sizes(job: Job, settings: Settings, axis: str, most: int) -> dict[int, dict[str, int]]:
+def _sizes(job: Job, settings: Settings, split: _Run, most: int) -> dict[int, dict[str, int]]:
     """The powers of two that can be had, with a rank's parameters; where one can't, no larger one is tried."""
-    found = {}
-    for size in _powers(most):
-        seen = _tried(partial(_look, job, settings, axis, size, samples=FEW), {}, axis)
+    found = {2: split.parameters} if most > 1 else {}
+    for size in _powers(most)[1:]:
+        seen = _tried(partial(_look, job, settings, "tp", size, samples=FEW), {}, "tp")
         if seen is None:
             break
         found[size] = seen.parameters
