@@ -97,6 +97,12 @@ def test_a_loop_that_is_left_and_begun_again_is_the_undisturbed_run(tmp_path: Pa
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("given", ["job.py", None, job], ids=["a file", "nothing", "a function"])
+def test_what_is_no_job_is_refused_by_name(given: Any) -> None:
+    with pytest.raises(pl.JobError, match=f"{type(given).__name__}, expected a pl.Job"):
+        pl.Run(given)
+
+
 def test_two_loops_at_once_are_refused_and_leave_no_data_worker(tmp_path: Path) -> None:
     with run_in(tmp_path, workers=1) as run:
         first, second = run.batches(), run.batches()

@@ -100,7 +100,7 @@ def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(
         'nodes = 0\ndevices = true\nbetwen = "x"\nprice = "9.8 USD"\nhost_memory = "2 GiB/s"\ninside = "nvlnk4"\n'
-        'host = 5\n[device]\nmemory = "80"\nbandwidth = "3 TB/s"\nkind = "tpu"\ncolour = "red"\n'
+        'host = 5\nname = "a\\u001b[31m"\n[device]\nname = 7\nmemory = "80"\nbandwidth = "3 TB/s"\nkind = "tpu"\ncolour = "red"\n'
         '[between]\nlatency = "2 hours"\nbandwidth = "-4 GB/s"\nshared = "yes"\n'
     )
     with pytest.raises(Problems) as caught:
@@ -111,6 +111,7 @@ def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
         "device.memory = '80' has no unit", "device.fp32 is missing", "device.kind = 'tpu' is none", "no device.colour",
         "'nvlnk4' is no known link", "'hours' is no unit of seconds", "between.bandwidth = '-4 GB/s' is not positive",
         "that is a unit of bytes a second", "did you mean 'USD/h'", "host = 5 is no link", "neither true nor false",
+        r"name = 'a\x1b[31m' is no name", "device.name = 7 is no name",
     ):  # fmt: skip
         assert words in said, words
     assert all(str(path) in problem.where for problem in caught.value.problems)
@@ -153,7 +154,23 @@ def test_quantities(text: str, measures: Measures, value: float) -> None:
 @pytest.mark.parametrize("measures", list(Measures))
 @pytest.mark.parametrize(
     "text",
-    ["5", 5, None, "", "many", "-1 {}", "0 {}", "5 parsecs", "3,35 {}", "3,3_5,, {}", "1e999 {}", "nan {}", ["5 {}"]],
+    [
+        "5",
+        5,
+        None,
+        "",
+        "many",
+        "-1 {}",
+        "0 {}",
+        "5 parsecs",
+        "3,35 {}",
+        "3,3_5,, {}",
+        "1e999 {}",
+        "nan {}",
+        "1e-300 {}",
+        "1e300 {}",
+        ["5 {}"],
+    ],
 )
 def test_what_is_no_quantity(text: object, measures: Measures) -> None:
     given = text.format(next(iter(UNITS[measures]))) if isinstance(text, str) else text

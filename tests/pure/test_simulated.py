@@ -196,6 +196,11 @@ def test_nonsense_is_refused(words: dict[str, object], said: str, to_do: str, tm
     assert said in str(refused.value) and to_do in str(refused.value)
 
 
+def test_a_folder_without_a_plan_is_told(tmp_path: Path) -> None:
+    with pytest.raises(PacelineError, match=r"(?s)is a folder without plan\.json.*did not end"):
+        simulate(tmp_path)
+
+
 def test_a_plan_in_which_nothing_fits_says_so(tmp_path: Path) -> None:
     sizes = Decoder(layers=80, width=8192, hidden=28672, heads=64, kv_heads=8, vocabulary=128256)
     folder = told(made("8xT4", sizes=sizes), tmp_path, ["ddp"])

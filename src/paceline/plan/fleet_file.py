@@ -61,6 +61,7 @@ class _Reading:
         entry = self._device()
         links = {name: self._link(name) for name in _LINKED if name in self.tree}
         own = dict(self._quantities(self.tree, _OWN, ""))
+        called = self._name(self.tree, "name", "".join(c for c in self.path.stem if c.isprintable()))
         raise_all(self.problems)
         usual = sold(entry, nodes=counts["nodes"], devices=counts["devices"])
         return replace(
@@ -72,8 +73,15 @@ class _Reading:
             disk_bytes=own.get("disk"),
             price_per_hour=own.get("price"),
             currency=currency_of(self.tree["price"]) if "price" in own else "",
-            name=str(self.tree.get("name", self.path.stem)),
+            name=called,
         )
+
+    def _name(self, tree: Mapping[str, Any], place: str, usual: str) -> str:
+        """As it is printed: of what a terminal would take for something else nothing is left."""
+        found = tree.get("name", usual)
+        if not isinstance(found, str) or not found.isprintable():
+            self._wrong(f"{place} = {found!r} is no name.", place, hint=f'{place} = "ours"')
+        return str(found)
 
     def _device(self) -> Entry:
         asked = self.tree.get("device")
@@ -95,7 +103,7 @@ class _Reading:
             cause = f"the reserve is what a process needs before it has a model, of {asked['memory']} in all"
             self._wrong("device.reserve leaves nothing of device.memory.", "device.reserve", cause=cause)
         device = Device(
-            name=str(asked.get("name", "device")),
+            name=self._name(asked, "device.name", "device"),
             kind=kind,
             memory_bytes=found.get("memory", 1.0),
             bytes_per_second=found.get("bandwidth", 1.0),

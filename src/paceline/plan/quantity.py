@@ -8,6 +8,7 @@ from paceline.spec.words import did_you_mean
 
 _WRITTEN = re.compile(r"\s*([+-]?[0-9][0-9_,]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*(.*?)\s*")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?([eE][+-]?[0-9]+)?")
+_LEAST, _MOST = 1e-12, 1e24
 _STEPS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _POWERS = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
 _BYTES = {f"{step}B": size for step, size in (_STEPS | _POWERS).items()}
@@ -72,6 +73,9 @@ def read_quantity(text: object, *, measures: Measures, name: str, where: str = "
     value = float(written[1].replace(",", "").replace("_", "")) * size
     if not (value > 0 or (or_zero and value == 0)) or value == float("inf"):
         raise UsageError(f"{name} = {text!r} is not positive.", where=where, hint=hint)
+    if value and not _LEAST <= value <= _MOST:
+        cause = f"it is {value:g} {measures}: a wrong unit, or an exponent"
+        raise UsageError(f"{name} = {text!r} is nothing that there is.", where=where, cause=cause, hint=hint)
     return value
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.errors import ExitCode, UsageError
+from paceline.errors import ExitCode, JobError, UsageError
 from paceline.events import EvalDone
 from paceline.feed.types import StepInput
 from paceline.job import Job
@@ -62,6 +62,11 @@ class Run:
         allow: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
+        if not isinstance(job, Job):
+            raise JobError(
+                f"pl.Run({job!r}) is given a {type(job).__name__}, expected a pl.Job.",
+                hint="pl.Run(make_job()); of a file, paceline train job.py",
+            )
         self.job = job
         self.exit_code = int(ExitCode.DONE)
         self._session: Session | None = None

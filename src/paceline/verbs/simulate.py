@@ -25,7 +25,7 @@ from paceline.spec.layout import parse_layout
 from paceline.spec.words import exactly
 from paceline.store.disk import refuse_place, writing
 from paceline.store.planned import NAME, read_advice
-from paceline.verbs.bare import as_job
+from paceline.verbs.bare import as_job, is_config
 from paceline.verbs.layouts import page_line
 from paceline.verbs.plan import refuse_ranks
 from paceline.verbs.running import Answer, Common, execute, make_task, read_answer, with_run
@@ -141,6 +141,12 @@ def simulate(
         if cluster is not None:
             raise UsageError(f"{job} is a plan for a cluster of its own.", hint=f"paceline simulate {job}")
         found: _Found | Answer = _planned(Path(job), layout)
+    elif Path(job).is_dir() and not is_config(str(job)):
+        raise UsageError(
+            f"{job} is a folder without {NAME}, and no model's either.",
+            cause="a plan that did not end, or the folder of another run",
+            hint="paceline plan job.py --run-dir planned, then paceline simulate planned",
+        )
     else:
         found = _of_job(str(job), cluster or "here", layout, common or Common(), overrides)
     if isinstance(found, Answer):
