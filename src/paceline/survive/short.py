@@ -6,7 +6,7 @@ import gc
 import re
 import resource
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -101,6 +101,20 @@ def give_back() -> None:
     trim()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+@contextmanager
+def only_new() -> Iterator[None]:
+    """What looks for garbage passes over what is there now: with torch a million objects, 0.2 s each time.
+
+    Also a decorator.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def trim() -> None:

@@ -10,6 +10,7 @@ from paceline.plan.candidate import MODEL_AXES, Candidate
 from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid, is_refused, words_of
+from paceline.survive.short import only_new
 from paceline.train.rehearsed import Rehearsal, Seen
 
 _LEAST = 0.02
@@ -29,6 +30,7 @@ class Decided:
         return self.seen.get(str(self.advice.recommended.candidate))
 
 
+@only_new()
 def decide(
     rehearsal: Rehearsal, forecast: Forecast, *, grid: Grid, until: float, options: Sequence[Estimate] = (),
     lost: Mapping[Candidate, str] | None = None,

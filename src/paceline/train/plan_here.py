@@ -19,7 +19,7 @@ from paceline.plan.here import fleet_here
 from paceline.plan.judged import judge
 from paceline.plan.timed import Try, retimed, shortlist, try_of
 from paceline.store.runs import ROOT
-from paceline.survive.short import is_shortage
+from paceline.survive.short import is_shortage, only_new
 from paceline.train.foreseen import foreseen, grid_of
 from paceline.train.learn import learn_facts
 from paceline.train.ready import Ready, join_world
@@ -67,6 +67,7 @@ class Chosen:
     lost: Mapping[Candidate, str] = field(default_factory=dict)
 
 
+@only_new()
 def learn(ready: Ready, *, most_ranks: int) -> Learnt:
     """Without a device and without the model's memory.
 

@@ -16,6 +16,7 @@ from paceline.spec.task import Task
 from paceline.spec.words import size
 from paceline.store.disk import write_json
 from paceline.store.planned import write_advice
+from paceline.survive.short import only_new
 from paceline.train.decide import decide
 from paceline.train.foreseen import grid_of
 from paceline.train.kept import keep
@@ -69,6 +70,7 @@ def _decided(chosen: Chosen, *, until: float) -> tuple[Chosen, Advice, dict[str,
     return replace(chosen, forecast=chosen.forecast.of(found.forecast.facts)), found.advice, seen
 
 
+@only_new()
 def _replay_others(
     rows: Sequence[Row], rehearsal: Rehearsal, forecast: Forecast, seen: dict[str, Seen], *, until: float
 ) -> None:
