@@ -24,7 +24,7 @@ from paceline.train.plan_here import Chosen, Here, chosen_here, learn
 from paceline.train.ready import prepare
 from paceline.train.rehearsed import Rehearsal, Seen
 
-_MOST_SECONDS = 45.0  # of learning and replays; what is recommended is replayed in any case where it is begun by then
+_MOST_SECONDS = 30.0  # of learning and replays; what is recommended is replayed in any case where it is begun by then
 
 
 def plan(payload: Mapping[str, Any]) -> int:
