@@ -4,14 +4,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from benchmarks.memory.measured import Setting
+from torch import nn
 
+import paceline as pl
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.train import deep
 from paceline.train.ready import Ready, prepare
 from paceline.train.replay import replay
-from paceline.train.shallow import built_once
+from paceline.train.shallow import built_once, with_blocks
 from paceline.verbs.running import Common, make_task
 
 WIDE: dict[str, Any] = {"width": 2048, "heads": 16, "length": 64, "vocabulary": 256}
@@ -83,8 +86,56 @@ def test_few_blocks_tell_what_many_of_other_models_hold(family: str, layout: str
     the_same(layout, 14, ranks=2, family=family, device=device, **more)
 
 
+class Chained(nn.Module):
+    """Blocks of equal weights, of which `kind` makes some do another thing, or more the deeper they stand."""
+
+    def __init__(self, kind: str, depth: int = 12) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(depth))
+
+    def forward(self, x: Any) -> Any:
+        seen, first = x, x
+        for place, layer in enumerate(self.layers):
+            if self.kind == "some without gradients" and place < 3:
+                with torch.no_grad():
+                    x = layer(x)
+                continue
+            if self.kind == "more at each":
+                seen = torch.cat([seen, x], 1)
+                x = x + seen.mean(1, keepdim=True)
+            late = self.kind == "another late" and place > 6
+            x = x + (torch.relu(layer(x)) if late else torch.tanh(layer(x)))
+            if self.kind == "half of the time" and place % 2:
+                x = torch.nn.functional.dropout(x, 0.1)
+            if self.kind == "a skip over all" and place == len(self.layers) - 1:
+                x = x + first
+        return x
+
+
+def chained(kind: str) -> tuple[pl.Job, Settings]:
+    rows = torch.utils.data.TensorDataset(torch.randn(32, 8, 32), torch.zeros(32))
+    job = pl.Job(
+        model=lambda: Chained(kind), train_data=rows, global_batch_size=4,
+        loss=lambda output, batch: (output.square().sum(), len(output)),
+        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3),
+    )  # fmt: skip
+    return built_once(job, seed=0), Settings()
+
+
+@pytest.mark.parametrize("kind", ["all alike", "a skip over all"])
+def test_blocks_that_are_alike_tell_of_all(kind: str) -> None:
+    assert deep.tells_of_all(*chained(kind), 12)
+
+
+@pytest.mark.parametrize("kind", ["some without gradients", "more at each", "another late", "half of the time"])
+def test_blocks_that_differ_by_their_place_do_not_tell_of_all(kind: str) -> None:
+    assert not deep.tells_of_all(*chained(kind), 12)
+
+
 def whole(monkeypatch: pytest.MonkeyPatch, ready: Ready, settings: Settings, blocks: tuple[int, ...]) -> bool:
     """Whether all of the model is replayed at once."""
+    monkeypatch.setattr(deep, "tells_of_all", lambda *_: True)
     seen: list[Plan] = []
 
     def counted(job: Any, settings: Any, plan: Plan, **more: Any) -> list[Any]:
@@ -104,3 +155,15 @@ def test_what_few_blocks_do_not_tell_is_replayed_whole(monkeypatch: pytest.Monke
     assert whole(monkeypatch, few, few.settings, (6,))
     two = ready_for("t5", "single", ranks=1, device="cuda", width=2048, heads=16, length=16, depth=14)
     assert whole(monkeypatch, two, two.settings, (28,))
+
+
+def test_weights_that_are_not_trained_do_not_travel_alone() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(2048, 2560).requires_grad_(False)
+            self.own = nn.Linear(8, 8)
+
+    job = replace(chained("all alike")[0], model=lambda: nn.Sequential(*(Frozen() for _ in range(14))))
+    assert with_blocks(job, 4) is not None
+    assert with_blocks(job, 4, least=2048 * 2560) is None

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from paceline.measure.journal import Journal, peak_of
+from paceline.measure.journal import Journal, carried_on, peak_of
 
 Amounts = dict[str, list[int]]
 
@@ -49,6 +49,30 @@ def test_what_a_deep_step_holds_is_found_from_two_that_are_less_deep(seed: int) 
     assert found is not None
     assert found.total == most(journal(amounts, deep))
     assert found.parameters == amounts["own"][0] * deep
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 5))
+def test_every_operation_of_a_deep_step_is_found(seed: int) -> None:
+    amounts, deep = drawn(seed), 5 + seed
+    found = carried_on(journal(amounts, 4), journal(amounts, 5), deep - 4)
+    assert found == journal(amounts, deep)
+
+
+@pytest.mark.parametrize("place", [2, 5, 7, 10])
+def test_a_block_that_holds_more_than_its_like_is_seen(place: int) -> None:
+    """Wherever it stands between the first and the last, which are replayed with all others."""
+    amounts = drawn(8)
+
+    def odd(blocks: int) -> Journal:
+        found = journal(amounts, blocks)
+        before, each = len(amounts["before"]), len(amounts["block"])
+        at = before + place * each
+        if place < blocks - 1:
+            name, held = found.parts[0][at]
+            found.parts[0][at] = (name, (*held[:4], held[4] + 5000))
+        return found
+
+    assert carried_on(odd(4), odd(5), 8) != odd(12)
 
 
 def test_two_chains_grow_each_by_itself() -> None:

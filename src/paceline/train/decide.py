@@ -14,6 +14,7 @@ from paceline.survive.short import only_new
 from paceline.train.rehearsed import Rehearsal, Seen
 
 _LEAST = 0.02
+_MORE_SECONDS = 30.0  # where what came before was refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +38,15 @@ def decide(
 ) -> Decided:  # fmt: skip
     """The best of `options`, or of the whole grid where none of them is left; `lost` are known to be refused.
 
-    Where a replay needs more than there is, what closed forms leave out is taken for as much of the others.
+    Where a replay needs more than there is, what closed forms leave out is taken for as much of the others. One is
+    replayed in any case; after `until`, and half a minute, the next is recommended as it is reckoned.
 
     Raises:
         LayoutError: nothing fits.
     """
     for candidate, error in (lost or {}).items():
-        forecast = _without(rehearsal, forecast, candidate, error)
+        if not is_refused(candidate, forecast.facts):  # by what was learnt of one before it
+            forecast = _without(rehearsal, forecast, candidate, error)
     device, seen = forecast.fleet.device, dict[str, Seen]()
     room, case = device.memory_bytes - device.reserve_bytes, None
     while True:
@@ -51,7 +54,7 @@ def decide(
         advice = advice_of(forecast, options, grid=grid) if options else advise(forecast, grid=grid)
         case = case or advice.case
         best = advice.recommended
-        if time.monotonic() > until:
+        if seen and time.monotonic() > until + _MORE_SECONDS:
             break
         found = seen[str(best.candidate)] = rehearsal.replayed(best, forecast)
         if found.error:

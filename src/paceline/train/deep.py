@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 
 from paceline.job import Job
 from paceline.measure.held import Held
-from paceline.measure.journal import Journal, peak_of
+from paceline.measure.journal import Journal, carried_on, peak_of
 from paceline.place.start.stored import Stored
 from paceline.place.units import LARGE_BYTES
 from paceline.plan.pipeline import is_file
@@ -15,6 +15,7 @@ from paceline.spec.settings import Settings
 from paceline.spec.update import Kind
 from paceline.survive.short import is_shortage
 from paceline.train.replay import Replayed, replay
+from paceline.train.samples import FEW, plan_of
 from paceline.train.shallow import with_blocks
 
 _KEPT = 4  # blocks of a stage: two at each end see what comes before and after the chain
@@ -30,16 +31,22 @@ class _Way:
     groups: tuple[tuple[int, ...], ...]
 
 
-def replay_deep(job: Job, settings: Settings, plan: Plan, *, blocks: Sequence[int]) -> list[Replayed]:
+def replay_deep(
+    job: Job, settings: Settings, plan: Plan, *, blocks: Sequence[int], known: dict[int, bool] | None = None
+) -> list[Replayed]:
     """As `replay`, of a model with so many like blocks in each stage; whole where that is not longer.
+
+    `known` remembers of a job whether few blocks tell of so many.
 
     Raises:
         PacelineError: what the run itself would refuse.
     """
     way = _way(settings, plan, blocks)
-    if way is not None and not isinstance(job.model, Stored):
+    known = {} if known is None else known
+    if way is not None and not isinstance(job.model, Stored) and known.get(sum(blocks), True):
         try:
-            found = _carried_on(job, settings, plan, blocks, way)
+            known.setdefault(sum(blocks), tells_of_all(job, settings, sum(blocks)))
+            found = _carried_on(job, settings, plan, blocks, way) if known[sum(blocks)] else None
         except Exception as error:  # the whole replay says what there is to say
             if is_shortage(error):
                 raise
@@ -47,6 +54,25 @@ def replay_deep(job: Job, settings: Settings, plan: Plan, *, blocks: Sequence[in
         if found is not None:
             return found
     return replay(job, settings, plan)
+
+
+def tells_of_all(job: Job, settings: Settings, blocks: int) -> bool:
+    """Whether few of the blocks tell of so many, operation by operation: in one process, of one microbatch.
+
+    They do not where blocks differ by their place (another activation, some without gradients), or where what one gives
+    to the next grows as they go.
+    """
+    alone = plan_of(settings, "single", 1, samples=FEW)
+    journals = []
+    for count in (_KEPT, _KEPT + 1, blocks):
+        short = job if count == blocks else with_blocks(job, count)
+        if short is None:
+            return False
+        journals.append(Journal())
+        replay(short, _cut(settings, ()), alone, journals=journals[-1:], warm=False)
+    few, more, whole = journals
+    found = carried_on(few, more, blocks - _KEPT)
+    return found is not None and found.parts == whole.parts
 
 
 def blocks_replayed(settings: Settings, plan: Plan, blocks: Sequence[int]) -> int:

@@ -1,13 +1,14 @@
 """What runs for `plan`, in one process: the job's numbers, the search, and the finalists replayed as they would run."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.plan.advice import Advice, Row
 from paceline.plan.estimate import Estimate
+from paceline.plan.facts import ModelFacts
 from paceline.plan.forecast import Forecast
 from paceline.plan.hardware import Fleet, fleet_of
 from paceline.plan.judged import Judged, judge
@@ -17,6 +18,7 @@ from paceline.spec.words import size
 from paceline.store.disk import write_json
 from paceline.store.planned import write_advice
 from paceline.survive.short import only_new
+from paceline.train.context import is_small
 from paceline.train.decide import decide
 from paceline.train.foreseen import grid_of
 from paceline.train.kept import keep
@@ -113,6 +115,7 @@ def _answer(advice: Advice | Judged, seen: Mapping[str, Seen], chosen: Chosen) -
     lines += [*chosen.learnt.notes, *advice.lines()]
     told = {str(row.estimate.candidate) for row in rows}
     lines += [_lost(name, one, fleet) for name, one in seen.items() if name not in told]
+    lines += _doubts(advice.rows, facts) if isinstance(advice, Advice) else []
     return {
         **advice.as_json(),
         "facts": facts.as_json(),
@@ -120,6 +123,19 @@ def _answer(advice: Advice | Judged, seen: Mapping[str, Seen], chosen: Chosen) -
         "cluster": fleet.as_json(),
         "lines": lines,
     }
+
+
+def _doubts(rows: Sequence[Row], facts: ModelFacts) -> Iterator[str]:
+    """What was not found out of the recommended layout."""
+    best = next((row for row in rows if row.fits and not row.refused), None)
+    if best is None:
+        return
+    if not best.replayed:
+        yield f"note: time was over before {best.estimate.layout} was replayed: its bytes are reckoned"
+    parts = " and ".join(axis for axis in ("cp", "ep") if getattr(best.estimate.candidate, axis) > 1)
+    if parts and not is_small(facts.parameters) and not best.estimate.timed:
+        yield f"note: a model of this size is not tried with its numbers here, and {parts} may change what it computes"
+        yield f"  to do: paceline verify JOB --layout {parts.split()[0]}=2 with a smaller one of its kind"
 
 
 def _as_seen(row: Row, seen: Seen | None, fleet: Fleet) -> Row:

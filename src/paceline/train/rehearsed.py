@@ -39,6 +39,7 @@ class Rehearsal:
     real: Ready
     known: dict[str, Seen] = field(default_factory=dict)
     parts: dict[tuple[int, int], str] = field(default_factory=dict)
+    tell: dict[int, bool] = field(default_factory=dict)
 
     def replayed(self, estimate: Estimate, forecast: Forecast) -> Seen:
         """As this estimate would be placed on a device of the forecast's machines."""
@@ -64,7 +65,8 @@ class Rehearsal:
                 self._refuse_parts(candidate, facts)
             plan = settled_plan(candidate, facts, forecast.fleet.device.kind)
             settings = with_stages(self.ready.settings, cut)
-            stages = replay_deep(self.ready.job, settings, plan, blocks=_blocks(candidate, cut, facts))
+            blocks = _blocks(candidate, cut, facts)
+            stages = replay_deep(self.ready.job, settings, plan, blocks=blocks, known=self.tell)
         except PacelineError as error:
             return Seen(layout=candidate.layout, error=error.what)
         except Exception as error:  # of the job's own code, which goes on without this layout

@@ -45,8 +45,12 @@ class Replayed:
     peak: Held
 
 
-def replay(job: Job, settings: Settings, plan: Plan, *, journals: Sequence[Journal] = ()) -> list[Replayed]:
+def replay(
+    job: Job, settings: Settings, plan: Plan, *, journals: Sequence[Journal] = (), warm: bool = True
+) -> list[Replayed]:
     """Two steps of every stage, the second one under watch; a journal for each, or none.
+
+    Without `warm`, for one stage, it is the first one, which makes gradients and state.
 
     Raises:
         PacelineError: what the run itself would refuse.
@@ -56,7 +60,7 @@ def replay(job: Job, settings: Settings, plan: Plan, *, journals: Sequence[Journ
     with nullcontext() if alone else nobody_there(plan.mesh.ranks), preserved():
         if plan.mesh.pp == 1:
             with scene.baton:
-                return [_stage(job, settings, plan, scene, 0, *journals)]
+                return [_stage(job, settings, plan, scene, 0, *journals, warm=warm)]
         return _together(job, settings, plan, scene, journals)
 
 
@@ -84,8 +88,9 @@ def _together(job: Job, settings: Settings, plan: Plan, scene: Scene, journals: 
 
 
 def _stage(
-    job: Job, settings: Settings, whole: Plan, scene: Scene, stage: int, journal: Journal | None = None
-) -> Replayed:
+    job: Job, settings: Settings, whole: Plan, scene: Scene, stage: int, journal: Journal | None = None, *,
+    warm: bool = True,
+) -> Replayed:  # fmt: skip
     plan = shortened(whole)
     world = scene.world(stage, backend=plan.backend)
     made = Made()
@@ -98,7 +103,8 @@ def _stage(
         optimizers = built.update.optimizers
         given = _batches(job, settings, plan, 2 if plan.rule.has_servers else kept_batches(built))
         first = _first(plan)
-        built.step.run(given[-2] if first is None else _batches(job, settings, first, 1)[0])
+        if warm:
+            built.step.run(given[-2] if first is None else _batches(job, settings, first, 1)[0])
         left_out = _left_out_bytes(given, whole, plan)
         gc.collect()  # what is in cycles goes sooner or later, and is no part of the step
         watch = Watch(

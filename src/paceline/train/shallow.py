@@ -61,17 +61,18 @@ def shallow(job: Job) -> tuple[Job, list[int]]:
     return (_copied(job, model), depths) if depths else (job, [])
 
 
-def with_blocks(job: Job, count: int, *, least: int) -> Job | None:
-    """The job with so many blocks of the one list that it has, all alike, each with a tensor of `least` elements.
+def with_blocks(job: Job, count: int, *, least: int = 0) -> Job | None:
+    """The job with so many blocks of the one list that it has, all alike.
 
-    None where it has others.
+    None where it has others, or one of them trains no tensor of `least` elements.
     """
     with Hollow() as hollow, preserved():
         hollow.holds = False
         model = job.model()
         depths = cut(model, count)
-    sizes = [max((p.numel() for p in block.parameters()), default=0) for block in blocks_of(model).values()]
-    if len(depths) != 1 or min(sizes) < least:
+    blocks = blocks_of(model).values()
+    largest = [max((p.numel() for p in block.parameters() if p.requires_grad), default=0) for block in blocks]
+    if len(depths) != 1 or min(largest) < least:
         return None
     found = _copied(job, model)
     return None if found is job else found
@@ -102,7 +103,14 @@ def cut(model: nn.Module, most: int) -> list[int]:
 
 def _are_alike(blocks: Sequence[nn.Module]) -> bool:
     forms = {
-        repr([type(block), *((n, p.shape, p.requires_grad) for n, p in block.named_parameters())]) for block in blocks
+        repr(
+            [
+                type(block),
+                *((n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters()),
+                *((n, b.shape, b.dtype) for n, b in block.named_buffers()),
+            ]
+        )
+        for block in blocks
     }
     return len(forms) == 1
 

@@ -1,5 +1,6 @@
 """`plan`."""
 
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -102,6 +103,9 @@ def plan(
         UsageError, Problems: a cluster or a setting that can't be read, all of it at once.
     """
     common = common or Common()
+    if not 0 <= seconds < math.inf:
+        what = f"--seconds {seconds:g} is no time to measure in."
+        raise UsageError(what, hint="--seconds 20; 0 times nothing")
     named = [*layouts, *([common.layout] if common.layout else [])]
     _refuse_layouts(named, layouts=layouts)
     if page is not None:
