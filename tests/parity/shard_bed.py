@@ -122,7 +122,19 @@ def fused(pairs: Any) -> Any:
     return torch.optim.AdamW([p for _, p in pairs], lr=1e-2, fused=True)
 
 
-OPTIMIZERS = {"adamw": adamw, "momentum": momentum, "adagrad": adagrad, "muon": muon, "fused": fused}
+def adafactor(pairs: Any) -> Any:
+    """torch's own divides by how many elements a tensor has."""
+    return torch.optim.Adafactor([p for _, p in pairs], lr=1e-2)
+
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "adafactor": adafactor,
+    "momentum": momentum,
+    "adagrad": adagrad,
+    "muon": muon,
+    "fused": fused,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

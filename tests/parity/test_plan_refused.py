@@ -32,6 +32,7 @@ from paceline.train.ready import prepare
 from paceline.train.rehearsed import Rehearsal
 from paceline.train.replay import replay
 from paceline.train.samples import FEW, MORE, amount_through
+from paceline.verbs.plan import plan
 from paceline.verbs.running import Common, make_task
 from paceline.verbs.simulate import simulate
 from tests.pure.test_judged import answer, made
@@ -167,6 +168,23 @@ def test_what_numbers_alone_tell_is_asked_before_it_is_recommended() -> None:
     assert best.cp == 1 and found.best is not None and not found.best.error
     assert "gives other outputs" in found.forecast.facts.refused["cp"]
     assert any("gives other outputs" in line for line in found.advice.missing)
+
+
+def test_what_was_refused_for_two_candidates_is_learnt_once() -> None:
+    """Both were to be timed here, and both were refused for the same."""
+    found, why = learnt("norms"), "cut along the sequence this model gives other outputs"
+    forecast = Forecast(facts=replace(found.facts, refused={}), fleet=read_fleet("2xA100-80G"))
+    lost = {Candidate(cp=2, micro_batch_size=size): why for size in (4, 8)}
+    rehearsal = Rehearsal(ready=found.ready, real=found.real)
+    chosen = decide(rehearsal, forecast, grid=Grid(), until=0.0, lost=lost)
+    assert chosen.forecast.facts.refused["cp"] == why
+    assert chosen.advice.recommended.candidate.cp == 1 and len(chosen.seen) == 1, "one is replayed though time is over"
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_no_time_to_measure_in_is_refused(seconds: float) -> None:
+    with pytest.raises(pl.UsageError, match="is no time to measure in"):
+        plan(f"{THIS}:job", seconds=seconds)
 
 
 def test_of_several_axes_the_one_to_blame_is_left_out(t5: Learnt) -> None:

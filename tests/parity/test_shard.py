@@ -28,6 +28,7 @@ DAILY = [
     Case(layout="fsdp", model="llama", exact=True),
     Case(layout="zero1", optimizer="muon", exact=True),
     Case(layout="zero2", optimizer="muon"),
+    Case(layout="zero1", optimizer="adafactor"),
     Case(layout="fsdp", optimizer="adagrad", asked=FullySharded(offload=True), offload_state=True),
     Case(layout="fsdp", optimizer="momentum", asked=FullySharded(reshard=False, units=Units(min_numel=30))),
     Case(layout="fsdp", exact=True, autocast=True, remat=True, asked=FullySharded(prefetch=1)),

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import JobError, LayoutError
 from paceline.place.shard.share import Share
-from paceline.place.tried import FIELDS, alike, built_again, difference, refuse_across, refuse_unmoved
+from paceline.place.tried import FIELDS, alike, built_again, difference, refuse_across, refuse_unmoved, takes_nothing
 from paceline.place.units import Named
 
 Pairs = list[tuple[str, nn.Parameter]]
@@ -94,7 +94,8 @@ class Rules:
                     )
 
     def on(self, shares: Sequence[Named]) -> list[Optimizer]:
-        """The same optimizers, groups and options over the shares; a parameter without a share is left out.
+        """The same optimizers, groups and options over the shares; a parameter without a share is left out, and one
+        whose share has no element where the rule fails on such.
 
         Called once: the optimizers themselves move.
         """
@@ -146,6 +147,9 @@ def shared_optimizers(
 
 def _moved(optimizer: Optimizer, local: Mapping[str, nn.Parameter], names: Mapping[int, str]) -> Optimizer:
     """In place, since named groups may not be empty when they are made, and a share's rows may be."""
+    empty = [name for name, share in local.items() if not share.numel()]
+    if empty and not takes_nothing(optimizer):
+        local = {name: share for name, share in local.items() if share.numel()}
     groups = [_group(group, local, names) for group in optimizer.param_groups]
     if optimizer.state:
         return built_again(optimizer, groups)

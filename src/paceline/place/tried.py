@@ -98,6 +98,17 @@ def refuse_unmoved(optimizer: Optimizer) -> None:
         )
 
 
+def takes_nothing(optimizer: Optimizer) -> bool:
+    """Whether it steps on a tensor without elements, as a rank has of what others hold."""
+    for group in alike(optimizer):
+        start = torch.zeros(0, *_shapes(max(p.dim() for p in group["params"]))[0][1:])
+        try:
+            _stepped(optimizer, group, [start], [[start]])
+        except Exception:
+            return False
+    return True
+
+
 def built_again(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
     """One that makes its state at once is made anew, with the same defaults, where its tensors are."""
     kind = type(optimizer)
