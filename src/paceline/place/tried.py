@@ -99,13 +99,14 @@ def refuse_unmoved(optimizer: Optimizer) -> None:
 
 
 def takes_nothing(optimizer: Optimizer) -> bool:
-    """Whether it steps on a tensor without elements, as a rank has of what others hold."""
+    """Whether it steps on a tensor without elements, as a rank has of what others hold, where it does on one alone."""
     for group in alike(optimizer):
-        start = torch.zeros(0, *_shapes(max(p.dim() for p in group["params"]))[0][1:])
-        try:
-            _stepped(optimizer, group, [start], [[start]])
-        except Exception:
-            return False
+        some = torch.zeros(_shapes(max(p.dim() for p in group["params"]))[0])
+        for start in (some, some[:0]):
+            try:
+                _stepped(optimizer, group, [start], [[start]])
+            except Exception:
+                return start is some  # one alone is not what it is made for: nothing is known
     return True
 
 

@@ -103,11 +103,9 @@ def plan(
         UsageError, Problems: a cluster or a setting that can't be read, all of it at once.
     """
     common = common or Common()
-    if not 0 <= seconds < math.inf:
-        what = f"--seconds {seconds:g} is no time to measure in."
-        raise UsageError(what, hint="--seconds 20; 0 times nothing")
     named = [*layouts, *([common.layout] if common.layout else [])]
     _refuse_layouts(named, layouts=layouts)
+    _refuse_seconds(seconds)
     if page is not None:
         refuse_place(Path(page))
     before = None if against is None else read_advice(Path(against))
@@ -170,6 +168,12 @@ def _refuse_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> None:
         except PacelineError as error:
             problems += getattr(error, "problems", [error])
     raise_all(problems)
+
+
+def _refuse_seconds(seconds: float) -> None:
+    if not 0 <= seconds < math.inf:
+        what = f"--seconds {seconds:g} is no time to measure in."
+        raise UsageError(what, hint="--seconds 20; 0 times nothing")
 
 
 def _here(task: Task, seconds: float) -> dict[str, Any]:
