@@ -23,7 +23,7 @@ from benchmarks.memory.measured import Setting
 
 from paceline.errors import PacelineError
 from paceline.plan.here import RESERVE_BYTES
-from paceline.train.deep import replay_deep
+from paceline.train.deep import Chain
 from paceline.train.ready import prepare
 from paceline.train.replay import Replayed, replay
 from paceline.train.shallow import built_once, shallow
@@ -69,7 +69,7 @@ def forecast(setting: Setting) -> list[Replayed]:
     depths = shallow(ready.job)[1]
     if ready.plan.mesh.pp > 1 or len(depths) != 1:
         return replay(ready.job, ready.settings, ready.plan)
-    return replay_deep(built_once(ready.job, seed=0), ready.settings, ready.plan, blocks=depths)
+    return Chain(built_once(ready.job, seed=0), ready.settings).replay(ready.settings, ready.plan, depths)
 
 
 def against(rows: Sequence[Mapping[str, Any]]) -> Held:

@@ -14,7 +14,7 @@ from paceline.spec.settings import Settings
 from paceline.train import deep
 from paceline.train.ready import Ready, prepare
 from paceline.train.replay import replay
-from paceline.train.shallow import built_once, with_blocks
+from paceline.train.shallow import built_once
 from paceline.verbs.running import Common, make_task
 
 WIDE: dict[str, Any] = {"width": 2048, "heads": 16, "length": 64, "vocabulary": 256}
@@ -37,7 +37,8 @@ def the_same(
 ) -> None:
     ready = ready_for(family, layout, ranks=ranks, device=device, **{**WIDE, "depth": sum(blocks), **job})
     settings = cut(ready.settings, blocks)
-    assert 0 < deep.blocks_replayed(settings, ready.plan, blocks) < sum(blocks)
+    chain = deep.Chain(ready.job, settings)
+    assert 0 < chain.replayed(settings, ready.plan, blocks) < sum(blocks)
     way = deep._way(settings, ready.plan, blocks)
     assert way is not None
     found = deep._carried_on(ready.job, settings, ready.plan, blocks, way)
@@ -125,16 +126,16 @@ def chained(kind: str) -> tuple[pl.Job, Settings]:
 
 @pytest.mark.parametrize("kind", ["all alike", "a skip over all"])
 def test_blocks_that_are_alike_tell_of_all(kind: str) -> None:
-    assert deep.tells_of_all(*chained(kind), 12)
+    assert deep.tells_of_all(*chained(kind))
 
 
 @pytest.mark.parametrize("kind", ["some without gradients", "more at each", "another late", "half of the time"])
 def test_blocks_that_differ_by_their_place_do_not_tell_of_all(kind: str) -> None:
-    assert not deep.tells_of_all(*chained(kind), 12)
+    assert not deep.tells_of_all(*chained(kind))
 
 
-def whole(monkeypatch: pytest.MonkeyPatch, ready: Ready, settings: Settings, blocks: tuple[int, ...]) -> bool:
-    """Whether all of the model is replayed at once."""
+def replays(monkeypatch: pytest.MonkeyPatch, ready: Ready, blocks: tuple[int, ...]) -> int:
+    """How many there are of a job whose few blocks do tell of all."""
     monkeypatch.setattr(deep, "tells_of_all", lambda *_: True)
     seen: list[Plan] = []
 
@@ -143,27 +144,62 @@ def whole(monkeypatch: pytest.MonkeyPatch, ready: Ready, settings: Settings, blo
         return replay(job, settings, plan, **more)
 
     monkeypatch.setattr(deep, "replay", counted)
-    deep.replay_deep(ready.job, settings, ready.plan, blocks=blocks)
-    return len(seen) == 1
+    deep.Chain(ready.job, ready.settings).replay(ready.settings, ready.plan, blocks)
+    return len(seen)
 
 
 def test_what_few_blocks_do_not_tell_is_replayed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks share their buffers with others, and a model of two chains grows in two places."""
     small = ready_for("llama", "zero1", ranks=2, device="cuda", width=64, heads=4, length=16, depth=14)
-    assert whole(monkeypatch, small, small.settings, (14,))
+    assert replays(monkeypatch, small, (14,)) == 1
     few = ready_for("llama", "single", ranks=1, device="cuda", **WIDE, depth=6)
-    assert whole(monkeypatch, few, few.settings, (6,))
+    assert replays(monkeypatch, few, (6,)) == 1
     two = ready_for("t5", "single", ranks=1, device="cuda", width=2048, heads=16, length=16, depth=14)
-    assert whole(monkeypatch, two, two.settings, (28,))
+    assert replays(monkeypatch, two, (28,)) == 1
+    deep_one = ready_for("llama", "single", ranks=1, device="cuda", **WIDE, depth=14)
+    assert replays(monkeypatch, deep_one, (14,)) == 2
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["says no", "fails"])
+def test_whether_few_blocks_tell_is_asked_once(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    ready = ready_for("llama", "single", ranks=1, device="cuda", **WIDE, depth=14)
+    asked: list[pl.Job] = []
+
+    def no(job: pl.Job, settings: Settings) -> bool:
+        asked.append(job)
+        if fails:
+            raise ValueError("the job's own")
+        return False
+
+    monkeypatch.setattr(deep, "tells_of_all", no)
+    monkeypatch.setattr(deep, "replay", lambda job, *_: [job.model])
+    chain = deep.Chain(ready.job, ready.settings)
+    assert chain.replayed(ready.settings, ready.plan, (14,)) == 14
+    assert chain.replay(ready.settings, ready.plan, (14,)) == [ready.job.model]
+    assert asked == [ready.job]
+
+
+def test_want_of_memory_is_not_taken_for_a_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = ready_for("llama", "single", ranks=1, device="cuda", **WIDE, depth=14)
+
+    def short(*_: Any) -> bool:
+        raise RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 1048576 bytes")
+
+    monkeypatch.setattr(deep, "tells_of_all", short)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        deep.Chain(ready.job, ready.settings).replay(ready.settings, ready.plan, (14,))
 
 
 def test_weights_that_are_not_trained_do_not_travel_alone() -> None:
     class Frozen(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, trains: bool) -> None:
             super().__init__()
-            self.base = nn.Linear(2048, 2560).requires_grad_(False)
+            self.base = nn.Linear(2048, 2560).requires_grad_(trains)
             self.own = nn.Linear(8, 8)
 
-    job = replace(chained("all alike")[0], model=lambda: nn.Sequential(*(Frozen() for _ in range(14))))
-    assert with_blocks(job, 4) is not None
-    assert with_blocks(job, 4, least=2048 * 2560) is None
+    def largest(trains: bool) -> int:
+        model = nn.Sequential(*(Frozen(trains) for _ in range(14)))
+        return deep.Chain(replace(chained("all alike")[0], model=lambda: model), Settings()).largest
+
+    assert largest(True) == 2048 * 2560
+    assert largest(False) == 64

@@ -281,7 +281,7 @@ def test_want_of_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     def short(*_: Any, **__: Any) -> None:
         raise RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 1048576 bytes")
 
-    monkeypatch.setattr("paceline.train.rehearsed.replay_deep", short)
+    monkeypatch.setattr("paceline.train.rehearsed.Chain.replay", short)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         decided(found, "2xA100-80G")
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import DesyncError, JobError
-from paceline.feed.feed import Feed, make_feed
+from paceline.feed.feed import Feed
 from paceline.feed.stream import checksum
-from paceline.feed.types import Cut, StepInput
+from paceline.feed.types import StepInput
 from paceline.order.cursor import Cursor
 from paceline.place.views import write
 from paceline.prove.dropout import quiet
@@ -25,6 +25,7 @@ from paceline.prove.seen import Seen
 from paceline.prove.watched import first_apart, watch_layout
 from paceline.step.result import StepResult
 from paceline.train.built import Built
+from paceline.train.feeds import cut_for, feed_for
 
 Say = Callable[[str], None]
 
@@ -238,19 +239,11 @@ class Lockstep:
 
 def feed_of(built: Built, cursor: Cursor) -> Feed:
     """The layout's own feed, from this place on."""
-    settings, plan, job = built.settings, built.plan, built.job
-    return make_feed(
-        data=job.train_data,
-        collate=job.collate,
-        order=job.order,
-        seed=settings.seed,
-        cut=Cut(
-            global_batch_size=plan.global_batch_size,
-            micro_batch_size=plan.micro_batch_size,
-            replica=built.worlds.data.rank,
-            replicas=built.worlds.data.world_size,
-            drop_last=settings.data.drop_last,
-        ),
+    settings = built.settings
+    return feed_for(
+        built.job,
+        settings,
+        cut=cut_for(built.plan, settings, built.worlds.data),
         cursor=cursor,
         workers=settings.data.workers,
         sample_seeds=settings.data.sample_seeds,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from paceline.job import Job
 from paceline.measure.held import Held
@@ -16,7 +17,7 @@ from paceline.spec.update import Kind
 from paceline.survive.short import is_shortage
 from paceline.train.replay import Replayed, replay
 from paceline.train.samples import FEW, plan_of
-from paceline.train.shallow import with_blocks
+from paceline.train.shallow import largest_of_each, with_blocks
 
 _KEPT = 4  # blocks of a stage: two at each end see what comes before and after the chain
 _WORTH = 0.7  # of the blocks of a whole replay
@@ -31,54 +32,73 @@ class _Way:
     groups: tuple[tuple[int, ...], ...]
 
 
-def replay_deep(
-    job: Job, settings: Settings, plan: Plan, *, blocks: Sequence[int], known: dict[int, bool] | None = None
-) -> list[Replayed]:
-    """As `replay`, of a model with so many like blocks in each stage; whole where that is not longer.
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """A job as a chain of like blocks, of which few may tell of all; what was asked of it once is remembered.
 
-    `known` remembers of a job whether few blocks tell of so many.
-
-    Raises:
-        PacelineError: what the run itself would refuse.
+    Its model is built on memory without numbers (`built_once`).
     """
-    way = _way(settings, plan, blocks)
-    known = {} if known is None else known
-    if way is not None and not isinstance(job.model, Stored) and known.get(sum(blocks), True):
+
+    job: Job
+    settings: Settings
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest tensor that each of its blocks trains; 0 where not all are in one list, alike."""
+        return 0 if isinstance(self.job.model, Stored) else largest_of_each(self.job, _KEPT)
+
+    @cached_property
+    def tells(self) -> bool:
+        """Whether few of its blocks tell of all of them."""
         try:
-            known.setdefault(sum(blocks), tells_of_all(job, settings, sum(blocks)))
-            found = _carried_on(job, settings, plan, blocks, way) if known[sum(blocks)] else None
+            return tells_of_all(self.job, self.settings)
         except Exception as error:  # the whole replay says what there is to say
             if is_shortage(error):
                 raise
+            return False
+
+    def replay(self, settings: Settings, plan: Plan, blocks: Sequence[int]) -> list[Replayed]:
+        """As `replay`, with so many blocks in each stage; of the whole model where few are not enough, or not less.
+
+        Raises:
+            PacelineError: what the run itself would refuse.
+        """
+        way = self.way(settings, plan, blocks)
+        try:
+            found = None if way is None else _carried_on(self.job, settings, plan, blocks, way)
+        except Exception as error:
+            if is_shortage(error):
+                raise
             found = None
-        if found is not None:
-            return found
-    return replay(job, settings, plan)
+        return replay(self.job, settings, plan) if found is None else found
+
+    def replayed(self, settings: Settings, plan: Plan, blocks: Sequence[int]) -> int:
+        """How many blocks run in `replay`: of all stages, each time."""
+        way = self.way(settings, plan, blocks)
+        return sum(blocks) if way is None else sum(map(sum, _depths(way)))
+
+    def way(self, settings: Settings, plan: Plan, blocks: Sequence[int]) -> _Way | None:
+        """None where the whole is replayed."""
+        way = _way(settings, plan, blocks)
+        return way if way is not None and self.largest > _least(plan) and self.tells else None
 
 
-def tells_of_all(job: Job, settings: Settings, blocks: int) -> bool:
-    """Whether few of the blocks tell of so many, operation by operation: in one process, of one microbatch.
+def tells_of_all(job: Job, settings: Settings) -> bool:
+    """Whether few of the blocks tell of all of them, operation by operation: in one process, of one microbatch.
 
     They do not where blocks differ by their place (another activation, some without gradients), or where what one gives
     to the next grows as they go.
     """
     alone = plan_of(settings, "single", 1, samples=FEW)
+    few, more = with_blocks(job, _KEPT), with_blocks(job, _KEPT + 1)
+    if few is None or more is None:
+        return False
     journals = []
-    for count in (_KEPT, _KEPT + 1, blocks):
-        short = job if count == blocks else with_blocks(job, count)
-        if short is None:
-            return False
+    for each in (few[0], more[0], job):
         journals.append(Journal())
-        replay(short, _cut(settings, ()), alone, journals=journals[-1:], warm=False)
-    few, more, whole = journals
-    found = carried_on(few, more, blocks - _KEPT)
-    return found is not None and found.parts == whole.parts
-
-
-def blocks_replayed(settings: Settings, plan: Plan, blocks: Sequence[int]) -> int:
-    """Of all stages, and all replays."""
-    way = _way(settings, plan, blocks)
-    return sum(blocks) if way is None else sum(map(sum, _depths(way)))
+        replay(each, _cut(settings, ()), alone, journals=journals[-1:], warm=False)
+    found = carried_on(journals[0], journals[1], few[1] - _KEPT)
+    return found is not None and found.parts == journals[2].parts
 
 
 def _way(settings: Settings, plan: Plan, blocks: Sequence[int]) -> _Way | None:
@@ -109,11 +129,11 @@ def _depths(way: _Way) -> list[tuple[int, ...]]:
 def _carried_on(job: Job, settings: Settings, plan: Plan, blocks: Sequence[int], way: _Way) -> list[Replayed] | None:
     runs: list[tuple[list[Journal], list[Replayed]]] = []
     for depths in _depths(way):
-        short = with_blocks(job, sum(depths), least=_least(plan))
+        short = with_blocks(job, sum(depths))
         if short is None:
             return None
         journals = [Journal() for _ in range(way.num_ranks)]
-        runs.append((journals, replay(short, _cut(settings, depths), plan, journals=journals)))
+        runs.append((journals, replay(short[0], _cut(settings, depths), plan, journals=journals)))
     found = []
     for rank, own in enumerate(way.stages_of):
         base, *more = [(journals[rank], seen[rank]) for journals, seen in runs]
@@ -129,7 +149,7 @@ def _carried_on(job: Job, settings: Settings, plan: Plan, blocks: Sequence[int],
 def _least(plan: Plan) -> int:
     """Elements of a tensor that travels alone: where a block has one, what travels together ends in every block."""
     item = 2 if plan.asked.params == "bf16" else 4
-    return LARGE_BYTES // item * plan.mesh.tp * plan.mesh.ep + 1
+    return LARGE_BYTES // item * plan.mesh.tp * plan.mesh.ep
 
 
 def _cut(settings: Settings, depths: tuple[int, ...]) -> Settings:

@@ -8,17 +8,16 @@ import torch
 from torch import nn
 
 from paceline.errors import JobError, LayoutError, user_line
-from paceline.feed.feed import make_feed
 from paceline.feed.types import Cut
 from paceline.job import Job
 from paceline.nested import to_device
-from paceline.order.cursor import Cursor
 from paceline.place.traceless import stateless
 from paceline.place.views import write
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.step.loss import LossContract
 from paceline.streams import preserved
+from paceline.train.feeds import feed_for
 
 FEW = 2  # one alone may go another way
 
@@ -84,22 +83,14 @@ class Example:
         return self.batch if few == self.plan.micro_batch_size else self._first(few)
 
     def _first(self, size: int) -> Any:
-        data = self.job.train_data
-        if hasattr(data, "__next__"):
+        if hasattr(self.job.train_data, "__next__"):
             raise JobError(
                 "train_data is a generator, and this layout looks at a sample before the first step.",
                 cause="a generator is read once, and that sample would be missing from the training",
                 hint="train_data=the function that makes it, without the call",
             )
-        feed = make_feed(
-            data=data,
-            collate=self.job.collate,
-            order=self.job.order,
-            seed=self.settings.seed,
-            cut=Cut(global_batch_size=size, micro_batch_size=size),
-            cursor=Cursor(),
-            sample_seeds=self.settings.data.sample_seeds,
-        )
+        cut = Cut(global_batch_size=size, micro_batch_size=size)
+        feed = feed_for(self.job, self.settings, cut=cut, sample_seeds=self.settings.data.sample_seeds)
         with preserved():
             try:
                 return to_device(next(iter(feed)).micro[0].data, self.device)

@@ -127,7 +127,7 @@ def _answer(advice: Advice | Judged, seen: Mapping[str, Seen], chosen: Chosen) -
 
 def _doubts(rows: Sequence[Row], facts: ModelFacts) -> Iterator[str]:
     """What was not found out of the recommended layout."""
-    best = next((row for row in rows if row.fits and not row.refused), None)
+    best = next((row for row in rows if row.fits), None)
     if best is None:
         return
     if not best.replayed:

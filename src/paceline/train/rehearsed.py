@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from paceline.errors import LayoutError, PacelineError, as_refused
 from paceline.plan.candidate import Candidate
@@ -13,7 +14,7 @@ from paceline.plan.settle import Cluster, Facts, Plan, settle
 from paceline.spec.settings import Settings
 from paceline.spec.update import parse_update
 from paceline.survive.short import is_shortage
-from paceline.train.deep import blocks_replayed, replay_deep
+from paceline.train.deep import Chain
 from paceline.train.ready import Ready
 from paceline.train.replay import Replayed, shortened
 from paceline.train.tried_parts import refuse_parts
@@ -39,7 +40,10 @@ class Rehearsal:
     real: Ready
     known: dict[str, Seen] = field(default_factory=dict)
     parts: dict[tuple[int, int], str] = field(default_factory=dict)
-    tell: dict[int, bool] = field(default_factory=dict)
+
+    @cached_property
+    def chain(self) -> Chain:
+        return Chain(self.ready.job, self.ready.settings)
 
     def replayed(self, estimate: Estimate, forecast: Forecast) -> Seen:
         """As this estimate would be placed on a device of the forecast's machines."""
@@ -56,7 +60,7 @@ class Rehearsal:
         """How many blocks run in its replay, all stages together."""
         plan = shortened(settled_plan(candidate, forecast.facts, forecast.fleet.device.kind))
         blocks = _blocks(candidate, cut, forecast.facts)
-        return plan.num_micro // plan.replicas * max(1, blocks_replayed(self.ready.settings, plan, blocks))
+        return plan.num_micro // plan.replicas * max(1, self.chain.replayed(self.ready.settings, plan, blocks))
 
     def _replayed(self, candidate: Candidate, cut: tuple[int, ...], forecast: Forecast, has_run: bool) -> Seen:
         began, facts = time.monotonic(), forecast.facts
@@ -66,7 +70,7 @@ class Rehearsal:
             plan = settled_plan(candidate, facts, forecast.fleet.device.kind)
             settings = with_stages(self.ready.settings, cut)
             blocks = _blocks(candidate, cut, facts)
-            stages = replay_deep(self.ready.job, settings, plan, blocks=blocks, known=self.tell)
+            stages = self.chain.replay(settings, plan, blocks)
         except PacelineError as error:
             return Seen(layout=candidate.layout, error=error.what)
         except Exception as error:  # of the job's own code, which goes on without this layout

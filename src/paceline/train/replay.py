@@ -10,15 +10,13 @@ from itertools import islice
 
 import torch
 
-from paceline.feed.feed import make_feed
-from paceline.feed.types import Cut, StepInput
+from paceline.feed.types import StepInput
 from paceline.job import Job
 from paceline.measure.held import Held, Made, Watch, elements, held_now
 from paceline.measure.hollow import Hollow
 from paceline.measure.journal import Journal
 from paceline.measure.moments import gloo_copies, moment_bytes
 from paceline.nested import leaves
-from paceline.order.cursor import Cursor
 from paceline.place.meeting import PeerLeft
 from paceline.plan.in_flight import most_held
 from paceline.plan.pipeline import is_file
@@ -31,6 +29,7 @@ from paceline.streams import preserved
 from paceline.survive.short import trim
 from paceline.torch_modes import nobody_there
 from paceline.train.built import Built, build
+from paceline.train.feeds import cut_for, feed_for
 from paceline.train.imagined import Scene
 from paceline.train.loop import kept_batches
 
@@ -101,10 +100,10 @@ def _stage(
         hollow.holds = True
         shares = [member.parameter for member in built.named]
         optimizers = built.update.optimizers
-        given = _batches(job, settings, plan, 2 if plan.rule.has_servers else kept_batches(built))
+        given = _batches(built, plan, 2 if plan.rule.has_servers else kept_batches(built))
         first = _first(plan)
         if warm:
-            built.step.run(given[-2] if first is None else _batches(job, settings, first, 1)[0])
+            built.step.run(given[-2] if first is None else _batches(built, first, 1)[0])
         left_out = _left_out_bytes(given, whole, plan)
         gc.collect()  # what is in cycles goes sooner or later, and is no part of the step
         watch = Watch(
@@ -125,20 +124,9 @@ def _stage(
     return Replayed(between=between, peak=watch.peak)
 
 
-def _batches(job: Job, settings: Settings, plan: Plan, count: int) -> list[StepInput]:
-    feed = make_feed(
-        data=job.train_data,
-        collate=job.collate,
-        order=job.order,
-        seed=settings.seed,
-        cut=Cut(
-            global_batch_size=plan.global_batch_size,
-            micro_batch_size=plan.micro_batch_size,
-            replicas=plan.replicas,
-        ),
-        cursor=Cursor(),
-    )
-    return list(islice(feed, count))
+def _batches(built: Built, plan: Plan, count: int) -> list[StepInput]:
+    cut = cut_for(plan, built.settings, built.worlds.data)
+    return list(islice(feed_for(built.job, built.settings, cut=cut), count))
 
 
 def _in_parts(built: Built, journal: Journal | None) -> AbstractContextManager[None]:

@@ -5,16 +5,15 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.feed.feed import make_feed
 from paceline.feed.types import Cut, StepInput
 from paceline.job import Job
 from paceline.nested import mapped
-from paceline.order.cursor import Cursor
 from paceline.plan.facts import Amount
 from paceline.plan.settle import Cluster, Facts, Plan, settle
 from paceline.spec.layout import parse_layout
 from paceline.spec.settings import Settings
 from paceline.spec.update import parse_update
+from paceline.train.feeds import feed_for
 
 FEW, MORE = 2, 3  # samples: one alone may go another way
 _SMALLEST = 1e-3  # of a number, what of it is rounding
@@ -36,10 +35,7 @@ def lengths_of(length: int | None) -> tuple[int, ...]:
 
 def samples_of(job: Job, settings: Settings, *, samples: int) -> StepInput:
     cut = Cut(global_batch_size=samples, micro_batch_size=samples)
-    feed = make_feed(
-        data=job.train_data, collate=job.collate, order=job.order, seed=settings.seed, cut=cut, cursor=Cursor()
-    )
-    return next(iter(feed))
+    return next(iter(feed_for(job, settings, cut=cut)))
 
 
 def plan_of(settings: Settings, layout: str, ranks: int, *, samples: int) -> Plan:

@@ -10,11 +10,9 @@ from typing import Any
 from paceline.errors import JobError
 from paceline.events import Event, Note, RunEnded, RunStarted, Stream
 from paceline.faults import Faults, parse_faults
-from paceline.feed.feed import make_feed
 from paceline.feed.seeds import seed_sample
 from paceline.feed.source import read_source
 from paceline.feed.stream import checksum
-from paceline.feed.types import Cut
 from paceline.job import Job
 from paceline.measure.environment import environment
 from paceline.order.cursor import Cursor
@@ -37,6 +35,7 @@ from paceline.streams import preserved
 from paceline.survive.signals import stop_flag
 from paceline.train.against import Against
 from paceline.train.built import build
+from paceline.train.feeds import cut_for, feed_for
 from paceline.train.foretold import can_be_foretold, foretold
 from paceline.train.length import Progress, length_of, often
 from paceline.train.loop import Loop
@@ -127,20 +126,11 @@ class Session:
         return [] if aside is None else [Note(text=f"what came after {loaded.path.name} was set aside in {aside}")]
 
     def _make_feed(self, cursor: Cursor) -> Any:
-        plan, settings, job = self.ready.plan, self.ready.settings, self.ready.job
-        return make_feed(
-            data=job.train_data,
-            collate=job.collate,
-            order=job.order,
-            seed=settings.seed,
-            cut=Cut(
-                global_batch_size=plan.global_batch_size,
-                micro_batch_size=plan.micro_batch_size,
-                replica=self.built.worlds.data.rank,
-                replicas=self.built.worlds.data.world_size,
-                drop_last=settings.data.drop_last,
-                reads=not plan.rule.has_servers,
-            ),
+        plan, settings = self.ready.plan, self.ready.settings
+        return feed_for(
+            self.ready.job,
+            settings,
+            cut=cut_for(plan, settings, self.built.worlds.data, reads=not plan.rule.has_servers),
             cursor=cursor,
             workers=settings.data.workers,
             sample_seeds=settings.data.sample_seeds,

@@ -61,21 +61,26 @@ def shallow(job: Job) -> tuple[Job, list[int]]:
     return (_copied(job, model), depths) if depths else (job, [])
 
 
-def with_blocks(job: Job, count: int, *, least: int = 0) -> Job | None:
-    """The job with so many blocks of the one list that it has, all alike.
+def with_blocks(job: Job, count: int) -> tuple[Job, int] | None:
+    """The job with so many blocks of the one list that it has, all alike, and how many there were; None where it has
+    others, or no more than that."""
+    model, depths = _shortened(job, count)
+    found = _copied(job, model)
+    return None if len(depths) != 1 or found is job else (found, depths[0])
 
-    None where it has others, or one of them trains no tensor of `least` elements.
-    """
+
+def largest_of_each(job: Job, count: int) -> int:
+    """Elements of the largest tensor that each block trains; 0 where `with_blocks` has no job of so many."""
+    model, depths = _shortened(job, count)
+    blocks = blocks_of(model).values() if len(depths) == 1 else ()
+    return min((max((p.numel() for p in b.parameters() if p.requires_grad), default=0) for b in blocks), default=0)
+
+
+def _shortened(job: Job, count: int) -> tuple[nn.Module, list[int]]:
     with Hollow() as hollow, preserved():
         hollow.holds = False
         model = job.model()
-        depths = cut(model, count)
-    blocks = blocks_of(model).values()
-    largest = [max((p.numel() for p in block.parameters() if p.requires_grad), default=0) for block in blocks]
-    if len(depths) != 1 or min(largest) < least:
-        return None
-    found = _copied(job, model)
-    return None if found is job else found
+        return model, cut(model, count)
 
 
 def cut(model: nn.Module, most: int) -> list[int]:

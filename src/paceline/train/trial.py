@@ -14,14 +14,13 @@ import torch
 from torch import nn
 
 from paceline.errors import PacelineError
-from paceline.feed.feed import make_feed
-from paceline.feed.types import Cut, StepInput
+from paceline.feed.types import StepInput
 from paceline.job import Job
-from paceline.order.cursor import Cursor
 from paceline.place.start.stored import Stored
 from paceline.plan.estimate import Timed
 from paceline.plan.timed import Try
 from paceline.train.built import Built, build
+from paceline.train.feeds import cut_for, feed_for
 from paceline.train.ready import Ready, settled
 from paceline.train.shallow import cut
 from paceline.world import Place, World
@@ -202,24 +201,9 @@ def _shorter(job: Job, most: int) -> Any:
 
 
 def _batches(built: Built) -> Iterator[StepInput]:
-    plan, settings, job = built.plan, built.settings, built.job
-    data = built.worlds.data
+    cut = cut_for(built.plan, built.settings, built.worlds.data)
     while True:
-        yield from make_feed(
-            data=job.train_data,
-            collate=job.collate,
-            order=job.order,
-            seed=settings.seed,
-            cut=Cut(
-                global_batch_size=plan.global_batch_size,
-                micro_batch_size=plan.micro_batch_size,
-                replica=data.rank,
-                replicas=data.world_size,
-                drop_last=settings.data.drop_last,
-            ),
-            cursor=Cursor(),
-            agree=built.world.gather_json,
-        )
+        yield from feed_for(built.job, built.settings, cut=cut, agree=built.world.gather_json)
 
 
 def _told(looked: Sequence[tuple[str, int, Sequence[float]]], depths: Sequence[int]) -> dict[str, Timed]:

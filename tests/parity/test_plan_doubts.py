@@ -1,0 +1,52 @@
+"""What a plan could not find out of the layout that it recommends, it says."""
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.plan.advice import Row
+from paceline.plan.candidate import Candidate
+from paceline.plan.decoder import Decoder, decoder_facts
+from paceline.plan.estimate import Timed
+from paceline.train.context import is_small
+from paceline.train.plan_run import _doubts
+from tests.pure.test_judged import made
+
+FORECAST = made("8xH100-80G")
+NOT_REPLAYED, NOT_TRIED = "its bytes are reckoned", "may change what it computes"
+
+
+def row(candidate: Candidate, *, replayed: bool = True, timed: bool = False, refused: str = "") -> Row:
+    estimate = FORECAST.estimate(candidate)
+    assert estimate.fits
+    ran = Timed(seconds=1.0, spread=0.1, steps=5, blocks=(2, 4)) if timed else None
+    return Row(family="fsdp", estimate=replace(estimate, timed=ran), replayed=replayed, refused=refused)
+
+
+PLAIN, PARTS = Candidate(dp_shard=8, zero=3, remat="full"), Candidate(dp_shard=4, zero=3, remat="full", cp=2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ((row(PLAIN),), []),
+        ((row(PLAIN, replayed=False),), [NOT_REPLAYED]),
+        ((row(PARTS),), [NOT_TRIED, "--layout cp=2"]),
+        ((row(PARTS, replayed=False),), [NOT_REPLAYED, NOT_TRIED, "--layout cp=2"]),
+        ((row(PARTS, timed=True),), []),
+        ((row(PLAIN), row(PARTS, replayed=False)), []),
+        ((row(PARTS, refused="other outputs"), row(PLAIN, replayed=False)), [NOT_REPLAYED]),
+        ((row(PLAIN, refused="other outputs"),), []),
+    ],
+    ids=["none", "no time", "parts", "both", "timed", "of another", "of the first that can be had", "nothing fits"],
+)
+def test_what_is_not_known_of_the_recommended_layout_is_said(rows: tuple[Row, ...], said: list[str]) -> None:
+    lines = list(_doubts(rows, FORECAST.facts))
+    assert len(lines) == len(said) and all(words in line for words, line in zip(said, lines, strict=True))
+
+
+def test_a_small_model_is_tried_with_its_numbers() -> None:
+    sizes = Decoder(layers=4, width=256, hidden=1024, heads=4, vocabulary=1000)
+    facts = decoder_facts(sizes, name="small", length=8192, global_batch_size=64)
+    assert is_small(facts.parameters) and not is_small(FORECAST.facts.parameters)
+    assert list(_doubts((row(PARTS),), facts)) == []
