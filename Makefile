@@ -6,6 +6,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 STAMP := $(VENV)/.made
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
+unexport PYTHONDONTWRITEBYTECODE  # else every process of every run compiles all of paceline
+
 .PHONY: demo test lint types soak bench clean
 
 $(STAMP): constraints.txt pyproject.toml

@@ -14,6 +14,9 @@ import psutil
 import pytest
 
 from tests.longer import is_longer
+from tests.warm.fixture import mother, warm
+
+__all__ = ["mother", "warm"]
 
 SMALL_JOB = """
 import os, time

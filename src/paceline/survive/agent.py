@@ -2,6 +2,7 @@
 
 import os
 import selectors
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ _KILLING_SECONDS = 2.0
 _PATIENCE_SECONDS = (5.0, 30.0)
 _CLEAN = (0, 75)
 INHERITED = "PACELINE_INHERITED"
+STARTER = "PACELINE_STARTER"
 
 
 @dataclass
@@ -245,5 +247,6 @@ def _tail(path: Path, *, lines: int = 8) -> str:
 
 
 def nursery_command(request: Path) -> list[str]:
-    """How the nursery is started."""
-    return [sys.executable, "-m", "paceline.survive.nursery", str(request), str(os.getpid())]
+    """How the nursery is started; `PACELINE_STARTER` has other words for it, as where one with torch waits already."""
+    words = shlex.split(os.environ.get(STARTER, "")) or [sys.executable, "-m", "paceline.survive.nursery"]
+    return [*words, str(request), str(os.getpid())]

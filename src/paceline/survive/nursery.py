@@ -5,12 +5,14 @@ no user code. It writes `born RANK PID` and `gone RANK STATUS` lines to its stan
 reads, and ends when all its workers have.
 """
 
+import gc
 import io
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from paceline.launch.meet import listen
 from paceline.plugins import resolve
@@ -28,9 +30,8 @@ def main(argv: list[str]) -> int:
         os.set_inheritable(int(handle), False)  # workers keep it, being forked; programs that they start do not
     slate = int(os.environ.pop(SLATE))
     os.set_inheritable(slate, False)
-    live = resolve("paceline.survive.child:live")  # brings torch
-    resolve("paceline.torch_private:guard_hooks")()  # and torch._dynamo, which the first optimizer wants
     request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+    live = prepare(request["entry"])
     folder = Path(request["folder"])
     listener = listen()
     port, fd = listener.getsockname()[1], listener.fileno()
@@ -62,6 +63,18 @@ def main(argv: list[str]) -> int:
         if rank_or_none is not None:
             _say(f"gone {rank_or_none} {os.waitstatus_to_exitcode(status)}")
     return 0
+
+
+def prepare(entry: str = "") -> Callable[..., NoReturn]:
+    """Import what workers would each import: they are born with it. Answers with what makes one live."""
+    gc.disable()  # nothing of it is garbage
+    live: Callable[..., NoReturn] = resolve("paceline.survive.child:live")  # brings torch
+    resolve("paceline.torch_private:guard_hooks")()  # and torch._dynamo, which the first optimizer wants
+    if entry.startswith("paceline."):
+        resolve(entry)
+    gc.freeze()  # a million objects that no worker has to look through
+    gc.enable()
+    return live
 
 
 def _become(rank: int, request: dict[str, Any], folder: Path, *, port: int, fd: int | None) -> None:

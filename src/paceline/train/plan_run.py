@@ -27,6 +27,7 @@ from paceline.train.ready import prepare
 from paceline.train.rehearsed import Rehearsal, Seen
 
 _MOST_SECONDS = 30.0  # of learning and replays; what is recommended is replayed in any case where it is begun by then
+_OF_NAMED = 15.0  # at least, of replays: they were asked for
 
 
 def plan(payload: Mapping[str, Any]) -> int:
@@ -90,7 +91,7 @@ def _judged(chosen: Chosen, layouts: Sequence[str], *, until: float) -> tuple[Ch
     seen = dict[str, Seen]()
     found = judge(forecast, layouts, micro_batch_size=ready.settings.train.micro_batch_size, timed=chosen.options)
     rehearsal = Rehearsal(ready=ready, real=chosen.learnt.real)
-    _replay_others(found.rows, rehearsal, forecast, seen, until=until)
+    _replay_others(found.rows, rehearsal, forecast, seen, until=max(until, time.monotonic() + _OF_NAMED))
     return chosen, found, seen
 
 

@@ -1,0 +1,65 @@
+"""What the tests start runs with, in place of a fresh Python, is one: the same numbers, the same ends."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.survive.agent import STARTER
+from tests.conftest import Shop
+
+
+def test_a_run_from_a_nursery_that_waited_is_the_same(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert os.environ[STARTER]
+    ended = shop.train("warm")
+    assert ended.code == 0, ended.text
+    monkeypatch.delenv(STARTER)
+    assert shop.train("cold").code == 0
+    assert shop.digest("warm") == shop.digest("cold")
+
+
+def test_it_is_forked_where_the_numbers_would_be_the_same_and_else_begun(shop: Shop) -> None:
+    lines = "from pathlib import Path\nimport psutil\n" + shop.path.joinpath("job.py").read_text()
+    tell = "Path('line').write_text('; '.join(' '.join(p.cmdline()) for p in psutil.Process().parents()))"
+    shop.write("job.py", lines.replace("    generator =", f"    {tell}\n    generator ="))
+    words = ("train", "job.py", "--ranks", "1", "--train.steps", "1")
+    assert shop.run(*words).code == 0
+    assert "tests.warm.mother" in (shop.path / "line").read_text()
+    assert shop.run(*words, environ={"MKL_CBWR": "COMPATIBLE"}).code == 0
+    line = (shop.path / "line").read_text()
+    assert "tests.warm.mother" not in line and "paceline.survive.nursery" in line
+
+
+def test_a_failure_is_told_alike(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop.write("other.py", "def make_job():\n    raise SystemExit(9)\n")
+    words = ("train", "other.py", "--ranks", "2", "--run-dir", "run")
+    first = shop.run(*words)
+    monkeypatch.delenv(STARTER)
+    second = shop.run(*words[:-1], "other-run")
+    assert first.code == second.code != 0
+    assert first.err == second.err.replace("other-run", "run")
+
+
+def test_ranks_go_with_the_command_that_is_killed(shop: Shop) -> None:
+    process = shop.start("train", "job.py", "--ranks", "2", "--run-dir", "run", "--train.steps", "100000")
+    pulses = [shop.path / "run" / "logs" / "attempt-1" / f"pulse-{rank}" for rank in range(2)]
+    until = time.monotonic() + 60
+    while not all(pulse.exists() for pulse in pulses) and time.monotonic() < until:
+        time.sleep(0.05)
+    ranks = [p for p in psutil.process_iter() if under(shop.path, p)]
+    assert len(ranks) >= 3
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    _, left = psutil.wait_procs(ranks, timeout=10)
+    assert not left
+
+
+def under(folder: Path, process: psutil.Process) -> bool:
+    """Whether it works in this folder."""
+    try:
+        return Path(process.cwd()) == folder and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

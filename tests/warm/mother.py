@@ -1,0 +1,132 @@
+"""`python -m tests.warm.mother SOCKET PARENT`: torch imported once, a nursery forked for each starter that connects."""
+
+import array
+import fcntl
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from paceline.survive import nursery
+from paceline.survive.signals import die_with
+
+ENTRIES = ("paceline.train.worker:train", "paceline.prove.worker:verify", "paceline.train.plan_run:plan")
+NUMBERS = ("ATEN_", "CUDA", "DNNL_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "ONEDNN_", "PYTHON", "TORCH")
+_MOST_FILES, _HIGH = 64, 512
+
+
+def numbers_of(environ: Any) -> dict[str, str]:
+    """What torch or Python read when they begin: of another one, nothing can be had here."""
+    return {name: value for name, value in environ.items() if name.startswith(NUMBERS)}
+
+
+class Mother:
+    """Of the nurseries that it forked, and the starters that stand in for them."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        before = dict(os.environ)
+        for entry in ENTRIES:
+            nursery.prepare(entry)
+        self._own = numbers_of(before)
+        self._added = {name: value for name, value in os.environ.items() if name not in before}  # by what was imported
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._born)
+
+    def live(self) -> NoReturn:
+        """Until its parent dies."""
+        while True:
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _born(self) -> None:
+        starter, _ = self._listener.accept()
+        told, files = received(starter)
+        if told is None or numbers_of(told["environ"]) != self._own:
+            for number in files:
+                os.close(number)
+            starter.close()
+            return
+        starter.sendall(b"y")
+        pid = os.fork()
+        if pid == 0:
+            self._become(told, files)
+        for number in files:
+            os.close(number)
+        handle = os.pidfd_open(pid)
+
+        def gone() -> None:
+            _, status = os.waitpid(pid, 0)
+            with suppress(OSError):
+                starter.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+            for one in (starter, handle):
+                with suppress(KeyError):
+                    self._selector.unregister(one)
+            starter.close()
+            os.close(handle)
+
+        def left() -> None:
+            self._selector.unregister(starter)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+        self._selector.register(handle, selectors.EVENT_READ, gone)
+        self._selector.register(starter, selectors.EVENT_READ, left)
+
+    def _become(self, told: dict[str, Any], files: list[int]) -> NoReturn:
+        """What the starter would have been."""
+        mother = os.getppid()
+        os.setsid()
+        moved = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _HIGH) for number in files]
+        os.closerange(0, _HIGH)
+        for number, target in zip(moved, told["files"], strict=True):
+            os.dup2(number, target, inheritable=True)
+        os.closerange(_HIGH, _HIGH + 2 * _MOST_FILES)
+        os.environ.clear()
+        os.environ.update({**self._added, **told["environ"]})
+        os.chdir(told["folder"])
+        sys.path[0] = told["folder"]
+        agent = int(told["words"][1])
+        nursery.die_with = lambda parent: die_with(mother if parent == agent else parent)  # type: ignore[attr-defined]
+        status = 1
+        try:
+            status = nursery.main(told["words"])
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(status)
+
+
+def received(starter: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """What a starter said, and its files as they are open here."""
+    starter.settimeout(10)
+    files = array.array("i")
+    length, beside, _, _ = starter.recvmsg(8, socket.CMSG_SPACE(_MOST_FILES * files.itemsize))
+    for level, kind, data in beside:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            files.frombytes(data[: len(data) - len(data) % files.itemsize])
+    said = b""
+    while len(said) < int.from_bytes(length, "little"):
+        more = starter.recv(1 << 20)
+        if not more:
+            return None, list(files)
+        said += more
+    return (json.loads(said) if said else None), list(files)
+
+
+def main(path: str, parent: str) -> None:
+    """Never returns."""
+    die_with(int(parent))
+    with socket.socket(socket.AF_UNIX) as listener:
+        mother = Mother(listener)
+        listener.bind(f"\0{path}")
+        listener.listen(64)
+        mother.live()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
