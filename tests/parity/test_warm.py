@@ -35,7 +35,7 @@ def test_it_is_forked_where_the_numbers_would_be_the_same_and_else_begun(shop: S
 
 def test_a_failure_is_told_alike(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     shop.write("other.py", "def make_job():\n    raise SystemExit(9)\n")
-    words = ("train", "other.py", "--ranks", "2", "--run-dir", "run")
+    words = ("train", "other.py", "--ranks", "1", "--run-dir", "run")
     first = shop.run(*words)
     monkeypatch.delenv(STARTER)
     second = shop.run(*words[:-1], "other-run")

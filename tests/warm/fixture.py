@@ -34,7 +34,8 @@ def mother() -> Iterator[str]:
     name = f"paceline-warm-{os.getpid()}"
     environ = {**os.environ, **dict.fromkeys(_MATH_THREADS, "1"), "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-W", "ignore", "-m", "tests.warm.mother", name, str(os.getpid())]
-    process = subprocess.Popen(command, env=environ, cwd=_ROOT, stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=environ, cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"here\n"
     yield shlex.join([sys.executable, "-S", "-E", str(Path(__file__).with_name("starter.py")), name])
     process.kill()
-    process.wait()
+    process.communicate()

@@ -15,7 +15,7 @@ from paceline.survive import nursery
 from paceline.survive.signals import die_with
 
 ENTRIES = ("paceline.train.worker:train", "paceline.prove.worker:verify", "paceline.train.plan_run:plan")
-NUMBERS = ("ATEN_", "CUDA", "DNNL_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "ONEDNN_", "PYTHON", "TORCH")
+NUMBERS = ("ATEN_", "CUDA", "DNNL_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "ONEDNN_", "PYTHON", "TORCH_")
 _MOST_FILES, _HIGH = 64, 512
 
 
@@ -125,6 +125,7 @@ def main(path: str, parent: str) -> None:
         mother = Mother(listener)
         listener.bind(f"\0{path}")
         listener.listen(64)
+        print("here", flush=True)
         mother.live()
 
 

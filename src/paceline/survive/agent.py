@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import ExitCode
 from paceline.pulse import read_pulse
@@ -99,7 +100,7 @@ class Agent:
             self._kill_all(process)
             os.close(read)
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, self._after(number, handler))
         try:
             return self._verdict(process.returncode)
         finally:
@@ -172,6 +173,11 @@ class Agent:
             self._send(signal.SIGTERM)
         else:
             self._kill()
+
+    def _after(self, number: int, before: Any) -> Any:
+        """What was there before; one that comes twice may still be on its way, and ends nobody who was to be saved."""
+        is_late = self._stops and number in GENTLE and before == signal.SIG_DFL
+        return signal.SIG_IGN if is_late else before
 
     def _after_signal(self) -> None:
         """Say what a signal led to; here and not in its handler, which may come in the middle of another word."""
