@@ -6,10 +6,13 @@ that it holds, which are put together here and compared with one process's.
 
 import importlib
 import math
+import os
+import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -407,17 +410,33 @@ def run(cases: Sequence[Any], *, ranks: int, folder: Path, work: Callable[..., A
     me = importlib.import_module("tests.parity.shard_bed")  # a rank finds the same functions by this name
     torch.save((work or me.train, list(cases)), folder / "asked.pt")
     command = [sys.executable, "-W", "error", "-m", "tests.parity.shard_bed", str(folder), str(ranks)]
-    processes = [subprocess.Popen([*command, str(rank)], cwd=Path(__file__).parents[2]) for rank in range(ranks)]
-    try:
-        codes = [process.wait(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0] * ranks
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], env=environ, start_new_session=True) as process:
+        try:
+            code = process.wait(timeout=200)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert code == 0
     answers = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(ranks)]
     return [list(case) for case in zip(*answers, strict=True)]
 
 
+def _ranks(folder: Path, size: int) -> int:
+    """All of them, forked from one process that has torch; how the first that failed ended."""
+    pids = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _rank(rank, size, folder)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        pids.append(pid)
+    return next((code for code in [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] if code), 0)
+
+
 if __name__ == "__main__":
-    _rank(int(sys.argv[3]), int(sys.argv[2]), Path(sys.argv[1]))
+    sys.exit(_ranks(Path(sys.argv[1]), int(sys.argv[2])))
