@@ -50,22 +50,22 @@ def test_layouts_that_are_named_are_replayed_told_apart_and_kept(tmp_path: Path)
     (tmp_path / "before" / "plan.json").write_text(json.dumps(told))
     job = f"{ROOT / 'tests' / 'zoo.py'}:llama"
     done = paceline(
-        "plan", job, "--cluster", "4xH100-80G", "--layouts", "ddp", "pp=2,dp=2", "tp=3", "--json",
+        "plan", job, "--cluster", "2xH100-80G", "--layouts", "ddp", "pp=2", "tp=3", "--json",
         "--run-dir", "run", "--page", "plan.html", "--against", "before", folder=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert [plan["layout"] for plan in found["plans"]] == ["ddp", "pp=2,dp_replicate=2", "tp=3"]
+    assert [plan["layout"] for plan in found["plans"]] == ["ddp", "pp", "tp=3"]
     assert all(plan["replayed"] and plan["fits"] for plan in found["plans"][:2])
     assert sum(found["plans"][0]["parts"].values()) == found["plans"][0]["peak_bytes"]
     assert "needs 3 ranks" in found["plans"][2]["why"]
     assert found["differences"][0][1].startswith("changed: pp 1 -> 2")
-    assert found["against"][0] == "cluster: 8 × H100-80G -> 4 × H100-80G"
+    assert found["against"][0] == "cluster: 8 × H100-80G -> 2 × H100-80G"
     assert "1f1b · 2 ranks" in (tmp_path / "plan.html").read_text()
     kept = read_advice(tmp_path / "run")
     assert kept == {name: found[name] for name in kept} and {"case", "recommended", "plans", "facts"} <= set(kept)
-    step = simulate(tmp_path / "run", layout="pp=2,dp=2").value
-    assert step is not None and step["layout"] == "pp=2,dp_replicate=2"
+    step = simulate(tmp_path / "run", layout="pp=2").value
+    assert step is not None and step["layout"] == "pp"
     assert step["seconds"]["bubble"] > 0 and step["tokens_per_second"] > 0
 
 
