@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from paceline.start import CHOSEN_KERNELS, EXACT_KERNELS
 from paceline.survive.agent import STARTER
 from tests.conftest import Shop
 
@@ -28,7 +29,9 @@ def test_it_is_forked_where_the_numbers_would_be_the_same_and_else_begun(shop: S
     words = ("train", "job.py", "--ranks", "1", "--train.steps", "1")
     assert shop.run(*words).code == 0
     assert "tests.warm.mother" in (shop.path / "line").read_text()
-    assert shop.run(*words, environ={"MKL_CBWR": "COMPATIBLE"}).code == 0
+    assert shop.run(*words, "--train.exact", "true").code == 0
+    assert f"{CHOSEN_KERNELS} " in (shop.path / "line").read_text()
+    assert shop.run(*words, environ={EXACT_KERNELS: "COMPATIBLE"}).code == 0
     line = (shop.path / "line").read_text()
     assert "tests.warm.mother" not in line and "paceline.survive.nursery" in line
 

@@ -5,10 +5,12 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from paceline.start import CHOSEN_KERNELS, EXACT_KERNELS
 from paceline.survive.agent import STARTER
 
 _ROOT = Path(__file__).parents[2]
@@ -25,6 +27,7 @@ def warm(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(STARTER, request.getfixturevalue("mother"))
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
         yield
 
 
@@ -33,9 +36,12 @@ def mother() -> Iterator[str]:
     """The words that start a nursery."""
     name = f"paceline-warm-{os.getpid()}"
     environ = {**os.environ, **dict.fromkeys(_MATH_THREADS, "1"), "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.warm.mother", name, str(os.getpid())]
-    process = subprocess.Popen(command, env=environ, cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.readline() == b"here\n"
-    yield shlex.join([sys.executable, "-S", "-E", str(Path(__file__).with_name("starter.py")), name])
-    process.kill()
-    process.communicate()
+    with ExitStack() as stack:
+        for kernels in ("", CHOSEN_KERNELS):
+            words = [sys.executable, "-W", "ignore", "-m", "tests.warm.mother", name + kernels, str(os.getpid())]
+            own = {**environ, **({EXACT_KERNELS: kernels} if kernels else {})}
+            pipe = subprocess.PIPE
+            process = stack.enter_context(subprocess.Popen(words, env=own, cwd=_ROOT, stdin=pipe, stdout=pipe))
+            stack.callback(process.kill)
+            assert process.stdout is not None and process.stdout.readline() == b"here\n"
+        yield shlex.join([sys.executable, "-S", "-E", str(Path(__file__).with_name("starter.py")), name])

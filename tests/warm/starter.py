@@ -1,7 +1,7 @@
 """Stands in for a nursery: `python -S -E starter.py SOCKET REQUEST.json PARENT`.
 
 It hands what it was started with (words, environment, folder, files) to the process that waits at the abstract
-`SOCKET`, lives as long as the nursery that is forked there, and ends as that ends. Where nobody waits, or what waits was
+`SOCKET` with its kernels, lives as long as the nursery that is forked there, and ends as that ends. Where nobody waits, or what waits was
 started in an environment that numbers depend on, it becomes a nursery itself.
 """
 
@@ -15,6 +15,7 @@ import sys
 
 PARENT_DIES = 1  # prctl's PR_SET_PDEATHSIG
 MOST_FILES = 64
+KERNELS = "MKL_CBWR"  # chosen before torch is there: one waits with each choice
 
 
 def main(path: str, *words: str) -> None:
@@ -25,7 +26,7 @@ def main(path: str, *words: str) -> None:
     files = [number for number in range(MOST_FILES) if is_open(number)]
     told = {"words": words, "environ": dict(os.environ), "folder": os.path.realpath("."), "files": files}
     with socket.socket(socket.AF_UNIX) as mother:
-        if not is_taken(mother, path, json.dumps(told).encode(), files):
+        if not is_taken(mother, path + os.environ.get(KERNELS, ""), json.dumps(told).encode(), files):
             os.execv(sys.executable, [sys.executable, "-m", "paceline.survive.nursery", *words])
         for number in files:
             os.close(number)  # who reads them waits for the last one's end
