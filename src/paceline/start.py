@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.errors import ExitCode, UsageError
 from paceline.spec.words import many
-from paceline.store.checkpoints import LATEST, marked, step_of
+from paceline.store.checkpoints import LATEST, marked, step_of, was_saved
 from paceline.store.disk import write_json, writing
 from paceline.store.hold import Hold, hold
 from paceline.store.runs import RunFolder
@@ -174,7 +174,8 @@ def last_words(outcome: Outcome, *, go_on: str, more: Sequence[str] = ()) -> str
     if outcome.exit_code == ExitCode.STOPPED:
         return f"Stopped and saved. Go on: {go_on}"
     if outcome.exit_code:
-        return "Stopped at once." + (f" Go on from the last save: {go_on}" if go_on else "")
+        saved = was_saved(RunFolder(outcome.attempt_folder.parents[1]).checkpoints)
+        return "Stopped at once." + (f" Go on{' from the last save' if saved else ''}: {go_on}" if go_on else "")
     return ""
 
 

@@ -59,7 +59,7 @@ def test_it_says_what_it_chose_and_is_held_against_it(auto: Shop) -> None:
     assert '"forecast/time_ratio": ' in metrics and "forecast/memory_ratio" not in metrics
     assert "Forecast and measured" in page(RunFolder(auto.path / "run"))
     again = train(auto, *small, steps=4)
-    assert again.code == 0 and f"auto: --layout {chosen['layout']}, as this run had it" in again.out
+    assert again.code == 0 and f"{lines[0].partition(', on ')[0]}, as this run had it" in again.out
     assert "planned in" not in again.out and len(events(auto, "Foretold")) == 2
 
 

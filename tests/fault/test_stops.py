@@ -104,7 +104,8 @@ def test_one_ctrl_c_says_who_holds_it_up_and_a_second_ends_it(shop: Shop) -> Non
     told = [process.stderr.readline() for _ in range(3)]
     assert "rank 1: nothing from it since step" in told[1] and f"kill -CONT {held} " in told[2], told
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=5)
+    _, err = process.communicate(timeout=5)
+    assert "Stopped at once. Go on: paceline train " in err, "nothing was saved"
     assert process.returncode == 130 and wait_until_gone(mark) == []
 
 

@@ -160,6 +160,14 @@ def test_what_few_blocks_do_not_tell_is_replayed_whole(monkeypatch: pytest.Monke
     assert replays(monkeypatch, deep_one, (14,)) == 2
 
 
+def test_every_nth_block_again_is_replayed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four or five blocks none or one is of such a kind, of all of them a part."""
+    for remat, times in (("every:5", 1), ("full", 2)):
+        ready = ready_for("llama", f"ddp,remat={remat}", ranks=2, device="cuda", **WIDE, depth=14)
+        monkeypatch.undo()
+        assert replays(monkeypatch, ready, (14,)) == times
+
+
 @pytest.mark.parametrize("fails", [False, True], ids=["says no", "fails"])
 def test_whether_few_blocks_tell_is_asked_once(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     ready = ready_for("llama", "single", ranks=1, device="cuda", **WIDE, depth=14)

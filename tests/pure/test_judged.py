@@ -71,6 +71,15 @@ def test_named_layouts_are_judged_in_their_order_with_what_keeps_the_others_out(
     assert "GiB too much: " in text and "quickest that fits: --layout fsdp,remat=full" in text
 
 
+def test_what_a_plan_does_not_tell_apart_is_not_judged_as_another() -> None:
+    found = judge(made(), ["fsdp,remat=every:2", "fsdp,remat=full"])
+    assert [row["layout"] for row in found.as_json()["plans"]] == ["fsdp,remat=full", "fsdp,remat=every:2"]
+    assert "every:2 lies between none and full" in found.missing["fsdp,remat=every:2"]
+    with pytest.raises(LayoutError, match="remat=none, selective and full") as caught:
+        judge(made(), ["fsdp,remat=every:2"])
+    assert caught.value.hint == "--layouts fsdp,remat=none fsdp,remat=full"
+
+
 def test_what_was_timed_is_told_and_the_others_are_as_wrong() -> None:
     drawn, names = made(), ["fsdp,remat=full", "single"]
     own, other = (row.estimate for row in judge(drawn, names).rows)

@@ -104,6 +104,11 @@ def _candidates(forecast: Forecast, layout: Layout, micro_batch_size: int | None
     ranks = 1 if layout.kind is Kind.SINGLE else forecast.fleet.ranks
     if layout.kind is Kind.THREADS:
         raise LayoutError("threads are replicas in one process, which no plan is of.", hint="--layout ddp")
+    if layout.remat.startswith("every"):
+        raise LayoutError(
+            f"a plan forecasts remat=none, selective and full; {layout.remat} lies between none and full.",
+            hint=f"--layouts {str(layout).replace(layout.remat, 'none')} {str(layout).replace(layout.remat, 'full')}",
+        )
     mesh = mesh_of(layout, ranks=ranks, problems=problems)
     raise_all([*problems, *refuse_products(layout, mesh)])
     if mesh.replicas > facts.global_batch_size:
@@ -123,7 +128,7 @@ def _candidates(forecast: Forecast, layout: Layout, micro_batch_size: int | None
     had = [size for size in sizes if f"{MICRO}={size}" not in facts.refused]
     if not had:
         raise LayoutError(
-            f"{layout} in microbatches of {sizes[0]} can't be had: {facts.refused[f'{MICRO}={sizes[0]}']}."
+            f"{layout} in microbatches of {sizes[0]} can't be had: {facts.refused[f'{MICRO}={sizes[0]}'].rstrip('.')}."
         )
     found = [candidate_of(layout, mesh, micro_batch_size=size, precision=facts.precision) for size in had]
     _refuse(found[0], facts)
@@ -133,7 +138,9 @@ def _candidates(forecast: Forecast, layout: Layout, micro_batch_size: int | None
 def _refuse(candidate: Candidate, facts: ModelFacts) -> None:
     for word in words_of(candidate):
         if word in facts.refused:
-            raise LayoutError(f"{candidate.layout} can't be had: {facts.refused[word]}.", hint="another layout")
+            raise LayoutError(
+                f"{candidate.layout} can't be had: {facts.refused[word].rstrip('.')}.", hint="another layout"
+            )
     known = {"tp": facts.tp_sizes, "cp": facts.cp_sizes, "ep": facts.ep_sizes}
     for axis, sizes in known.items():
         size = getattr(candidate, axis)

@@ -131,6 +131,11 @@ def given(values: Mapping[str, str]) -> dict[str, Any]:
     return {name: _plain(name, value) for name, value in values.items()}
 
 
+def as_typed(value: Any) -> str:
+    """What `given` reads as this value."""
+    return ",".join(str(item) for item in value) if isinstance(value, list | tuple) else str(value)
+
+
 def _plain(name: str, value: Any) -> Any:
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
     return _items(value) if isinstance(value, str) and _is_list(name) else value

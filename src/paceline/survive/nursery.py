@@ -10,7 +10,8 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,13 +69,27 @@ def main(argv: list[str]) -> int:
 def prepare(entry: str = "") -> Callable[..., NoReturn]:
     """Import what workers would each import: they are born with it. Answers with what makes one live."""
     gc.disable()  # nothing of it is garbage
-    live: Callable[..., NoReturn] = resolve("paceline.survive.child:live")  # brings torch
-    resolve("paceline.torch_private:guard_hooks")()  # and torch._dynamo, which the first optimizer wants
-    if entry.startswith("paceline."):
-        resolve(entry)
+    with _aside():
+        live: Callable[..., NoReturn] = resolve("paceline.survive.child:live")  # brings torch
+        resolve("paceline.torch_private:guard_hooks")()  # and torch._dynamo, which the first optimizer wants
+        if entry.startswith("paceline."):
+            with suppress(Exception, SystemExit):  # a file of the user's has the name of a module: the rank says it
+                resolve(entry)
     gc.freeze()  # a million objects that no worker has to look through
     gc.enable()
     return live
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """What is printed meanwhile is no word for the agent: a module may be a file of the user's with its name."""
+    telling = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(telling, 1)
+        os.close(telling)
 
 
 def _become(rank: int, request: dict[str, Any], folder: Path, *, port: int, fd: int | None) -> None:

@@ -18,7 +18,7 @@ from paceline.plan.machine import usable_cores
 from paceline.plan.rung import Rung
 from paceline.spec.auto import AUTO, is_auto
 from paceline.spec.compress import parse_compress
-from paceline.spec.read import given
+from paceline.spec.read import as_typed, given
 from paceline.spec.task import Task
 from paceline.spec.update import Kind, parse_update
 from paceline.spec.words import duration, size
@@ -176,9 +176,17 @@ def as_before(task: Task, *, quiet: bool = False) -> Task | None:
         return None
     if before.ranks != task.ranks or is_auto(before.layout):
         return None
-    _say([f"auto: --layout {before.layout}, as this run had it"], quiet=quiet)
     options: dict[str, Any] = {name: before.options[name] for name in ("forecast", "rungs") if name in before.options}
-    return replace(task, layout=before.layout, options={**task.options, **options})
+    own = {n: v for n, v in before.settings.items() if before.origins.get(n) == ORIGIN and n not in task.settings}
+    words = [f"--{name} {as_typed(value)}" for name, value in own.items()]
+    _say([f"auto: {' '.join([f'--layout {before.layout}', *words])}, as this run had it"], quiet=quiet)
+    return replace(
+        task,
+        layout=before.layout,
+        settings={**task.settings, **own},
+        origins={**task.origins, **dict.fromkeys(own, ORIGIN)},
+        options={**task.options, **options},
+    )
 
 
 def _begun(task: Task) -> Path | None:

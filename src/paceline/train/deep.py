@@ -105,6 +105,8 @@ def _way(settings: Settings, plan: Plan, blocks: Sequence[int]) -> _Way | None:
     ranks, how = plan.mesh.pp, settings.place
     if plan.rule.kind is not Kind.SYNC or how.blocks or how.cut == "export" or is_file(plan.asked.schedule):
         return None
+    if plan.asked.remat.startswith("every"):  # of so few blocks, none or all
+        return None
     owners: tuple[int, ...] = (0,)
     if ranks > 1:
         rule = schedule_named(plan.asked.schedule)

@@ -2,9 +2,9 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 from paceline.launch.environments import Joined
+from paceline.spec.read import as_typed
 from paceline.spec.task import Task
 from paceline.store.checkpoints import was_saved
 from paceline.store.runs import RunFolder
@@ -31,7 +31,7 @@ def command_again(task: Task, joined: Joined | None = None) -> str:
         words += ["--config", file]
     for name, value in task.settings.items():
         if task.origins.get(name) in ("command line", "auto") and name != "run_dir":
-            words += [f"--{name}", _shown(value)]
+            words += [f"--{name}", as_typed(value)]
     return shlex.join(words)
 
 
@@ -39,7 +39,3 @@ def command_with(task: Task) -> str:
     """The same of a task whose microbatches are others than those that it saved with, which it has to be told."""
     cut = " --allow micro_batch_size" if was_saved(RunFolder(Path(task.run)).checkpoints) else ""
     return command_again(task) + cut
-
-
-def _shown(value: Any) -> str:
-    return ",".join(str(item) for item in value) if isinstance(value, list | tuple) else str(value)

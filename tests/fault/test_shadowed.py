@@ -1,0 +1,42 @@
+"""A file of the user's that has the name of a module which is imported before there are ranks."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Ended, Shop
+
+WORKS = "print('helpers are here')\ndef escape(text, quote=True):\n    return text\n"
+
+
+@pytest.fixture(autouse=True)
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is imported before is on trial."""
+    monkeypatch.delenv("PACELINE_STARTER", raising=False)
+
+
+def train(shop: Shop) -> Ended:
+    """By the command as it is installed: `python -m` would find the file itself."""
+    own = str(Path(sys.executable).with_name("paceline"))
+    return shop.call([own, "train", "job.py", "--ranks", "2", "--run-dir", "run", "--train.steps", "2"])
+
+
+def test_what_such_a_file_prints_is_no_word_of_ours(shop: Shop) -> None:
+    shop.write("html.py", WORKS)
+    ended = train(shop)
+    assert ended.code == 0, ended.text
+    assert "helpers are here" in (shop.path / "run" / "logs" / "attempt-1" / "nursery.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def page(text):\n    return text\n", "ImportError: cannot import name 'escape' from 'html'"),
+        ("raise SystemExit('usage: html.py FILE')\n", "the job called sys.exit"),
+    ],
+)
+def test_a_rank_says_what_such_a_file_lacks(shop: Shop, text: str, said: str) -> None:
+    shop.write("html.py", text)
+    ended = train(shop)
+    assert ended.code == 1 and "First error: rank " in ended.err and said in ended.err, ended.text
