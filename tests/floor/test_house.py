@@ -113,6 +113,12 @@ def test_rooms_that_need_no_device_import_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_command_begins_without_torch_and_numpy() -> None:
+    code = "import sys, paceline.verbs.table; assert not {'torch', 'numpy'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_help_is_quick_and_needs_neither_torch_nor_numpy() -> None:
     code = (
         "import sys, time; start = time.perf_counter()\n"

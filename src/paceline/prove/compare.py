@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.prove.doubt import SHAPE, Doubt, factor_between
+from paceline.prove.finding import FLOOR
 from paceline.prove.prints import Print, Record
 from paceline.spec.words import many
 
-ROUNDING = 1e-4
 _NAMED = 3
 
 
@@ -29,7 +29,7 @@ class Comparison:
 
 
 def compare_recordings(
-    a: Sequence[Record], b: Sequence[Record], *, floor: float = ROUNDING, same_ranks: bool = True
+    a: Sequence[Record], b: Sequence[Record], *, floor: float = FLOOR, same_ranks: bool = True
 ) -> Comparison:
     """Compare step by step: gradients before the update, then weights after it; step 0 is the start.
 
@@ -57,7 +57,7 @@ def compare_recordings(
     return Comparison(verdict=verdict, steps=steps, text=text, unjudged=unjudged, recorded=recorded)
 
 
-def ranks_part(ranks: Sequence[Sequence[Record]], *, floor: float = ROUNDING) -> dict[str, Any] | None:
+def ranks_part(ranks: Sequence[Sequence[Record]], *, floor: float = FLOOR) -> dict[str, Any] | None:
     """Where replicas of one run part: the first step, rank and parameter whose weights are not those of rank 0."""
     for rank, records in enumerate(ranks[1:], start=1):
         others = {(record.step, record.optimizer): record for record in records}

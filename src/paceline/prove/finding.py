@@ -5,6 +5,7 @@ from typing import Any
 
 BITWISE, ROUNDING, DIFFERENT = "bitwise", "rounding", "different"
 VERDICTS = (BITWISE, ROUNDING, DIFFERENT)
+FLOOR = 1e-4  # relative, of what two runs recorded
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, overload
 
 from paceline.errors import ExitCode, UsageError, raise_all
-from paceline.prove.compare import ROUNDING, Comparison, compare_recordings, ranks_part
+from paceline.prove.compare import Comparison, compare_recordings, ranks_part
+from paceline.prove.finding import FLOOR
 from paceline.prove.prints import has_recording, num_ranks, read_recording
 from paceline.store.runs import RunFolder
 from paceline.verbs.layouts import Layouts, compare_layouts, page_line
@@ -75,7 +76,7 @@ def compare(
     if recorded and not all(_is_run(path) for path in paths):
         return _answer([], [], recorded, page=None)
     sides = read_sides(paths)
-    parted = partings(sides, floor=ROUNDING)
+    parted = partings(sides, floor=FLOOR)
     over = page is not None and Path(page).exists()
     written = write_page(sides, parted, to=Path(page)) if page is not None else None
     return _answer(sides, parted, recorded, page=written, over=over)

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.errors import ExitCode, LayoutError, PacelineError, UsageError, raise_all
 from paceline.plan.mesh import mesh_of
-from paceline.prove.compare import ROUNDING
+from paceline.prove.finding import FLOOR, judged
 from paceline.spec.jobref import parse_jobref
 from paceline.spec.layout import Kind, parse_layout
 from paceline.spec.task import Task
@@ -215,7 +215,7 @@ def _judged(found: list[Measured]) -> list[Measured]:
 
 def _verdict(each: Measured, first: dict[float, float]) -> str:
     apart = max((abs(loss - first[step]) / max(abs(first[step]), 1e-30) for step, loss in each.losses if step in first))
-    return "bitwise" if apart == 0 else "rounding" if apart <= ROUNDING else "different"
+    return judged(apart, FLOOR)
 
 
 def _code(each: Measured) -> int:

@@ -15,7 +15,6 @@ from paceline.verbs import new as new_verb
 from paceline.verbs import plan as plan_verb
 from paceline.verbs import simulate as simulate_verb
 from paceline.verbs import train as train_verb
-from paceline.verbs.compare import compare
 from paceline.verbs.evaluate import evaluate
 from paceline.verbs.layouts import compare_layouts, refuse_mixed
 from paceline.verbs.report import report
@@ -253,6 +252,8 @@ def _compare(options: CompareOptions, settings: list[str]) -> Printed:
     if options.layouts:
         return _compare_layouts(options, settings)
     refuse_mixed(options.runs, settings)
+    from paceline.verbs.compare import compare  # brings numpy, which no other verb waits for
+
     found = compare(*options.runs, page=options.page)
     return found.exit_code, asdict(found), found.text
 
