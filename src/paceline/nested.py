@@ -7,20 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_PLAIN = frozenset({bool, bytes, float, int, str, type(None), torch.device, torch.dtype, torch.layout})
+
 
 def leaves(value: Any) -> Iterator[Tensor]:
     """Every tensor in it, in a fixed order."""
+    found: list[Tensor] = []
+    _gather(value, found)
+    return iter(found)
+
+
+def _gather(value: Any, found: list[Tensor]) -> None:
+    if type(value) in _PLAIN:  # most of what an operation is given
+        return
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from leaves(part)
+        found.append(value)
     elif isinstance(value, tuple | list):
         for part in value:
-            yield from leaves(part)
+            _gather(part, found)
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            _gather(part, found)
     elif is_dataclass(value) and not isinstance(value, type):
         for item in fields(value):
-            yield from leaves(getattr(value, item.name))
+            _gather(getattr(value, item.name), found)
 
 
 def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:

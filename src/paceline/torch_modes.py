@@ -25,6 +25,7 @@ __all__ = [
     "TorchDispatchMode",
     "WatchedOps",
     "group_size",
+    "name_of",
     "nobody_there",
     "on_cpu",
     "storage_resizes",
@@ -119,6 +120,13 @@ class WatchedOps(TorchDispatchMode):
 
 def _generators() -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+@cache
+def name_of(operation: Any) -> str:
+    """As its schema has it: "aten::add"."""
+    found: str = operation._schema.name
+    return found
 
 
 def written(operation: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:

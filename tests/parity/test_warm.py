@@ -60,6 +60,30 @@ def test_ranks_go_with_the_command_that_is_killed(shop: Shop) -> None:
     assert not left
 
 
+def test_what_waits_goes_on_where_a_command_and_its_ranks_die_at_once(shop: Shop) -> None:
+    process = shop.start("train", "job.py", "--ranks", "1", "--run-dir", "run", "--train.steps", "100000")
+    until = time.monotonic() + 60
+    while not (shop.path / "run" / "logs" / "attempt-1" / "pulse-0").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    nursery, mother = next(
+        (p, parent) for p in psutil.process_iter() if under(shop.path, p) and (parent := p.parent()) in mothers()
+    )
+    mother.suspend()
+    nursery.kill()
+    time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    time.sleep(0.2)  # of both it hears in one look, of the nursery first
+    mother.resume()
+    assert shop.train("again").code == 0
+    assert mother.is_running() and mother.status() != psutil.STATUS_ZOMBIE
+
+
+def mothers() -> list[psutil.Process]:
+    """Those of this worker."""
+    return [p for p in psutil.Process().children() if "tests.warm.mother" in p.cmdline()]
+
+
 def under(folder: Path, process: psutil.Process) -> bool:
     """Whether it works in this folder."""
     try:

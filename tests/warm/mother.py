@@ -41,22 +41,28 @@ class Mother:
         """Until its parent dies."""
         while True:
             for key, _ in self._selector.select():
-                key.data()
+                if self._selector.get_map().get(key.fd) is key:  # else one before it has ended what this is of
+                    key.data()
 
     def _born(self) -> None:
         starter, _ = self._listener.accept()
-        told, files = received(starter)
-        if told is None or numbers_of(told["environ"]) != self._own:
-            for number in files:
-                os.close(number)
+        files: list[int] = []
+        is_taken = False
+        with suppress(OSError):  # killed while it spoke
+            told = received(starter, files)
+            if told is not None and numbers_of(told["environ"]) == self._own:
+                starter.sendall(b"y")
+                self._fork(starter, told, files)
+                is_taken = True
+        for number in files:
+            os.close(number)
+        if not is_taken:
             starter.close()
-            return
-        starter.sendall(b"y")
+
+    def _fork(self, starter: socket.socket, told: dict[str, Any], files: list[int]) -> None:
         pid = os.fork()
         if pid == 0:
             self._become(told, files)
-        for number in files:
-            os.close(number)
         handle = os.pidfd_open(pid)
 
         def gone() -> None:
@@ -101,21 +107,23 @@ class Mother:
             os._exit(status)
 
 
-def received(starter: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """What a starter said, and its files as they are open here."""
+def received(starter: socket.socket, files: list[int]) -> dict[str, Any] | None:
+    """What a starter said, all of it; `files` get its files as they are open here."""
     starter.settimeout(10)
-    files = array.array("i")
-    length, beside, _, _ = starter.recvmsg(8, socket.CMSG_SPACE(_MOST_FILES * files.itemsize))
+    found = array.array("i")
+    length, beside, _, _ = starter.recvmsg(8, socket.CMSG_SPACE(_MOST_FILES * found.itemsize))
     for level, kind, data in beside:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            files.frombytes(data[: len(data) - len(data) % files.itemsize])
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    files += found
     said = b""
     while len(said) < int.from_bytes(length, "little"):
         more = starter.recv(1 << 20)
         if not more:
-            return None, list(files)
+            return None
         said += more
-    return (json.loads(said) if said else None), list(files)
+    told: dict[str, Any] | None = json.loads(said) if said else None
+    return told
 
 
 def main(path: str, parent: str) -> None:

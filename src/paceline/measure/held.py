@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from paceline.nested import leaves
-from paceline.torch_modes import DispatchMode, storage_resizes
+from paceline.torch_modes import DispatchMode, name_of, storage_resizes
 from paceline.torch_private import in_backward
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations")
@@ -94,9 +94,12 @@ class Made:
 
     def __init__(self) -> None:
         self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._is_told = False
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """What an operation gave, not what it was given: a view of what lay there before is no new memory."""
+        if self._is_told:
+            return
         for storage in _new(result, self._storages, args, kwargs):
             place = id(storage)
             self._storages[place] = weakref.ref(storage, partial(self._forget, place))
@@ -105,7 +108,8 @@ class Made:
         self._storages.pop(place, None)
 
     def storages(self) -> list[UntypedStorage]:
-        """Those that are there."""
+        """Those that are there; what comes later is not followed."""
+        self._is_told = True
         found = [known() for known in list(self._storages.values())]
         return [storage for storage in found if storage is not None]
 
@@ -137,12 +141,13 @@ class Watch(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._moment, self._beside = device, moment, beside
         self._note, self._turn = note, turn
-        self._parameters = [*model.parameters(), *shares]
+        self._parameters = list({id(p): p for p in (*model.parameters(), *shares)}.values())
         self._bytes = dict.fromkeys(KINDS, 0)
         self._live: dict[int, _Live] = {}
         self._without_gradient = [p for p in self._parameters if p.requires_grad]
         self._was_backward = False
         self._exits = ExitStack()
+        self._most = 0
         self.peak = Held()
         """At the moment when the sum was highest."""
         self.kept_bytes = 0
@@ -177,13 +182,13 @@ class Watch(DispatchMode):
         if backward != self._was_backward and self._turn is not None:
             self._turn()
         self._was_backward = backward
-        name = func._schema.name
+        name = name_of(func)
         if self._moment is not None:
             self._compare(name, self._moment(func, args))
         result = func(*args, **(kwargs or {}))
         for storage in _new(result, self._live, args, kwargs):
             self._follow(storage, "activations")
-        self._compare(name)
+        self._compare(name, has_gradients=self._moment is None)  # none came while it ran
         return result
 
     def _known(
@@ -218,24 +223,27 @@ class Watch(DispatchMode):
 
     def _gradients(self) -> None:
         """What has become a gradient since."""
-        left = []
-        for parameter in self._without_gradient:
-            if parameter.grad is None:
-                left.append(parameter)
+        left = [parameter for parameter in self._without_gradient if parameter.grad is None]
+        if len(left) == len(self._without_gradient):
+            return
+        for gradient in (parameter.grad for parameter in self._without_gradient):
+            if gradient is None:
                 continue
-            live = self._live.get(id(local(parameter.grad).untyped_storage()))
+            live = self._live.get(id(local(gradient).untyped_storage()))
             if live is not None and live.kind == "activations":
                 self._bytes["activations"] -= live.num_bytes
                 self._bytes["gradients"] += live.num_bytes
                 live.kind = "gradients"
         self._without_gradient = left
 
-    def _compare(self, name: str, moment_bytes: int = 0) -> None:
+    def _compare(self, name: str, moment_bytes: int = 0, *, has_gradients: bool = True) -> None:
         moment_bytes += 0 if self._beside is None else self._beside()
-        is_most = sum(self._bytes.values()) + moment_bytes > self.peak.total
-        if self._was_backward and (is_most or self._note is not None):
+        there = sum(self._bytes.values()) + moment_bytes
+        is_most = there > self._most
+        if has_gradients and self._was_backward and (is_most or self._note is not None):
             self._gradients()
         if is_most:
+            self._most = there
             self.peak = Held(**{**self._bytes, "activations": self._bytes["activations"] + moment_bytes})
         if self._note is not None:
             *others, activations = self._bytes.values()
@@ -244,8 +252,10 @@ class Watch(DispatchMode):
 
 def _new(result: Any, known: Container[int], args: Any, kwargs: Any) -> list[UntypedStorage]:
     """The memory of an operation's results that is neither known nor what it was given."""
-    found = {id(storage): storage for storage in map(Tensor.untyped_storage, _within(result))}
-    new = {place: storage for place, storage in found.items() if place not in known}
+    new = {}
+    for storage in map(Tensor.untyped_storage, _within(result)):
+        if id(storage) not in known:
+            new[id(storage)] = storage
     if new:
         for tensor in _within([args, kwargs]):
             new.pop(id(tensor.untyped_storage()), None)

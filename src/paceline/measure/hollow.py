@@ -8,7 +8,7 @@ settled in its favour: a loss is one, everything is finite, experts get equally 
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor, UntypedStorage
 
 from paceline.errors import place_now
 from paceline.measure.without import ANSWERS, COMPARES, DRAWN, PACKED, choose, packed, refusal, shaped
-from paceline.torch_modes import DispatchMode, Journey, on_cpu, unseen, written
+from paceline.nested import leaves
+from paceline.torch_modes import DispatchMode, Journey, name_of, on_cpu, unseen, written
 
 SMALL, _SMALL_BUILT = 64, 1 << 12
 _SMALL_DOUBLES = 1 << 16  # what ranks tell each other in a step is in float64
@@ -85,16 +86,16 @@ class Hollow(DispatchMode):
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = list(_tensors((args, kwargs)))
-        hollow = any(self._emptied.has(tensor) for tensor in given)
-        name = func._schema.name
+        given = list(leaves((args, kwargs)))
+        hollow = any(map(self._emptied.has, given))
+        name = name_of(func)
         if _is_on_meta(given, kwargs):
             return func(*args, **kwargs)
         if name.startswith("c10d::") and hollow:
             return self._told(func, args, kwargs)
         if _is_view(func) or name.startswith(_PASSED):
             result = func(*args, **kwargs)
-            for tensor in _tensors(result) if hollow else ():
+            for tensor in leaves(result) if hollow else ():
                 self._emptied.add(tensor)
             return result
         if name.startswith("fsdp::"):  # written in Python: what it does is seen operation by operation
@@ -102,7 +103,7 @@ class Hollow(DispatchMode):
                 return on_cpu(func, args, kwargs)
         if name in ANSWERS:
             return ANSWERS[name](func, args, kwargs) if hollow else func(*args, **kwargs)
-        if torch.Tag.inplace_view in func.tags and name not in _RESIZED:  # its numbers stay what they are
+        if _is_placed_otherwise(func) and name not in _RESIZED:  # its numbers stay what they are
             return func(*args, **kwargs)
         targets = written(func, args, kwargs)
         if not hollow and not self._is_large(func, args, kwargs, given, targets):
@@ -113,11 +114,11 @@ class Hollow(DispatchMode):
 
     def _told(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A collective of nothing in its place; what it gives comes first among what it is given."""
-        rows = func._schema.name == "c10d::alltoall_base_"  # which says how many go where
+        rows = name_of(func) == "c10d::alltoall_base_"  # which says how many go where
         given = [[] if rows and isinstance(arg, list) else arg for arg in args]
         nothing = _mapped(given, lambda tensor: tensor.new_empty(0))
         result = func(*nothing, **kwargs)
-        for tensor in _tensors(args[0]):
+        for tensor in leaves(args[0]):
             self._emptied.add(tensor)
         if not isinstance(result, tuple):
             return result
@@ -157,26 +158,26 @@ class Hollow(DispatchMode):
                 self._emptied.add(tensor)
             elif tensor.dtype is not torch.uint8 or tensor.numel() <= SMALL:
                 choose(func, tensor, args, holds=self._holds(func, tensor))
-        if func._schema.name in _RESIZED:
+        if name_of(func) in _RESIZED:
             return func(*args, **kwargs)
         given = targets if len(func._schema.returns) > 1 else targets[0]
         return given if func._schema.returns else None
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func._schema.name == "aten::masked_select":
+        if name_of(func) == "aten::masked_select":
             return self._given(func, args, _selected(*args))
-        if func._schema.name in PACKED:
+        if name_of(func) in PACKED:
             form, lengths = packed(func, args, kwargs)
             return self._given(func, args, form), lengths
         args, kwargs = _without_masks(func, args), dict(kwargs)
-        key = (func, _key(args), _key(tuple(sorted(kwargs.items(), key=lambda item: item[0]))))
+        key = (func, _key(args), _key(sorted(kwargs.items())) if kwargs else ())
         if key not in self._known:
             self._known[key] = _forms(self._shaped(func, args, kwargs))
         return self._given(func, args, self._known[key])
 
     def _holds(self, func: Any, tensor: Tensor) -> bool:
         """Comparisons hold; but one that a loop asks for again and again ends it."""
-        if not self.holds or tensor.numel() != 1 or func._schema.name not in COMPARES:
+        if not self.holds or tensor.numel() != 1 or name_of(func) not in COMPARES:
             return self.holds
         place = place_now()
         self._left[place] = self._left.get(place, _KNOWN_ENDLESS if place in _endless else _ENDLESS) - 1
@@ -202,7 +203,7 @@ class Hollow(DispatchMode):
             tensor = torch.empty_strided(shape, stride, dtype=dtype)
             if dtype.is_floating_point or dtype.is_complex:
                 self._emptied.add(tensor)
-            elif func._schema.name not in DRAWN or tensor.nbytes < _FRESH:
+            elif name_of(func) not in DRAWN or tensor.nbytes < _FRESH:
                 choose(func, tensor, args, holds=self._holds(func, tensor))
             return tensor
 
@@ -218,6 +219,12 @@ def _is_on_meta(given: Sequence[Tensor], kwargs: Any) -> bool:
 
 
 @cache
+def _is_placed_otherwise(func: Any) -> bool:
+    """Whether it changes where in its memory a tensor lies."""
+    return torch.Tag.inplace_view in func.tags
+
+
+@cache
 def _is_view(func: Any) -> bool:
     """Whether its results are the memory that it was given."""
     schema = func._schema
@@ -228,7 +235,7 @@ def _is_view(func: Any) -> bool:
 
 def _without_masks(func: Any, args: Any) -> Any:
     """Positions in the place of masks: how many there are depends on values that are known here, not without memory."""
-    if func._schema.name not in ("aten::index", "aten::index_put") or len(args) < 2:
+    if name_of(func) not in ("aten::index", "aten::index_put") or len(args) < 2:
         return args
     found: list[Any] = []
     for index in args[1]:
@@ -246,22 +253,11 @@ def _selected(tensor: Tensor, mask: Tensor) -> _Form:
 
 
 def _is_builtin(func: Any) -> bool:
-    return bool(func._schema.name.startswith(("aten::", "prims::", "prim::")))
+    return bool(name_of(func).startswith(("aten::", "prims::", "prim::")))
 
 
 def _as_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -278,7 +274,7 @@ def _key(value: Any) -> Any:
     if isinstance(value, Tensor):
         return (value.shape, value.stride(), value.dtype)
     if isinstance(value, list | tuple):
-        return tuple(_key(part) for part in value)
+        return tuple([_key(part) for part in value])
     return (type(value), str(value)) if isinstance(value, torch.Generator) else (type(value), value)
 
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from paceline.measure.convolutions import Convolution
+from paceline.torch_modes import name_of
 
 
 def moment_bytes(func: Any, args: Any, *, threads: int = 1) -> int:
     """The most that it holds beyond what was there before, its results included; 0 of what is not known here."""
-    name = func._schema.name
+    name = name_of(func)
     if name == "aten::convolution":
         return _read(args[0], args[1], args[2], args[3:9], threads).forward_bytes()
     if name != "aten::convolution_backward":
@@ -60,7 +61,7 @@ def _is_channels_last(source: Tensor) -> bool:
 def gloo_copies(func: Any, args: Any) -> tuple[int, Any]:
     """Bytes of the copy that gloo makes of what it gathers and of what it reduces, and the tensors that it keeps: all
     that it is given, but of what is reduced only the copy."""
-    name = func._schema.name
+    name = name_of(func)
     if name == "c10d::_allgather_base_":
         return int(args[0].nbytes), args
     return (int(args[1].nbytes), args[0]) if name == "c10d::_reduce_scatter_base_" else (0, args)

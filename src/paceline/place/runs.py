@@ -1,9 +1,9 @@
 """What a model is asked with before it is placed: one microbatch, and the settings of tensor plans."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -15,6 +15,8 @@ from paceline.place.traceless import traceless
 from paceline.spec.settings import Place
 from paceline.world import World
 
+Found = TypeVar("Found")
+
 
 class Runs(Protocol):
     """Forward and loss on one microbatch."""
@@ -24,6 +26,9 @@ class Runs(Protocol):
 
     def run(self, model: nn.Module) -> Any:
         """Of this model, as it is; its sums."""
+
+    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        """What `find` gives; where the model is one of several copies, what it gave for another one."""
 
 
 def seconds_of(
@@ -69,5 +74,9 @@ def tensor_plan(model: nn.Module, how: Place, ranks: int, example: Runs | None, 
     """The user's file, else derived from the example, else the model's own."""
     file = None if how.tensor_plan is None else Path(how.tensor_plan)
     run = None if example is None else example.run
-    plan = partial(choose_plan, model, ranks=ranks, run=run, file=file, replicate=how.replicate)
-    return plan() if late is None else late.planned(plan)
+    choose = partial(choose_plan, model, ranks=ranks, run=run, file=file, replicate=how.replicate)
+
+    def plan() -> TensorPlan:
+        return choose() if late is None else late.planned(choose)
+
+    return plan() if example is None else example.once(("tensor", ranks, file, tuple(how.replicate)), plan)

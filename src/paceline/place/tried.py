@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.errors import JobError
+from paceline.torch_modes import unseen
 
 FIELDS = ("state", "param_groups")
 _SMALL = (7, 5, 3, 2, 2)
@@ -149,7 +150,7 @@ def _stepped(
     if isinstance(options.get("lr"), int | float | Tensor) and abs(options["lr"]) < _RATE:
         options["lr"] = options["lr"] * 0 + _RATE
     ways: list[list[Tensor]] = [[] for _ in starts]
-    with torch.random.fork_rng(devices=[]):
+    with unseen(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         probe = _copied(optimizer, {**options, "params": parameters})
         for step in gradients:

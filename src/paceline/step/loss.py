@@ -47,6 +47,10 @@ class LossContract:
         """From here on labels come moved over the whole sequence."""
         self._own.settle(moved=True)
 
+    def settle(self) -> None:
+        """Find out nothing of the model's own loss: there are no numbers to be told apart."""
+        self._own.settle()
+
     def learn(self, batch: Any) -> None:
         """Find out on one microbatch, while the model is whole, what its own loss is."""
         if self._job.loss is None and isinstance(batch, Mapping):

@@ -158,6 +158,8 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     rules = learn_rules(job, named[0], plan=plan, exact=settings.train.exact)
     unlisted = Unlisted(models[0])
     contracts = [LossContract(job=job, model=model) for model in models]
+    for contract in contracts if world.is_imagined else ():
+        contract.settle()
     if len(own) > 1:
         exact = settings.train.exact
         placed = [

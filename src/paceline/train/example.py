@@ -1,8 +1,9 @@
 """One microbatch through the whole model, before it is placed: what cuts and splits are planned from."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from paceline.streams import preserved
 from paceline.train.feeds import feed_for
 
 FEW = 2  # one alone may go another way
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,17 @@ class Example:
                 hint="--layout ddp, zero1 or zero2, which leave the graph whole",
             ) from error
         return {name: total for name, (total, _) in terms.items()}
+
+    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        """What is found by running it; of a job whose models are copies of one, the first time only."""
+        known = getattr(self.job.model, "found", None)
+        if not isinstance(known, dict):
+            return find()
+        key = (key, self.plan.micro_batch_size)
+        if key not in known:
+            known[key] = find()
+        found: Found = known[key]
+        return found
 
     def learn(self) -> None:
         """What the model's own loss is. First of all: its forwards are nothing for those who watch."""

@@ -156,7 +156,6 @@ def _looked(job: Job, settings: Settings, layout: str, ranks: int, *, samples: i
             tally = Tally(built.model, blocks=blocks_of(built.model))
             built.model.train()
             parts = built.step.parts
-            parts.contract.learn(batch)
             parts.tape.begin()
             parts.reducer.begin()
             with tally.running():

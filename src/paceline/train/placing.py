@@ -1,7 +1,7 @@
 """`pl.place`: a model placed by any layout without pp, for loops that are no `Job`: GAN, RL, a trainer of one's own."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from paceline.errors import LayoutError, PacelineError, UsageError, raise_all
 from paceline.place.alike import equal_start
 from paceline.place.compose import compose
+from paceline.place.runs import Found
 from paceline.place.start.hollow import tensor_bytes
 from paceline.place.units import trainable
 from paceline.plan.legal import refuse_products
@@ -102,6 +103,9 @@ class _Example:
 
     def run(self, model: nn.Module) -> Any:
         return self.given(model)
+
+    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        return find()
 
 
 def _without_memory(parameter: nn.Parameter) -> nn.Parameter:

@@ -1,9 +1,8 @@
 """A job whose model is built once, and is as deep as it must be for its numbers: of like blocks three are kept."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -30,14 +29,27 @@ def built_once(job: Job, *, seed: int) -> Job:
     return _copied(job, model)
 
 
+class Copies:
+    """A copy each time of a model that was built once, and what was found out of them, which are all alike."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.found: dict[Hashable, Any] = {}
+
+    def __call__(self) -> nn.Module:
+        """Another one."""
+        return copy.deepcopy(self._model)
+
+
 def _copied(job: Job, model: nn.Module) -> Job:
     """Itself where its model can't be copied."""
+    copies = Copies(model)
     try:
         with Hollow():
-            copy.deepcopy(model)
+            copies()
     except Exception:
         return job
-    return replace(job, model=partial(copy.deepcopy, model))
+    return replace(job, model=copies)
 
 
 def deepened(blocks: Sequence[Part], depths: Sequence[int]) -> Iterator[Part]:

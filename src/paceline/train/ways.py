@@ -110,7 +110,6 @@ def _lives(
             blocks, batches = blocks_of(built.model), [_batch(job, settings, *size) for size in sizes]
             built.model.train()
             parts = built.step.parts
-            parts.contract.learn(batches[0])
             parts.tape.begin()
             parts.reducer.begin()
             _pass(parts, batches[0], samples=FEW, lives=None, heard=heard)
