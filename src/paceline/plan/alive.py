@@ -48,8 +48,9 @@ def alive_of(works: Sequence[Work], stages: Sequence[Counts], *, held: int, tota
     given = [
         0.0 if s[0] else border for s in stages
     ]  # what the stage before has sent is kept as the first block's input
-    totals = [_sum(s, [work.kept_bytes for work in works]) + own for s, own in zip(stages, given, strict=True)]
-    casts = [_sum(s, [work.cast_bytes for work in works]) for s in stages]
+    kept, cast = [work.kept_bytes for work in works], [work.cast_bytes for work in works]
+    totals = [_sum(s, kept) + own for s, own in zip(stages, given, strict=True)]
+    casts = [_sum(s, cast) for s in stages]
     blocks = [work for place, work in enumerate(works) if place > 1 and any(s[place] for s in stages)]
     body = [*blocks, *([works[0]] if any(s[0] for s in stages) else [])] or [works[1]]
     tail = works[1] if any(s[1] for s in stages) else None

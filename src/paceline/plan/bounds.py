@@ -11,7 +11,6 @@ least that each stage of ZeRO leaves there: all replicas as shards, on the host 
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from paceline.plan.candidate import Candidate
 from paceline.plan.forecast import Forecast
@@ -94,7 +93,7 @@ class Bounds:
                 own = [o for o in self._grid.offload if zero == 3 or "parameters" not in o]
                 offload = max(own, key=len, default=()) if self._forecast.fleet.device.is_accelerator else ()
                 params = "bf16" if zero == 3 and "bf16" in self._grid.params else "fp32"
-                yield replace(twig, dp_replicate=1, dp_shard=twig.replicas, zero=zero, offload=offload, params=params)
+                yield twig.but(dp_replicate=1, dp_shard=twig.replicas, zero=zero, offload=offload, params=params)
 
     def leaf_seconds(self, leaf: Candidate, *, twig_seconds: float) -> float:
         """All but what is gathered and added up in every microbatch."""
@@ -112,15 +111,15 @@ class Bounds:
         return sum(number * work.seconds for number, work in works)
 
     def _whole(self, bough: Candidate) -> Candidate:
-        return replace(bough, micro_batch_size=-(-self._batch // bough.replicas))
+        return bough.but(micro_batch_size=-(-self._batch // bough.replicas))
 
     def _looped(self, bough: Candidate) -> list[Candidate]:
         """One for each way in which stages lie on the ranks."""
         if bough.pp == 1:
             return [bough]
         virtual = [n for n in {1, 2, *self._grid.virtual} if bough.pp * n <= self._forecast.chain.num_blocks]
-        made = [replace(bough, virtual=n, schedule="interleaved" if n > 1 else "1f1b") for n in virtual]
-        return [*made, *(replace(one, schedule="zbv") for one in made if one.virtual == 2)]
+        made = [bough.but(virtual=n, schedule="interleaved" if n > 1 else "1f1b") for n in virtual]
+        return [*made, *(one.but(schedule="zbv") for one in made if one.virtual == 2)]
 
     def _beside(self, alive: float) -> float:
         return alive * (1 + self._forecast.efficiency.slack) + self._forecast.fleet.device.reserve_bytes

@@ -1,7 +1,8 @@
 """One way to place a model and to cut its batch: what the planner weighs, and what a user would type for it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 from paceline.plan.mesh import Mesh, label
 from paceline.schedule.table import schedule_named
@@ -79,7 +80,14 @@ class Candidate:
         text = label(self.asked, self.mesh)
         return text.replace("single,", "dp=1,", 1)
 
-    @property
+    def but(self, **changes: Any) -> "Candidate":
+        """The same with other values; as `dataclasses.replace`, in a tenth of the time."""
+        found = object.__new__(Candidate)
+        own = vars(self)
+        vars(found).update({name: own[name] for name in _FIELDS}, **changes)
+        return found
+
+    @cached_property
     def family(self) -> str:
         """Its kind among layouts: the one model axis it has, `mixed` with several, or how its data axes share."""
         axes = [axis for axis in MODEL_AXES if getattr(self, axis) > 1]
@@ -92,6 +100,9 @@ class Candidate:
     def __str__(self) -> str:
         """`fsdp,remat=full in microbatches of 2`."""
         return f"{self.layout} in microbatches of {self.micro_batch_size}"
+
+
+_FIELDS = tuple(field.name for field in fields(Candidate))
 
 
 def candidate_of(layout: Layout, mesh: Mesh, *, micro_batch_size: int, precision: str) -> Candidate:

@@ -5,7 +5,7 @@ twig its schedule; a leaf says how data parallelism shares the rest. What can't 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paceline.plan.candidate import MICRO, Candidate
 from paceline.plan.facts import ModelFacts
@@ -54,7 +54,7 @@ def boughs(trunk: Candidate, facts: ModelFacts, grid: Grid) -> Iterator[Candidat
     """What is kept for backward: cp can't run blocks again, nor can who has none; `sequence` is of tp."""
     for remat in grid.remat if trunk.cp == 1 and facts.blocks else ("none",):
         for sequence in grid.sequence if trunk.tp > 1 else (False,):
-            found = replace(trunk, remat=remat, sequence=sequence)
+            found = trunk.but(remat=remat, sequence=sequence)
             if not is_refused(found, facts):
                 yield found
 
@@ -63,7 +63,7 @@ def branches(bough: Candidate, facts: ModelFacts, grid: Grid) -> Iterator[Candid
     """How the batch is cut."""
     for size in micro_batch_sizes(facts.global_batch_size, bough.replicas, grid):
         if f"{MICRO}={size}" not in facts.refused:
-            yield replace(bough, micro_batch_size=size)
+            yield bough.but(micro_batch_size=size)
 
 
 def twigs(branch: Candidate, facts: ModelFacts, grid: Grid) -> Iterator[Candidate]:
@@ -74,7 +74,7 @@ def twigs(branch: Candidate, facts: ModelFacts, grid: Grid) -> Iterator[Candidat
     micro = branch.num_micro(facts.global_batch_size)
     for schedule, virtual in _schedules(branch, facts, grid):
         if is_sure(schedule, ranks=branch.pp, micro=micro):
-            found = replace(branch, schedule=schedule, virtual=virtual)
+            found = branch.but(schedule=schedule, virtual=virtual)
             if not is_refused(found, facts):
                 yield found
 
@@ -93,9 +93,7 @@ def leaves(twig: Candidate, facts: ModelFacts, fleet: Fleet, grid: Grid) -> Iter
                 if "parameters" in offload and zero < 3:
                     continue
                 for params in grid.params if zero == 3 else ("fp32",):
-                    found = replace(
-                        twig, dp_shard=shard, dp_replicate=replicate, zero=zero, offload=offload, params=params
-                    )
+                    found = twig.but(dp_shard=shard, dp_replicate=replicate, zero=zero, offload=offload, params=params)
                     if not is_refused(found, facts):
                         yield found
 

@@ -64,7 +64,7 @@ def makespan(schedule: str, turns: Turns, *, ranks: int, micro: int, virtual: in
     there are microbatches under way to hide it, every round waits for.
     """
     p, m, v, hop = ranks, micro, virtual, turns.hop
-    each = [sum(three) for three in zip(turns.forward, turns.input, turns.weight, strict=True)]
+    each = [f + i + w for f, i, w in zip(turns.forward, turns.input, turns.weight, strict=True)]
     total = sum(each)
     most = slowest(each, schedule=schedule, ranks=p)
     num_stages = p * v

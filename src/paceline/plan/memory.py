@@ -1,7 +1,8 @@
 """Bytes of one rank at its highest moment: in backward, with its activations, or while the optimizer steps."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import itemgetter
 
 from paceline.plan.alive import Alive
 from paceline.plan.candidate import Candidate
@@ -165,8 +166,10 @@ def memory_of(
         phases = [*({**phase, "gradients": 0.0} for phase in working[:-1]), working[-1]]
     else:
         phases = working
-    moments = [_at(own, phase, device, efficiency, host) for phase in (*phases, stepping)]
-    return max(moments, key=lambda memory: memory.peak_bytes)
+    reserve = device.reserve_bytes
+    moments = [(_peak_bytes(own, phase, efficiency, reserve), phase) for phase in (*phases, stepping)]
+    fullest = max(moments, key=itemgetter(0))[1]
+    return Memory(**(own | fullest), slack=_slack(fullest, efficiency), reserve=reserve, host_bytes=host)
 
 
 def _stepping(candidate: Candidate, facts: ModelFacts, elements: Elements, device: Device) -> dict[str, float]:
@@ -237,6 +240,14 @@ def _unit(largest: float, every: float, each: float, device: Device) -> float:
     return min(every, (_BUCKET if device.is_accelerator else _CPU_BUCKET) + each * largest / 2)
 
 
-def _at(own: dict[str, float], phase: dict[str, float], device: Device, efficiency: Efficiency, host: float) -> Memory:
-    slack = efficiency.slack * sum(size for name, size in phase.items() if name != "optimizer")
-    return Memory(**{**own, **phase}, slack=slack, reserve=device.reserve_bytes, host_bytes=host)
+def _slack(phase: Mapping[str, float], efficiency: Efficiency) -> float:
+    passing = phase if "optimizer" not in phase else {n: size for n, size in phase.items() if n != "optimizer"}
+    return efficiency.slack * sum(passing.values())
+
+
+def _peak_bytes(own: Mapping[str, float], phase: Mapping[str, float], efficiency: Efficiency, reserve: float) -> float:
+    """As `Memory.peak_bytes`, of which only the fullest moment's is made."""
+    at = phase.get
+    state = own["parameters"] + at("gradients", own["gradients"]) + at("optimizer", own["optimizer"])
+    passing = state + at("activations", 0.0) + at("gathered", 0.0) + at("buffers", 0.0) + at("temporaries", 0.0)
+    return passing + _slack(phase, efficiency) + reserve

@@ -96,19 +96,24 @@ class Stage:
 
 def stage_of(works: Sequence[Work], counts: Counts) -> Stage:
     """Before what data parallelism sends."""
-    there = [(count, work) for count, work in zip(counts, works, strict=True) if count]
-    forward = sum(count * work.forward for count, work in there)
-    back = sum(count * (work.input + work.again) for count, work in there)
-    weight = sum(count * work.weight for count, work in there)
+    forward = out = back = returned = weight = again = tensor = context = experts = ahead = behind = 0.0
+    for count, work in zip(counts, works, strict=True):
+        if count:
+            forward, out = forward + count * work.forward, out + count * work.messages_forward
+            back, returned = back + count * (work.input + work.again), returned + count * work.messages_backward
+            weight, again = weight + count * work.weight, again + count * work.again
+            tensor, context = tensor + count * work.tensor, context + count * work.context
+            experts = experts + count * work.experts
+            ahead, behind = ahead + count * work.hides[0], behind + count * work.hides[1]
     return Stage(
-        forward=forward + sum(count * work.messages_forward for count, work in there),
-        input=back + sum(count * work.messages_backward for count, work in there),
+        forward=forward + out,
+        input=back + returned,
         weight=weight,
-        again=sum(count * work.again for count, work in there),
-        tensor=sum(count * work.tensor for count, work in there),
-        context=sum(count * work.context for count, work in there),
-        experts=sum(count * work.experts for count, work in there),
-        hides=(sum(n * work.hides[0] for n, work in there), sum(n * work.hides[1] for n, work in there)),
+        again=again,
+        tensor=tensor,
+        context=context,
+        experts=experts,
+        hides=(ahead, behind),
     )
 
 
