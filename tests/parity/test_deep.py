@@ -1,6 +1,7 @@
 """A deep model's replay by few blocks against the whole one: the same bytes, kind by kind."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 import paceline as pl
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
-from paceline.train import deep
+from paceline.train import beside, deep
 from paceline.train.ready import Ready, prepare
 from paceline.train.replay import replay
 from paceline.train.shallow import built_once
@@ -39,9 +40,9 @@ def the_same(
     settings = cut(ready.settings, blocks)
     chain = deep.Chain(ready.job, settings)
     assert 0 < chain.replayed(settings, ready.plan, blocks) < sum(blocks)
-    way = deep._way(settings, ready.plan, blocks)
+    way = chain.way(settings, ready.plan, blocks)
     assert way is not None
-    found = deep._carried_on(ready.job, settings, ready.plan, blocks, way)
+    found = chain._carried_on(settings, ready.plan, blocks, way)
     assert found is not None
     assert found == replay(ready.job, settings, ready.plan)
 
@@ -211,3 +212,23 @@ def test_weights_that_are_not_trained_do_not_travel_alone() -> None:
 
     assert largest(True) == 2048 * 2560
     assert largest(False) == 64
+
+
+def test_half_of_it_is_done_by_a_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = ready_for("llama", "pp=2", ranks=2, device="cuda", **{**WIDE, "depth": 32})
+    settings, seen = cut(ready.settings, (16, 16)), list[tuple[int, ...]]()
+    alone = deep.Chain(ready.job, settings).replay(settings, ready.plan, (16, 16))
+
+    def heard(job: Any, own: Settings, *given: Any, **more: Any) -> Any:
+        seen.append(own.place.stages)
+        return replay(job, own, *given, **more)
+
+    monkeypatch.setattr(beside, "can_fork", lambda: True)
+    with beside.helped(partial(deep.Chain, ready.job, settings)) as helper:
+        monkeypatch.setattr(deep, "replay", heard)
+        assert helper is not None
+        assert deep.Chain(ready.job, settings, helper).replay(settings, ready.plan, (16, 16)) == alone
+        assert seen == [(4, 4)]
+        helper.leave()
+        assert deep.Chain(ready.job, settings, helper).replay(settings, ready.plan, (16, 16)) == alone
+        assert seen[1:][-2:] == [(4, 4), (5, 5)]

@@ -5,6 +5,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from paceline.nested import leaves
 from paceline.torch_modes import DispatchMode, name_of, storage_resizes
 from paceline.torch_private import in_backward
 
+_GRADIENT = attrgetter("grad")
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
 
@@ -223,9 +226,9 @@ class Watch(DispatchMode):
 
     def _gradients(self) -> None:
         """What has become a gradient since."""
-        left = [parameter for parameter in self._without_gradient if parameter.grad is None]
-        if len(left) == len(self._without_gradient):
+        if all(map(is_, map(_GRADIENT, self._without_gradient), repeat(None))):  # as after most operations
             return
+        left = [parameter for parameter in self._without_gradient if parameter.grad is None]
         for gradient in (parameter.grad for parameter in self._without_gradient):
             if gradient is None:
                 continue

@@ -20,11 +20,12 @@ SINGLE = "loss"
 
 
 class LossContract:
-    """What one job's loss promises, checked as it is used."""
+    """What one job's loss promises, checked as it is used. Without `asks`, as where there are no numbers, a model's own
+    is not tried."""
 
-    def __init__(self, *, job: Job, model: nn.Module) -> None:
+    def __init__(self, *, job: Job, model: nn.Module, asks: bool = True) -> None:
         self._job = job
-        self._own = OwnLoss(model, takes_divisor=job.forward is None and _takes(model, DIVISOR))
+        self._own = OwnLoss(model, takes_divisor=asks and job.forward is None and _takes(model, DIVISOR))
         self._accepted = _accepted_names(model)
         self.num_terms_without_count = 0
 
@@ -46,10 +47,6 @@ class LossContract:
     def moved(self) -> None:
         """From here on labels come moved over the whole sequence."""
         self._own.settle(moved=True)
-
-    def settle(self) -> None:
-        """Find out nothing of the model's own loss: there are no numbers to be told apart."""
-        self._own.settle()
 
     def learn(self, batch: Any) -> None:
         """Find out on one microbatch, while the model is whole, what its own loss is."""

@@ -157,9 +157,7 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     shared = SharedModel(models[0], world=world) if plan.rule.kind is Kind.HOGWILD else None
     rules = learn_rules(job, named[0], plan=plan, exact=settings.train.exact)
     unlisted = Unlisted(models[0])
-    contracts = [LossContract(job=job, model=model) for model in models]
-    for contract in contracts if world.is_imagined else ():
-        contract.settle()
+    contracts = [LossContract(job=job, model=model, asks=not world.is_imagined) for model in models]
     if len(own) > 1:
         exact = settings.train.exact
         placed = [

@@ -1,8 +1,10 @@
 """A deep model's step, by replays of it with few blocks in each stage: as exact, and in a fraction of the time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 from paceline.job import Job
 from paceline.measure.held import Held
@@ -15,19 +17,21 @@ from paceline.schedule.table import schedule_named
 from paceline.spec.settings import Settings
 from paceline.spec.update import Kind
 from paceline.survive.short import is_shortage
+from paceline.train.beside import Helper, NoAnswer
 from paceline.train.replay import Replayed, replay
 from paceline.train.samples import FEW, plan_of
 from paceline.train.shallow import largest_of_each, with_blocks
 
 _KEPT = 4  # blocks of a stage: two at each end see what comes before and after the chain
 _WORTH = 0.7  # of the blocks of a whole replay
+FEWEST = int((2 * _KEPT + 1) / _WORTH) + 1  # blocks, of which a replay of few, and one of one more, is worth it
+_Run = tuple[list[Journal], list[Replayed]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Way:
     """`groups` of a pipeline's stages get a block more together, each in a replay of its own."""
 
-    num_ranks: int
     stages_of: tuple[tuple[int, ...], ...]
     groups: tuple[tuple[int, ...], ...]
 
@@ -36,11 +40,12 @@ class _Way:
 class Chain:
     """A job as a chain of like blocks, of which few may tell of all; what was asked of it once is remembered.
 
-    Its model is built on memory without numbers (`built_once`).
+    Its model is built on memory without numbers (`built_once`). A `helper` has a chain of the same job.
     """
 
     job: Job
     settings: Settings
+    helper: Helper | None = None
 
     @cached_property
     def largest(self) -> int:
@@ -50,6 +55,8 @@ class Chain:
     @cached_property
     def tells(self) -> bool:
         """Whether few of its blocks tell of all of them."""
+        with suppress(NoAnswer):
+            return bool(self._begun("told")())
         try:
             return tells_of_all(self.job, self.settings)
         except Exception as error:  # the whole replay says what there is to say
@@ -57,15 +64,19 @@ class Chain:
                 raise
             return False
 
+    def told(self) -> bool:
+        """The same, for whom this helps."""
+        return self.tells
+
     def replay(self, settings: Settings, plan: Plan, blocks: Sequence[int]) -> list[Replayed]:
         """As `replay`, with so many blocks in each stage; of the whole model where few are not enough, or not less.
 
         Raises:
             PacelineError: what the run itself would refuse.
         """
-        way = self.way(settings, plan, blocks)
+        way = self._near(settings, plan, blocks)
         try:
-            found = None if way is None else _carried_on(self.job, settings, plan, blocks, way)
+            found = None if way is None else self._carried_on(settings, plan, blocks, way)
         except Exception as error:
             if is_shortage(error):
                 raise
@@ -79,8 +90,47 @@ class Chain:
 
     def way(self, settings: Settings, plan: Plan, blocks: Sequence[int]) -> _Way | None:
         """None where the whole is replayed."""
+        way = self._near(settings, plan, blocks)
+        return way if way is not None and self.tells else None
+
+    def _near(self, settings: Settings, plan: Plan, blocks: Sequence[int]) -> _Way | None:
+        """The way where few blocks tell of all."""
         way = _way(settings, plan, blocks)
-        return way if way is not None and self.largest > _least(plan) and self.tells else None
+        return way if way is not None and self.largest > _least(plan) and self.__dict__.get("tells", True) else None
+
+    def _carried_on(self, settings: Settings, plan: Plan, blocks: Sequence[int], way: _Way) -> list[Replayed] | None:
+        """None where few are not enough after all."""
+        if not self.tells:
+            return None
+        depths = _depths(way)
+        half = (len(depths) + 1) // 2 if self.helper else len(depths)
+        far = self._begun("runs", settings, plan, depths[half:]) if depths[half:] else list
+        runs = self.runs(settings, plan, depths[:half])
+        try:
+            runs += far()
+        except NoAnswer:
+            runs += self.runs(settings, plan, depths[half:])
+        return _joined([run for run in runs if run], blocks, way) if all(runs) else None
+
+    def runs(self, settings: Settings, plan: Plan, every: Sequence[tuple[int, ...]]) -> list[_Run | None]:
+        """With so many blocks in each stage, each time; None where the job can't be had so."""
+        found: list[_Run | None] = []
+        for depths in every:
+            short, journals = with_blocks(self.job, sum(depths)), [Journal() for _ in range(plan.mesh.pp)]
+            run = None if short is None else replay(short[0], _cut(settings, depths), plan, journals=journals)
+            found.append(None if run is None else (journals, run))
+        return found
+
+    def _begun(self, name: str, *given: Any) -> Callable[[], Any]:
+        """What the helper answers."""
+
+        def nobody() -> Any:
+            raise NoAnswer
+
+        try:
+            return nobody if self.helper is None else self.helper.begin(name, *given)
+        except NoAnswer:
+            return nobody
 
 
 def tells_of_all(job: Job, settings: Settings) -> bool:
@@ -118,7 +168,7 @@ def _way(settings: Settings, plan: Plan, blocks: Sequence[int]) -> _Way | None:
         together = [tuple(range(len(owners)))]
     else:
         together = list(zip(*stages_of, strict=True))
-    way = _Way(num_ranks=ranks, stages_of=stages_of, groups=tuple(together))
+    way = _Way(stages_of=stages_of, groups=tuple(together))
     return way if sum(map(sum, _depths(way))) < _WORTH * sum(blocks) else None
 
 
@@ -128,14 +178,7 @@ def _depths(way: _Way) -> list[tuple[int, ...]]:
     return [tuple(_KEPT + (stage in group) for stage in stages) for group in ((), *way.groups)]
 
 
-def _carried_on(job: Job, settings: Settings, plan: Plan, blocks: Sequence[int], way: _Way) -> list[Replayed] | None:
-    runs: list[tuple[list[Journal], list[Replayed]]] = []
-    for depths in _depths(way):
-        short = with_blocks(job, sum(depths))
-        if short is None:
-            return None
-        journals = [Journal() for _ in range(way.num_ranks)]
-        runs.append((journals, replay(short[0], _cut(settings, depths), plan, journals=journals)))
+def _joined(runs: Sequence[_Run], blocks: Sequence[int], way: _Way) -> list[Replayed] | None:
     found = []
     for rank, own in enumerate(way.stages_of):
         base, *more = [(journals[rank], seen[rank]) for journals, seen in runs]

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from paceline.plan.judged import judge
 from paceline.plan.timed import Try, retimed, shortlist, try_of
 from paceline.store.runs import ROOT
 from paceline.survive.short import is_shortage, only_new
+from paceline.train.beside import Helper, NoAnswer
+from paceline.train.deep import FEWEST
 from paceline.train.foreseen import foreseen, grid_of
 from paceline.train.learn import learn_facts
 from paceline.train.ready import Ready, join_world
@@ -68,8 +71,8 @@ class Chosen:
 
 
 @only_new()
-def learn(ready: Ready, *, most_ranks: int) -> Learnt:
-    """Without a device and without the model's memory.
+def learn(ready: Ready, *, most_ranks: int, helper: Helper | None = None) -> Learnt:
+    """Without a device and without the model's memory. A `helper` begins with what a deep model's replay will ask.
 
     Raises:
         PacelineError: the job can't be run even so.
@@ -77,6 +80,10 @@ def learn(ready: Ready, *, most_ranks: int) -> Learnt:
     real = ready
     try:
         ready, notes = foreseen(ready)
+        depths = shallow(ready.job)[1]
+        if helper is not None and sum(depths) >= FEWEST:
+            with suppress(NoAnswer):
+                helper.begin("told")
         facts = learn_facts(ready.job, ready.settings, most_ranks=most_ranks)
     except PacelineError:
         raise
@@ -84,8 +91,7 @@ def learn(ready: Ready, *, most_ranks: int) -> Learnt:
         if is_shortage(error):
             raise
         raise _unplanned(error) from error
-    depths = shallow(ready.job)[1] if can_be_cut(ready) else []
-    return Learnt(real=real, ready=ready, facts=facts, depths=depths, notes=notes)
+    return Learnt(real=real, ready=ready, facts=facts, depths=depths if can_be_cut(ready) else [], notes=notes)
 
 
 def _unplanned(error: Exception) -> JobError:

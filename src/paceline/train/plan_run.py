@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,14 @@ from paceline.spec.words import size
 from paceline.store.disk import write_json
 from paceline.store.planned import write_advice
 from paceline.survive.short import only_new
+from paceline.train.beside import Helper, helped
 from paceline.train.context import is_small
 from paceline.train.decide import decide
-from paceline.train.foreseen import grid_of
+from paceline.train.deep import Chain
+from paceline.train.foreseen import foreseen, grid_of
 from paceline.train.kept import keep
 from paceline.train.plan_here import Chosen, Here, chosen_here, learn
-from paceline.train.ready import prepare
+from paceline.train.ready import Ready, prepare
 from paceline.train.rehearsed import Rehearsal, Seen
 
 _MOST_SECONDS = 30.0  # of learning and replays; what is recommended is replayed in any case where it is begun by then
@@ -34,6 +38,18 @@ def plan(payload: Mapping[str, Any]) -> int:
     """Write the answer beside the run's other files. Where the cluster is what this runs on, every rank calls this."""
     task = Task.from_json(payload)
     ready = prepare(task)
+    alone = nullcontext() if "here" in task.options else helped(partial(_chain_of, ready))
+    with alone as helper:
+        _plan(task, ready, helper)
+    return 0
+
+
+def _chain_of(ready: Ready) -> Chain:
+    """What a helper has."""
+    return Chain(foreseen(ready)[0].job, ready.settings)
+
+
+def _plan(task: Task, ready: Ready, helper: Helper | None) -> None:
     names = list(task.options.get("layouts", ()))
     began = time.monotonic()
     if "here" in task.options:
@@ -41,19 +57,19 @@ def plan(payload: Mapping[str, Any]) -> int:
         began = time.monotonic()  # what it has taken was given for it
     else:
         fleet, grid = fleet_of(task.options["fleet"]), grid_of(ready.settings, asked="paceline plan")
-        learnt = learn(ready, most_ranks=fleet.ranks)
+        learnt = learn(ready, most_ranks=fleet.ranks, helper=helper)
         forecast = Forecast(facts=learnt.facts, fleet=fleet)
         found = Chosen(learnt=learnt, forecast=forecast, grid=grid, options=())
     if found is not None:
         until = began + _MOST_SECONDS
-        found, advice, seen = _judged(found, names, until=until) if names else _decided(found, until=until)
+        decided = partial(_judged, layouts=names) if names else _decided
+        found, advice, seen = decided(found, helper=helper, until=until)
         answer = _answer(advice, seen, found)
         answer["timed"] = [_as_timed(one) for one in found.options if one.timed is not None]
         write_advice(Path(task.run), answer)
         write_json(Path(task.run) / "answer-plan.json", answer)
         counted = {name: (one.peak_bytes, one.parts or {}) for name, one in seen.items() if not one.error}
         keep(ready, found.forecast.facts, found.forecast.fleet, replayed=counted)
-    return 0
 
 
 def numbers(payload: Mapping[str, Any]) -> int:
@@ -64,9 +80,9 @@ def numbers(payload: Mapping[str, Any]) -> int:
     return 0
 
 
-def _decided(chosen: Chosen, *, until: float) -> tuple[Chosen, Advice, dict[str, Seen]]:
+def _decided(chosen: Chosen, *, helper: Helper | None, until: float) -> tuple[Chosen, Advice, dict[str, Seen]]:
     """What is recommended has been replayed, and fits; and what time allows of the other rows."""
-    rehearsal = Rehearsal(ready=chosen.learnt.ready, real=chosen.learnt.real)
+    rehearsal = Rehearsal(ready=chosen.learnt.ready, real=chosen.learnt.real, helper=helper)
     found = decide(rehearsal, chosen.forecast, grid=chosen.grid, until=until, options=chosen.options, lost=chosen.lost)
     seen = dict(found.seen)
     _replay_others(found.advice.rows, rehearsal, found.forecast, seen, until=until)
@@ -85,12 +101,14 @@ def _replay_others(
             seen[str(candidate)] = rehearsal.replayed(row.estimate, forecast)
 
 
-def _judged(chosen: Chosen, layouts: Sequence[str], *, until: float) -> tuple[Chosen, Judged, dict[str, Seen]]:
+def _judged(
+    chosen: Chosen, *, layouts: Sequence[str], helper: Helper | None, until: float
+) -> tuple[Chosen, Judged, dict[str, Seen]]:
     """The layouts that were named, with what was timed of them; what time allows of them is replayed."""
     forecast, ready = chosen.forecast, chosen.learnt.ready
     seen = dict[str, Seen]()
     found = judge(forecast, layouts, micro_batch_size=ready.settings.train.micro_batch_size, timed=chosen.options)
-    rehearsal = Rehearsal(ready=ready, real=chosen.learnt.real)
+    rehearsal = Rehearsal(ready=ready, real=chosen.learnt.real, helper=helper)
     _replay_others(found.rows, rehearsal, forecast, seen, until=max(until, time.monotonic() + _OF_NAMED))
     return chosen, found, seen
 

@@ -14,6 +14,7 @@ from paceline.plan.settle import Cluster, Facts, Plan, settle
 from paceline.spec.settings import Settings
 from paceline.spec.update import parse_update
 from paceline.survive.short import is_shortage
+from paceline.train.beside import Helper
 from paceline.train.deep import Chain
 from paceline.train.ready import Ready
 from paceline.train.replay import Replayed, shortened
@@ -38,12 +39,13 @@ class Rehearsal:
 
     ready: Ready
     real: Ready
+    helper: Helper | None = None
     known: dict[str, Seen] = field(default_factory=dict)
     parts: dict[tuple[int, int], str] = field(default_factory=dict)
 
     @cached_property
     def chain(self) -> Chain:
-        return Chain(self.ready.job, self.ready.settings)
+        return Chain(self.ready.job, self.ready.settings, self.helper)
 
     def replayed(self, estimate: Estimate, forecast: Forecast) -> Seen:
         """As this estimate would be placed on a device of the forecast's machines."""
