@@ -72,28 +72,35 @@ class Bounds:
 
     def twig_bytes(self, twig: Candidate) -> float:
         """However data parallelism shares the rest."""
+        return min(self._each_bytes(twig))
+
+    def may_fit(self, twig: Candidate, limit_bytes: float) -> bool:
+        """Whether `twig_bytes` are no more than this: mostly what needs least does."""
+        return any(each <= limit_bytes for each in self._each_bytes(twig))
+
+    def _each_bytes(self, twig: Candidate) -> Iterator[float]:
         forecast = self._forecast
         rank, stages = forecast.ranks(twig)[0]
         alive, elements = forecast.alive_on(twig, rank, stages), forecast.elements(twig, stages)
         least = self._beside(alive.narrow_bytes)
         if least > forecast.fleet.device.memory_bytes:
-            return least
-        return min(
-            memory_of(
+            yield least
+            return
+        for frugal in self._frugal(twig):
+            yield memory_of(
                 frugal, forecast.facts, elements, alive, device=forecast.fleet.device, efficiency=forecast.efficiency
             ).peak_bytes
-            for frugal in self._frugal(twig)
-        )
 
     def _frugal(self, twig: Candidate) -> Iterator[Candidate]:
-        """Its leaves that need least, of each stage of ZeRO. They may not be legal; no legal one needs less."""
-        yield twig
+        """Its leaves that need least, of each stage of ZeRO, the last first. They may not be legal; no legal one needs
+        less."""
         if twig.replicas > 1:
-            for zero in self._grid.zero:
+            for zero in reversed(self._grid.zero):
                 own = [o for o in self._grid.offload if zero == 3 or "parameters" not in o]
                 offload = max(own, key=len, default=()) if self._forecast.fleet.device.is_accelerator else ()
                 params = "bf16" if zero == 3 and "bf16" in self._grid.params else "fp32"
                 yield twig.but(dp_replicate=1, dp_shard=twig.replicas, zero=zero, offload=offload, params=params)
+        yield twig
 
     def leaf_seconds(self, leaf: Candidate, *, twig_seconds: float) -> float:
         """All but what is gathered and added up in every microbatch."""

@@ -90,7 +90,7 @@ class Candidate:
     @cached_property
     def family(self) -> str:
         """Its kind among layouts: the one model axis it has, `mixed` with several, or how its data axes share."""
-        axes = [axis for axis in MODEL_AXES if getattr(self, axis) > 1]
+        axes = [axis for axis, size in zip(MODEL_AXES, (self.pp, self.tp, self.cp, self.ep), strict=True) if size > 1]
         if axes:
             return axes[0] if len(axes) == 1 else "mixed"
         if self.dp_shard == 1:

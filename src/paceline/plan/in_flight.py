@@ -106,7 +106,7 @@ def slowest(each: Sequence[float], *, schedule: str, ranks: int) -> float:
     all wait for the slowest of each.
     """
     if schedule in LOOPED:
-        return sum(max(each[start : start + ranks]) for start in range(0, len(each), ranks))
+        return sum([max(each[start : start + ranks]) for start in range(0, len(each), ranks)])
     if schedule == "zbv":
-        return max(each[rank] + each[2 * ranks - 1 - rank] for rank in range(ranks))
-    return max(sum(each[rank::ranks]) for rank in range(ranks))
+        return max([each[rank] + each[2 * ranks - 1 - rank] for rank in range(ranks)])
+    return max(each) if len(each) == ranks else max([sum(each[rank::ranks]) for rank in range(ranks)])

@@ -82,6 +82,7 @@ class _Walk:
     best: dict[str, Estimate] = field(default_factory=dict)
     num_estimates: int = 0
     num_nodes: int = 0
+    _beaten: dict[str, tuple[float, float]] = field(default_factory=dict)
     _heap: list[tuple[float, int, int, Candidate]] = field(default_factory=list)
     _turn: Iterator[int] = field(default_factory=count)
 
@@ -112,7 +113,7 @@ class _Walk:
             self._push(max(bound, self.bounds.twig_seconds(twig)), 2, twig)
 
     def _grow_twig(self, bound: float, twig: Candidate) -> None:
-        if self.bounds.twig_bytes(twig) * _ROUNDING > self.forecast.fleet.device.memory_bytes:
+        if not self.bounds.may_fit(twig, self.forecast.fleet.device.memory_bytes / _ROUNDING):
             return
         for leaf in leaves(twig, self.forecast.facts, self.forecast.fleet, self.grid):
             self._push(self.bounds.leaf_seconds(leaf, twig_seconds=bound), _LEAF, leaf)
@@ -125,6 +126,7 @@ class _Walk:
         other = self.best.get(leaf.family)
         if found.fits and (other is None or key_of(found) < key_of(other)):
             self.best[leaf.family] = found
+            self._beaten[leaf.family] = found.step_seconds, _ROUNDING * self.forecast.longer(leaf.family)
 
     def _push(self, bound: float, level: int, node: Candidate) -> None:
         self.num_nodes += 1
@@ -137,8 +139,8 @@ class _Walk:
             families: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
         else:
             families = (node.family,)
-        bound *= _ROUNDING
-        return all(
-            family in self.best and bound * self.forecast.longer(family) > self.best[family].step_seconds
-            for family in families
-        )
+        for family in families:
+            seconds, longer = self._beaten.get(family, (float("inf"), 1.0))
+            if bound * longer <= seconds:
+                return False
+        return True
