@@ -16,12 +16,13 @@ from paceline.measure.moments import moment_bytes
 FORWARD, BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 NEAR = 0.06
 
-needs_avx512 = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available(),
-    reason="the table is of processors with AVX-512",
+needs_table = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX512", "AVX2") or not torch.backends.mkldnn.is_available(),
+    reason="the table is of processors with AVX-512 or AVX2",
 )
 needs_bfloat16 = pytest.mark.skipif(
-    not torch.cpu._is_avx512_bf16_supported(), reason="products of bfloat16 go another way without them"
+    torch.backends.cpu.get_cpu_capability() == "AVX512" and not torch.cpu._is_avx512_bf16_supported(),
+    reason="of those with AVX-512 the table is of such as have products of bfloat16",
 )
 
 # source, weight, and what differs from one step without padding
@@ -96,7 +97,7 @@ def calls(source: Any, weight: Any, more: dict[str, Any], dtype: torch.dtype) ->
         yield BACKWARD, (gradient, given, weights, [found], *rest, wanted)
 
 
-@needs_avx512
+@needs_table
 @pytest.mark.parametrize(("source", "weight", "more", "dtype"), WAYS, ids=lambda value: str(value).replace(" ", ""))
 def test_table_says_what_the_allocator_gave_out(
     source: Any, weight: Any, more: dict[str, Any], dtype: torch.dtype, tmp_path: Path
@@ -107,7 +108,7 @@ def test_table_says_what_the_allocator_gave_out(
         assert said == pytest.approx(held, rel=NEAR), (operation, args[-1])
 
 
-@needs_avx512
+@needs_table
 def test_gradient_that_lies_otherwise_is_copied_first(tmp_path: Path) -> None:
     _, _, (operation, args) = calls((8, 24, 64, 64), (10, 24, 1, 1), {}, torch.float32)
     turned = args[0].contiguous(memory_format=torch.channels_last)

@@ -1,16 +1,20 @@
 """What a convolution holds within itself on a CPU, by the way in which oneDNN computes it there.
 
-Seen in the allocator's account of single calls, with AVX-512 and bfloat16 products. Four ways:
+Seen in the allocator's account of single calls, with AVX-512 and bfloat16 products, and with AVX2. Four ways:
 
-- *in blocks*, float32: operands and results are copied into blocks of 16 channels, what is left over filled up;
+- *in blocks*, float32: operands and results are copied into blocks of 16 channels, of 8 without AVX-512, what is left
+  over filled up;
 - *in rows*, bfloat16, and whatever goes from a smaller picture to a larger by strides: copied with their channels last,
   and results once more on their way back;
 - *as it lies*: channels are last already, weights alone are copied;
-- *unfolded*, torch's own: single pictures that are small, and kernels of one element in one thread.
+- *unfolded*, torch's own: single pictures that are small, kernels of one element in one thread, and without AVX-512
+  all bfloat16 (`unfolded`).
 """
 
 import math
 from dataclasses import dataclass
+
+from paceline.measure.unfolded import Unfolded
 
 _BLOCK, _HALF_BLOCK, _FEW = 16, 8, 3
 _SMALL = 20480  # elements of a single picture below which torch does it itself
@@ -40,9 +44,13 @@ class Convolution:
     item_bytes: int
     channels_last: bool
     threads: int
+    block: int = _BLOCK
+    """Channels of a block: numbers of float32 in a register."""
 
     def forward_bytes(self) -> int:
         """The most at once, its result included."""
+        if self._is_narrow:
+            return self._narrow.forward_bytes()
         found = self._pictures(self.found, self.sides_found)
         if self.is_unfolded:
             return found + self._unfolded_bytes()
@@ -58,8 +66,10 @@ class Convolution:
         extra = wide if self.transposed and self.has_bias else 0
         return max(extra + read + self._wide_weights() + wide, wide + found)
 
-    def backward_bytes(self, *, source: bool, weight: bool) -> int:
+    def backward_bytes(self, *, source: bool, weight: bool, bias: bool) -> int:
         """The same of its gradients; which of them are asked for."""
+        if self._is_narrow:
+            return self._narrow.backward_bytes(source=source, weight=weight, bias=bias)
         results = self._pictures(self.given, self.sides) if source else 0
         if self.is_unfolded:
             return results + self._weights(self.given, self.found) * weight + self._unfolded_bytes()
@@ -92,6 +102,19 @@ class Convolution:
         return one or (self.groups == 1 and small)
 
     @property
+    def _is_narrow(self) -> bool:
+        return self.item_bytes < _FLOAT_BYTES and self.block < _BLOCK
+
+    @property
+    def _narrow(self) -> Unfolded:
+        dilated = any(each != 1 for each in self.dilation)
+        return Unfolded(
+            images=self.images, given=self.given, found=self.found, sides=self.sides, sides_found=self.sides_found,
+            kernel=self.kernel, is_plain=not self.is_strided and not any(self.padding), is_dilated=dilated,
+            groups=self.groups, transposed=self.transposed, item_bytes=self.item_bytes,
+        )  # fmt: skip
+
+    @property
     def is_strided(self) -> bool:
         """Whether pictures become smaller, or larger."""
         return any(each != 1 for each in self.stride)
@@ -104,7 +127,7 @@ class Convolution:
         """`grows`: from the smaller of two pictures to the larger."""
         if self.item_bytes != _FLOAT_BYTES:
             return self.groups != self.given or self.groups == 1
-        return grows and self.is_strided and self.groups == 1
+        return grows and self.is_strided and (self.groups == 1 or self.block < _BLOCK)
 
     def _of_source_bytes(self) -> int:
         result = self._pictures(self.given, self.sides)
@@ -122,6 +145,8 @@ class Convolution:
         own = self._weights(self.given, self.found)
         if self.kernel[-1] > _WIDEST:
             return 5 * own + self._unfolded_bytes() // self.images
+        if self.block < _BLOCK and (len(self.sides) > 2 or any(each != 1 for each in self.dilation)):
+            return 5 * own + self.given * math.prod((*self.kernel, *self.sides_found[-2:])) * self.item_bytes
         read = 0
         if self.given > _FEW or self.groups > 1 or self.transposed:
             wide = _HALF_BLOCK if self.given <= _HALF_BLOCK and self.groups == 1 else self._block(self.given)
@@ -174,7 +199,7 @@ class Convolution:
         return self._weights(self._block(self.given), self._block(self.found))
 
     def _block(self, channels: int) -> int:
-        return channels if self.groups > 1 else _up(channels, _BLOCK)
+        return channels if self.groups > 1 else _up(channels, self.block)
 
 
 def _up(number: int, multiple: int) -> int:

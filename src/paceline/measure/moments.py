@@ -4,6 +4,7 @@ oneDNN turns the operands of a convolution into an order of its own and back; gl
 reduces. On a GPU the first is a workspace that the reserve covers, and nccl copies nothing.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def moment_bytes(func: Any, args: Any, *, threads: int = 1) -> int:
     call = _read(args[1], args[2], args[3] or None, args[4:10], threads)
     in_order = gradient.is_contiguous() or (call.channels_last and _is_channels_last(gradient))
     copied = 0 if in_order else int(gradient.nbytes)
-    return copied + call.backward_bytes(source=wanted[0], weight=wanted[1])
+    return copied + call.backward_bytes(source=wanted[0], weight=wanted[1], bias=wanted[2])
 
 
 def _read(source: Tensor, weight: Tensor, bias: Any, rest: Any, threads: int) -> Convolution:
@@ -49,7 +50,14 @@ def _read(source: Tensor, weight: Tensor, bias: Any, rest: Any, threads: int) ->
         item_bytes=source.element_size(),
         channels_last=_is_channels_last(source),
         threads=threads,
+        block=_block(),
     )
+
+
+@cache
+def _block() -> int:
+    """Numbers of float32 in a register of this machine's."""
+    return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 
 
 def _is_channels_last(source: Tensor) -> bool:
