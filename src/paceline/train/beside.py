@@ -91,13 +91,17 @@ def helped(make: Callable[[], object]) -> Iterator[Helper | None]:
     except OSError:
         child = -1
     if child == 0:
+        here.close()
         _live(make, there, parent)
     there.close()
     helper = Helper(child, here) if child > 0 else None
     try:
         yield helper
     finally:
-        here.close() if helper is None else helper.leave()
+        if helper is None:
+            here.close()
+        else:
+            helper.leave()
 
 
 def can_fork() -> bool:

@@ -74,7 +74,7 @@ class Chain:
         Raises:
             PacelineError: what the run itself would refuse.
         """
-        way = self._near(settings, plan, blocks)
+        way = self.way(settings, plan, blocks)
         try:
             found = None if way is None else self._carried_on(settings, plan, blocks, way)
         except Exception as error:
@@ -90,18 +90,11 @@ class Chain:
 
     def way(self, settings: Settings, plan: Plan, blocks: Sequence[int]) -> _Way | None:
         """None where the whole is replayed."""
-        way = self._near(settings, plan, blocks)
-        return way if way is not None and self.tells else None
-
-    def _near(self, settings: Settings, plan: Plan, blocks: Sequence[int]) -> _Way | None:
-        """The way where few blocks tell of all."""
         way = _way(settings, plan, blocks)
-        return way if way is not None and self.largest > _least(plan) and self.__dict__.get("tells", True) else None
+        return way if way is not None and self.largest > _least(plan) and self.tells else None
 
     def _carried_on(self, settings: Settings, plan: Plan, blocks: Sequence[int], way: _Way) -> list[Replayed] | None:
-        """None where few are not enough after all."""
-        if not self.tells:
-            return None
+        """None where few are not enough after all. A helper has the deeper half of the replays."""
         depths = _depths(way)
         half = (len(depths) + 1) // 2 if self.helper else len(depths)
         far = self._begun("runs", settings, plan, depths[half:]) if depths[half:] else list
