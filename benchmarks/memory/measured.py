@@ -11,7 +11,8 @@ A row says what was asked (`name`, `family`, `layout`, `ranks`, `global_batch`, 
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,8 @@ def measure(setting: Setting) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         common = Common(ranks=setting.ranks, layout=setting.layout, device="cpu", run_dir=folder, quiet=True)
         task = make_task("compare", f"benchmarks.memory.jobs:{setting.family}", common, [*_OWN, *setting.overrides])
-        _show_workers_the_way()
-        answer = execute(task, entry=ENTRY, common=common)
+        with _workers_shown_the_way():
+            answer = execute(task, entry=ENTRY, common=common)
         found = read_answer(task, "compare")
     if found is None:
         raise Failed(setting=setting, screen=_words(answer))
@@ -106,8 +107,13 @@ def _words(answer: Answer) -> str:
     return answer.screen or f"exit code {answer.exit_code}"
 
 
-def _show_workers_the_way() -> None:
+@contextmanager
+def _workers_shown_the_way() -> Iterator[None]:
     """They import this package too, from the checkout."""
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if str(_ROOT) not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, paths)])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, (before or "").split(os.pathsep))])
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONPATH"]
+        os.environ.update({} if before is None else {"PYTHONPATH": before})

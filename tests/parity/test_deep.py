@@ -10,12 +10,13 @@ from benchmarks.memory.measured import Setting
 from torch import nn
 
 import paceline as pl
+from paceline.measure.hollow import Hollow
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.train import beside, deep
 from paceline.train.ready import Ready, prepare
 from paceline.train.replay import replay
-from paceline.train.shallow import built_once
+from paceline.train.shallow import blocks_of, built_once
 from paceline.verbs.running import Common, make_task
 
 WIDE: dict[str, Any] = {"width": 2048, "heads": 16, "length": 64, "vocabulary": 256}
@@ -215,20 +216,21 @@ def test_weights_that_are_not_trained_do_not_travel_alone() -> None:
 
 
 def test_half_of_it_is_done_by_a_helper(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = ready_for("llama", "pp=2", ranks=2, device="cuda", **{**WIDE, "depth": 32})
-    settings, seen = cut(ready.settings, (16, 16)), list[tuple[int, ...]]()
-    alone = deep.Chain(ready.job, settings).replay(settings, ready.plan, (16, 16))
+    ready = ready_for("llama", "single", ranks=1, device="cuda", **WIDE, depth=14)
+    monkeypatch.setattr(deep, "tells_of_all", lambda *_: True)
+    given, seen = (ready.settings, ready.plan, (14,)), list[int]()
 
-    def heard(job: Any, own: Settings, *given: Any, **more: Any) -> Any:
-        seen.append(own.place.stages)
-        return replay(job, own, *given, **more)
+    def heard(job: pl.Job, *rest: Any, **more: Any) -> Any:
+        with Hollow():
+            seen.append(len(blocks_of(job.model())))
+        return replay(job, *rest, **more)
 
     monkeypatch.setattr(beside, "can_fork", lambda: True)
-    with beside.helped(partial(deep.Chain, ready.job, settings)) as helper:
+    with beside.helped(partial(deep.Chain, ready.job, ready.settings)) as helper:
         monkeypatch.setattr(deep, "replay", heard)
         assert helper is not None
-        assert deep.Chain(ready.job, settings, helper).replay(settings, ready.plan, (16, 16)) == alone
-        assert seen == [(4, 4)]
+        found = deep.Chain(ready.job, ready.settings, helper).replay(*given)
+        assert seen == [4]
         helper.leave()
-        assert deep.Chain(ready.job, settings, helper).replay(settings, ready.plan, (16, 16)) == alone
-        assert seen[1:][-2:] == [(4, 4), (5, 5)]
+        assert deep.Chain(ready.job, ready.settings, helper).replay(*given) == found
+        assert seen == [4, 4, 5]
