@@ -2,11 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ class Shop:
     """A folder with a job in it, and the command."""
 
     path: Path
+    started: "list[subprocess.Popen[str]]" = field(default_factory=list)
 
     def run(self, *words: str, timeout: float = 120, environ: dict[str, str] | None = None) -> Ended:
         """Run `paceline WORDS` here."""
@@ -115,7 +117,7 @@ class Shop:
 
     def start(self, *words: str, environ: dict[str, str] | None = None) -> "subprocess.Popen[str]":
         """Start `paceline WORDS` here and don't wait; its steps pause, to leave the processors to the other tests."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             self.command(*words),
             cwd=self.path,
             env=self.environ({"PAUSE": "0.004", **(environ or {})}),
@@ -124,6 +126,16 @@ class Shop:
             text=True,
             start_new_session=True,
         )
+        self.started.append(process)
+        return process
+
+    def end(self) -> None:
+        """What a test that failed did not wait for is not left to take the time of the others."""
+        for process in self.started:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate(timeout=60)
 
     def train(self, run: str, *words: str, ranks: int = 2, steps: int = 12, timeout: float = 120) -> Ended:
         """Train the job into `run`."""
@@ -169,11 +181,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Shop:
+def shop(tmp_path: Path) -> Iterator[Shop]:
     """A fresh folder with the small job."""
     shop = Shop(tmp_path)
     shop.write("job.py", SMALL_JOB)
-    return shop
+    yield shop
+    shop.end()
 
 
 @pytest.fixture(scope="session", autouse=True)
