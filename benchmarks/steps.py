@@ -5,7 +5,7 @@
     python benchmarks/steps.py --read steps.jsonl                 # the figures of what was measured before
     python benchmarks/steps.py --ranks 2 --line 100mbit --only 'llama*'    # as root: ranks in two network namespaces
 
-Every job is planned on its own (probe kept, layouts timed for 40 s at most); then the best of each family and what was
+Every job is planned on its own (probe kept, layouts timed for 60 s at most); then the best of each family and what was
 timed to be nearly as quick run as `paceline train`, twice, in turn. A step is the median of what the run itself logged,
 without the first ones. The noise is how far the two runs are apart.
 """

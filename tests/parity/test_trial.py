@@ -143,6 +143,60 @@ def test_a_layout_that_is_refused_is_told_and_the_others_are_timed() -> None:
     assert isinstance(found["good"], Timed) and isinstance(found["bad"], str)
 
 
+def test_it_ends_sooner_where_steps_are_many() -> None:
+    ready = ready_of("tests.parity.test_trial:slow", "--job.depth=1")
+    began = time.monotonic()
+    found = time_layouts(ready, [one("short", micro=4)], depths=[], world=World.alone(), seconds=6.0)["short"]
+    assert isinstance(found, Timed) and found.steps >= 24
+    assert 4.0 <= time.monotonic() - began < 6.0
+    ready = ready_of("tests.parity.test_trial:slow", "--job.depth=40")
+    began = time.monotonic()
+    found = time_layouts(ready, [one("long", micro=4)], depths=[], world=World.alone(), seconds=3.0)["long"]
+    assert isinstance(found, Timed) and found.steps < 24
+    assert time.monotonic() - began >= 3.0
+
+
+def test_what_is_far_behind_is_left_after_its_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.train import trial as module
+
+    ready = ready_of("tests.parity.test_trial:slow", "--job.depth=1")
+    tries = [one("quick", micro=4), one("slow", micro=1)]  # one sleep in a step, and four
+    monkeypatch.setattr(module, "_FAR", (9.0, 2.5))
+    found = time_layouts(ready, tries, depths=[], world=World.alone(), seconds=2.0)
+    assert [one.steps for one in found.values() if isinstance(one, Timed)][1:] == [1]
+    monkeypatch.setattr(module, "_FAR", (9.0, 9.0))
+    found = time_layouts(ready, tries, depths=[], world=World.alone(), seconds=2.0)
+    assert [one.steps for one in found.values() if isinstance(one, Timed)][1:] != [1]
+
+
+def test_the_middle_of_two_is_the_shorter_one() -> None:
+    from paceline.train.trial import _middle
+
+    assert [_middle(own) for own in ([3.0], [3.0, 2.0], [3.0, 1.0, 2.0], [1.0, 2.0, 3.0, 9.0])] == [3.0, 2.0, 2.0, 2.5]
+
+
+def test_what_the_probe_leaves_of_a_minute_is_for_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.verbs import plan as module
+
+    clock = [0.0]
+
+    class Found:
+        class fleet:
+            as_json = dict
+
+    def probed(taking: float) -> None:
+        monkeypatch.setattr(module, "machine_here", lambda **_: clock.__setitem__(0, clock[0] + taking) or Found)
+
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    task = make_task("plan", "tests.zoo:llama", Common(ranks=1, device="cpu", quiet=True), [])
+    left = []
+    for taking in (0.0, 20.0, 50.0):
+        probed(taking)
+        left.append(module._here(task, None)["seconds"])
+    assert left == [60.0, 40.0, 30.0]
+    assert module._here(task, 8.0)["seconds"] == 8.0
+
+
 @pytest.mark.soak
 def test_plan_here_times_layouts_and_says_so(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "paceline", "plan", "tests.zoo:llama", "--cluster", "here", "--ranks", "2"]

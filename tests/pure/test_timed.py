@@ -9,7 +9,7 @@ from paceline.plan.advice import advice_of
 from paceline.plan.estimate import Timed
 from paceline.plan.grid import Grid, candidates
 from paceline.plan.search import search
-from paceline.plan.timed import MOST, retimed, shortlist, try_of
+from paceline.plan.timed import MOST, in_turn, retimed, shortlist, try_of
 from paceline.spec.layout import parse_layout
 from tests.pure.drawn_plans import forecast
 
@@ -29,6 +29,19 @@ def test_the_best_of_every_family_is_timed_and_the_quickest_first(seed: int) -> 
     assert all(quickest[family] == pytest.approx(one.step_seconds) for family, one in plain.items())
     assert [one.step_seconds for one in found] == sorted(one.step_seconds for one in found)
     assert len({str(one.candidate) for one in found}) == len(found) <= max(MOST, len(best))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_time_goes_first_to_one_of_each_family_that_may_be_the_quickest(seed: int) -> None:
+    drawn, grid = forecast(seed)
+    found = shortlist(drawn, grid=grid)
+    turns = in_turn(found[::-1])
+    near = {one.candidate.family for one in found if one.step_seconds <= 1.6 * found[0].step_seconds}
+    first, rest = turns[: len(near)], turns[len(near) :]
+    assert {one.candidate.family for one in first} == near
+    for own in (first, rest):
+        assert [one.step_seconds for one in own] == sorted(one.step_seconds for one in own)
+    assert sorted(map(str, (one.candidate for one in turns))) == sorted(map(str, (one.candidate for one in found)))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

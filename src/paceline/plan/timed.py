@@ -57,6 +57,14 @@ def shortlist(forecast: Forecast, *, grid: Grid | None = None, most: int = MOST)
     return sorted(chosen, key=key_of)
 
 
+def in_turn(options: Sequence[Estimate]) -> list[Estimate]:
+    """In the order to time them, as time may run out: first the best of each family that may be the quickest."""
+    ordered = sorted(options, key=key_of)
+    near = [one for one in ordered if one.step_seconds <= _NEAR * ordered[0].step_seconds]
+    best = {one.candidate.family: one for one in reversed(near)}
+    return sorted(ordered, key=lambda one: best.get(one.candidate.family) is not one)
+
+
 def _kept(candidate: Candidate) -> Candidate:
     """The same where nothing is computed again: where that fits too, it is the quicker one."""
     return replace(candidate, remat="none")

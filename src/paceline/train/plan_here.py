@@ -18,7 +18,7 @@ from paceline.plan.grid import Grid
 from paceline.plan.hardware import Fleet, fleet_of
 from paceline.plan.here import fleet_here
 from paceline.plan.judged import judge
-from paceline.plan.timed import Try, retimed, shortlist, try_of
+from paceline.plan.timed import Try, in_turn, retimed, shortlist, try_of
 from paceline.store.runs import ROOT
 from paceline.survive.short import is_shortage, only_new
 from paceline.train.beside import Helper, NoAnswer
@@ -150,7 +150,7 @@ def _timed(
     ready: Ready, options: Sequence[Estimate], depths: Sequence[int], *, world: World, seconds: float
 ) -> tuple[list[Estimate], dict[Candidate, str]]:
     """Those of rank 0's options that can be had, with what their steps took; and the others, with why."""
-    told, depths = world.share_json([[try_of(one).as_json() for one in options], list(depths)])
+    told, depths = world.share_json([[try_of(one).as_json() for one in in_turn(options)], list(depths)])
     found = time_layouts(ready, [Try(**one) for one in told], depths=depths, world=world, seconds=seconds)
     lost = {one.candidate: why for one in options if isinstance(why := found.get(str(one.candidate)), str)}
     had = [one for one in options if one.candidate not in lost]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
-from statistics import fmean, median_low, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any
 
 import torch
@@ -28,12 +28,12 @@ from paceline.world import Place, World
 _ROOM = 0.5  # of a rank's memory, for all that is timed together
 _BUILD_SHARE = 0.7  # of the seconds, to make what is timed
 _OVER = 2  # times the seconds, after which nothing more is begun
-_UNSEEN = 2  # of its first steps
 _VISIT_SECONDS, _MOST_A_VISIT = 0.15, 5
 _LONG = 0.2  # seconds of a step to which it is all one what the caches hold
 _ON_END = 4  # steps without a word between, over a link: stages of a pipeline are in two steps at once
 _FEW, _MORE = 12, 3  # a model's blocks by these are left, where it is cut
-_FAR = 4.0  # times as long as another, in its first steps: no second one
+_FAR = (4.0, 2.5)  # times as long as another, in its first steps: no further one
+_SOON, _MANY = 2 / 3, 24  # of the seconds, after which so many steps of each that is not hopeless are enough
 _LEAST = 4  # steps that tell how far apart they are
 _HOPELESS = (1.8, 1.3, 1.2)  # times as long as the quickest, by how often all were visited: no closer look
 
@@ -57,12 +57,12 @@ class _Trial:
             torch.cuda.synchronize(self.built.world.device)
         return time.perf_counter() - began
 
-    def begin(self, most: float) -> None:
-        """Steps until its memory is laid out as in a run, and the first that count; of what takes longer than `most`
-        seconds one alone, which says so."""
-        for _ in range(_UNSEEN):
+    def begin(self, quickest: float) -> None:
+        """Steps until its memory is laid out as in a run, and the first that count; of what is far behind the
+        `quickest` one alone, which says so."""
+        for far in _FAR:
             self.usual = self.step()
-            if self.built.world.share_json(self.usual > most):
+            if self.built.world.share_json(self.usual > far * quickest):
                 self.seconds = [self.usual]
                 return
         self.visit()
@@ -93,7 +93,8 @@ def time_layouts(
 
     `depths` are the lengths of the model's lists of like blocks, none where nothing can be left out of them. As many
     layouts as have room beside each other take their turns, so that what disturbs the machine disturbs all of them.
-    They are made in their order; what is not ready within its part of `seconds` is left out.
+    They are made in their order; what is not ready within its part of `seconds` is left out. Where steps are short it
+    ends sooner.
     """
     found: dict[str, Timed | str] = {}
     began, groups = time.monotonic(), list(_groups(tries))
@@ -130,7 +131,7 @@ def _timed_together(
                 trials += _made(ready, one, depths, world=world, before=trials)
             except PacelineError as error:
                 errors[one.candidate] = error.what
-        _take_turns(trials, depths, world=world, ends=began + seconds)
+        _take_turns(trials, depths, world=world, soon=began + _SOON * seconds, ends=began + seconds)
         every = world.gather_json([trial.seconds for trial in trials])
         steps = [[max(step) for step in zip(*of_ranks, strict=True)] for of_ranks in zip(*every, strict=True)]
         looked = [(trial.candidate, trial.blocks, own) for trial, own in zip(trials, steps, strict=True)]
@@ -141,19 +142,20 @@ def _timed_together(
     return {**_told(looked, depths), **errors}
 
 
-def _take_turns(trials: Sequence[_Trial], depths: Sequence[int], *, world: World, ends: float) -> None:
-    """Round after round, until the time is over; what is hopeless is not visited any more."""
+def _take_turns(trials: Sequence[_Trial], depths: Sequence[int], *, world: World, soon: float, ends: float) -> None:
+    """Round after round, until the time is over, or steps are many; what is hopeless is not visited any more."""
     for visits in count():
         found = _told([(trial.candidate, trial.blocks, trial.seconds) for trial in trials], depths)
         quickest = min((one.seconds for one in found.values()), default=0.0)
         most = _HOPELESS[min(visits, len(_HOPELESS) - 1)] * quickest
         alive = world.share_json([name for name, one in found.items() if one.seconds <= most])
-        for trial in trials:
-            if trial.candidate in alive:
-                if world.share_json(time.monotonic() > ends):
-                    return
-                trial.visit()
-        if not trials:
+        going = [trial for trial in trials if trial.candidate in alive]
+        until = soon if all(len(trial.seconds) >= _MANY for trial in going) else ends
+        for trial in going:
+            if world.share_json(time.monotonic() > until):
+                return
+            trial.visit()
+        if not going:
             return
 
 
@@ -170,7 +172,7 @@ def _made(ready: Ready, one: Try, depths: Sequence[int], *, world: World, before
         blocks = sum(depths) if most is None else sum(min(most, depth) for depth in depths)
         built = build(job=job, settings=settings, plan=plan, world=world)
         trial = _Trial(candidate=one.candidate, blocks=blocks, built=built, batches=_batches(built))
-        trial.begin(_FAR * min((other.usual for other in before if other.blocks == blocks), default=inf))
+        trial.begin(min((other.usual for other in before if other.blocks == blocks), default=inf))
         yield trial
 
 
@@ -216,7 +218,7 @@ def _told(looked: Sequence[tuple[str, int, Sequence[float]]], depths: Sequence[i
 
 def _timed(looks: Mapping[int, Sequence[float]], whole: int) -> Timed:
     blocks = sorted(looks)
-    middle = [median_low(looks[one]) for one in blocks]  # what disturbs a step makes it longer
+    middle = [_middle(looks[one]) for one in blocks]
     seconds = middle[-1]
     if len(blocks) == 2:
         each = (middle[1] - middle[0]) / (blocks[1] - blocks[0])
@@ -227,6 +229,11 @@ def _timed(looks: Mapping[int, Sequence[float]], whole: int) -> Timed:
         steps=sum(map(len, looks.values())),
         blocks=tuple(blocks),
     )
+
+
+def _middle(seconds: Sequence[float]) -> float:
+    """What disturbs a step makes it longer, so of two the shorter one."""
+    return median(seconds) if len(seconds) > 2 else min(seconds)
 
 
 def _spread(seconds: Sequence[float]) -> float:

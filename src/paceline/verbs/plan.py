@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from paceline.verbs.running import Answer, Common, execute, make_task, read_answ
 from paceline.watch.planned import write_plan
 
 ENTRY = "paceline.train.plan_run:plan"
-TRIAL_SECONDS = 40.0  # to time layouts on this machine, beside the probe
+_CALIBRATION_SECONDS = 60.0  # the probe and layouts that are timed, where nobody says how long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,8 @@ class PlanOptions:
     """Processes on this machine, where the cluster is `here`."""
     device: str = "auto"
     """auto, cpu or cuda, where the cluster is `here`."""
-    seconds: float = TRIAL_SECONDS
-    """For timing layouts, where the cluster is `here`; 0 takes what the probe forecasts."""
+    seconds: float | None = None
+    """For timing layouts, where the cluster is `here`, at most; 0 takes what the probe forecasts. 60 with the probe."""
     config: Path | None = None
     """A TOML file of settings."""
     run_dir: str | None = None
@@ -88,7 +89,7 @@ def plan(
     layouts: Sequence[str] = (),
     against: str | Path | None = None,
     page: str | Path | None = None,
-    seconds: float = TRIAL_SECONDS,
+    seconds: float | None = None,
     common: Common | None = None,
     overrides: Sequence[str] = (),
 ) -> Answer:
@@ -96,8 +97,9 @@ def plan(
 
     `job` is a job, or a Hugging Face config: a folder with config.json, or `transformers:LlamaConfig`. `cluster` is
     `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. What is here is probed once, and layouts
-    are timed for so many `seconds`. `layouts` are judged in place of a search, and told apart from the first; `against`
-    is another plan.json to be told apart from. `page` is an HTML file to write.
+    are timed for at most so many `seconds`: by default what the probe leaves of a minute. `layouts` are judged in place
+    of a search, and told apart from the first; `against` is another plan.json to be told apart from. `page` is an HTML
+    file to write.
 
     Raises:
         UsageError, Problems: a cluster or a setting that can't be read, all of it at once.
@@ -122,7 +124,8 @@ def plan(
     options = {"fleet": fleet.as_json()} if fleet is not None else {"here": _here(task, seconds)}
     task = with_run(replace(task, options={**options, "layouts": named}), resume=None)
     if not common.quiet:
-        more = f", and layouts timed for {seconds:g} s" if fleet is None and seconds else ""
+        left = options["here"]["seconds"] if fleet is None else 0.0
+        more = f", and layouts timed for {left:.0f} s at most" if left else ""
         say(f"planning: the model's numbers, the search, the best ones replayed{more}", sys.stderr)
     answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
     value = read_answer(task, "plan")
@@ -170,20 +173,23 @@ def _refuse_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> None:
     raise_all(problems)
 
 
-def _refuse_seconds(seconds: float) -> None:
-    if not 0 <= seconds < math.inf:
+def _refuse_seconds(seconds: float | None) -> None:
+    if seconds is not None and not 0 <= seconds < math.inf:
         what = f"--seconds {seconds:g} is no time to measure in."
         raise UsageError(what, hint="--seconds 20; 0 times nothing")
 
 
-def _here(task: Task, seconds: float) -> dict[str, Any]:
+def _here(task: Task, seconds: float | None) -> dict[str, Any]:
     """What a probe found of this machine; where a launcher has started the ranks, they find it themselves."""
-    own: dict[str, Any] = {"seconds": seconds}
     joined = detect(os.environ)
     if joined is not None:
-        local = joined.local_world_size
-        return own | {"probe_seconds": PROBE_SECONDS, "ranks_per_node": local, "node_bytes": node_memory(task.device)}
-    return own | {"fleet": machine_here(ranks=task.ranks, device=task.device).fleet.as_json()}
+        local, left = joined.local_world_size, _CALIBRATION_SECONDS - PROBE_SECONDS
+        own = {"probe_seconds": PROBE_SECONDS, "ranks_per_node": local, "node_bytes": node_memory(task.device)}
+        return {"seconds": left if seconds is None else seconds, **own}
+    began = time.monotonic()
+    fleet = machine_here(ranks=task.ranks, device=task.device).fleet.as_json()
+    left = max(_CALIBRATION_SECONDS - (time.monotonic() - began), _CALIBRATION_SECONDS / 2)
+    return {"seconds": left if seconds is None else seconds, "fleet": fleet}
 
 
 def _corrected(fleet: Fleet) -> Iterator[str]:
