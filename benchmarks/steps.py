@@ -32,7 +32,7 @@ sys.path.insert(0, str(HERE.parent))
 from benchmarks.sites import ADDRESSES, ENDS, PORT, SPACES, line  # noqa: E402
 
 _PASSES, _WARM = 2, 4
-_SECONDS = 2.0  # of timed steps in a run
+_SECONDS = 5.0  # of timed steps in a run
 _FEWEST, _MOST = 6, 60  # steps
 _NEAR, _ROWS = 1.2, 5  # times the quickest; layouts
 _FAR = 1.8  # times the quickest, after which nobody asks
