@@ -124,9 +124,7 @@ def plan(
     options = {"fleet": fleet.as_json()} if fleet is not None else {"here": _here(task, seconds)}
     task = with_run(replace(task, options={**options, "layouts": named}), resume=None)
     if not common.quiet:
-        left = options["here"]["seconds"] if fleet is None else 0.0
-        more = f", and layouts timed for {left:.0f} s at most" if left else ""
-        say(f"planning: the model's numbers, the search, the best ones replayed{more}", sys.stderr)
+        _say_what_comes(seconds=options.get("here", {}).get("seconds", 0.0))
     answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
     value = read_answer(task, "plan")
     if value is None:
@@ -143,6 +141,11 @@ def plan(
         lines.append(page_line(Path(page), over=over))
     lines.append(f"all of it: {Path(task.run) / NAME}")
     return replace(answer, value=value, screen="\n".join(lines))
+
+
+def _say_what_comes(*, seconds: float) -> None:
+    more = f", and layouts timed for {seconds:.0f} s at most" if seconds else ""
+    say(f"planning: the model's numbers, the search, the best ones replayed{more}", sys.stderr)
 
 
 def refuse_ranks(common: Common, fleet: Fleet, *, cluster: str) -> None:
