@@ -16,12 +16,15 @@ from paceline.place.remat import remat
 from paceline.spec.remat import parse_remat
 
 RANKS = 2
+HEADERS = 20 + 32  # bytes of a packet on the loopback: IPv4, and TCP with its time stamps
 
 
 def wire() -> int:
+    """Bytes that were sent, without the headers: a busy machine sends smaller packets, and so more of them."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         if line.strip().startswith("lo:"):
-            return int(line.split()[9])
+            sent, packets = map(int, line.split()[9:11])
+            return sent - HEADERS * packets
     return 0
 
 

@@ -116,7 +116,7 @@ def test_every_byte_on_the_wire_was_counted(two_ranks: dict[str, Any]) -> None:
     for name, found in two_ranks["flows"].items():
         assert found["counted"] in (4 * MB, 8 * MB), name
         if two_ranks["alone"]:
-            # headers and acknowledgements: 0.5 % in large segments, 1.7 to 3.3 % where a busy machine sends smaller ones
+            # two barriers are counted too, and on a busy machine what is sent again
             assert found["counted"] <= found["wire"] < 1.05 * found["counted"], name
     assert two_ranks["flows"]["exchange"]["flows"]["receive"]["calls"] == 1
 
