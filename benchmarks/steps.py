@@ -8,10 +8,6 @@
 Every job is planned on its own (probe kept, layouts timed for 60 s at most); then the best of each family and what was
 timed to be nearly as quick run as `paceline train`, twice, in turn. A step is the median of what the run itself logged,
 without the first ones. The noise is how far the two runs are apart.
-
-`--keep` tells glibc's malloc, in plans and runs alike, not to give memory back that the next step takes again. In a
-virtual machine new pages are dear, and whether the end of a heap is given back differs from process to process: without
-it two runs of one layout were up to a quarter apart on one machine, and a tenth slower.
 """
 
 import argparse
@@ -40,11 +36,6 @@ _SECONDS = 5.0  # of timed steps in a run
 _FEWEST, _MOST = 6, 60  # steps
 _NEAR, _ROWS = 1.2, 5  # times the quickest; layouts
 _FAR = 1.8  # times the quickest, after which nobody asks
-_KEEP = {
-    "MALLOC_TRIM_THRESHOLD_": f"{1 << 32}",
-    "MALLOC_MMAP_THRESHOLD_": f"{1 << 32}",
-    "MALLOC_TOP_PAD_": f"{64 << 20}",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +116,9 @@ class Row:
 class Bench:
     """How commands are run: as processes of this machine, or one in each of two namespaces."""
 
-    def __init__(self, ranks: int, *, over_line: bool, keep: bool) -> None:
+    def __init__(self, ranks: int, *, over_line: bool) -> None:
         self.ranks, self.over_line = ranks, over_line
         self._environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), str(HERE.parent)])}
-        self._environ |= _KEEP if keep else {}
 
     def planned(self, job: Planned) -> dict[str, Any]:
         """What `paceline plan --json` answers."""
@@ -277,14 +267,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="lines of JSON are added to it")
     parser.add_argument("--read", type=Path, help="only the figures of such a file")
     parser.add_argument("--line", default="", help="ranks in two namespaces joined by so quick a line: 100mbit")
-    parser.add_argument("--keep", action="store_true", help="malloc keeps what is freed, in plans and runs")
     asked = parser.parse_args()
     found = [json.loads(text) for text in asked.read.read_text().splitlines()] if asked.read else []
     if not asked.read:
         with line(asked.line) if asked.line else nullcontext():
             for ranks in [2] if asked.line else asked.ranks:
                 for job in (one for one in jobs() if fnmatch(str(one), asked.only)):
-                    found.append(measured(Bench(ranks, over_line=bool(asked.line), keep=asked.keep), job))
+                    found.append(measured(Bench(ranks, over_line=bool(asked.line)), job))
                     print(show(found[-1]), flush=True)
                     if asked.out:
                         with asked.out.open("a") as file:

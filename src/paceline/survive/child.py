@@ -16,6 +16,7 @@ from paceline.errors import ExitCode, PacelineError, called_exit
 from paceline.plugins import resolve
 from paceline.survive.decide import is_lost_connection
 from paceline.survive.failure import Failure, current_rank, failure_of, print_traceback, write_failure
+from paceline.survive.kept import keep_freed
 from paceline.survive.signals import stop_flag
 from paceline.talk import flush, say
 
@@ -58,6 +59,7 @@ def _script(argv: list[str]) -> int:
 
 def _guarded(body: Callable[[], int], *, threads: int, tell: Callable[[BaseException], None]) -> int:
     torch.set_num_threads(threads)
+    keep_freed(os.environ)
     stop_flag.install()
     _watch_threads(tell)
     try:
@@ -99,6 +101,7 @@ def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int, go_on: s
     """Run `entry` in a process that another launcher made; a failure goes to the standard error, and ours is last."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
+    keep_freed(os.environ)
     stop_flag.install()
     try:
         return _entered(entry, payload)

@@ -31,6 +31,7 @@ from paceline.step.generate import generate
 from paceline.step.result import StepResult
 from paceline.store.disk import read_json
 from paceline.store.hold import Hold
+from paceline.survive.kept import keep_freed
 from paceline.survive.signals import stop_flag
 from paceline.talk import say
 from paceline.train.built import job_layer
@@ -263,6 +264,7 @@ class Run:
         if stays:
             if self._exact or processes < self._task.ranks:
                 torch.set_num_threads(threads_of(self._task, exact=self._exact))
+            keep_freed(os.environ)
             stop_flag.install()
             return
         sys.exit(self._start_again(script))
