@@ -1,11 +1,13 @@
 """What a C library does with memory that was freed."""
 
 import ctypes
+import resource
 from collections.abc import Mapping
 
 import torch
 
 _KEPT = ((-3, 32 << 20), (-2, 64 << 20), (-1, -1))  # mallopt(3): M_MMAP_THRESHOLD, M_TOP_PAD, M_TRIM_THRESHOLD
+_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 
 
 def keep_freed(environ: Mapping[str, str]) -> bool:
@@ -13,9 +15,12 @@ def keep_freed(environ: Mapping[str, str]) -> bool:
 
     Whether glibc gives the heap's end back differs from process to process; where it does, a step is a tenth slower.
     What is larger than 32 MiB comes from the system each time, as without this: kept, holes would be wasted. False
-    where it was told otherwise (`MALLOC_*`), where it is another library, and with a GPU, whose memory this is not.
+    where it was told otherwise (`MALLOC_*`), where addresses are limited (`ulimit`: each thread now has 64 MiB of them,
+    used or not), where it is another library, and with a GPU, whose memory this is not.
     """
-    if any(name.startswith("MALLOC_") for name in environ) or torch.accelerator.is_available():
+    told = any(name.startswith("MALLOC_") for name in environ)
+    limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in _LIMITS)
+    if told or limited or torch.accelerator.is_available():
         return False
     try:
         return all(ctypes.CDLL(None).mallopt(name, value) == 1 for name, value in _KEPT)
