@@ -8,6 +8,9 @@
 Every job is planned on its own (probe kept, layouts timed for 60 s at most); then the best of each family and what was
 timed to be nearly as quick run as `paceline train`, twice, in turn. A step is the median of what the run itself logged,
 without the first ones. The noise is how far the two runs are apart.
+
+Seconds are given twice: as the clock says, and at the pace that the cores had meanwhile (`benchmarks.pace`), as on a
+shared host a core is a quarter slower in one minute than in the next. Order and choice are judged by the latter.
 """
 
 import argparse
@@ -17,9 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
 from itertools import combinations
 from pathlib import Path
@@ -29,6 +32,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from benchmarks.pace import Pace  # noqa: E402
 from benchmarks.sites import ADDRESSES, ENDS, PORT, SPACES, line  # noqa: E402
 
 _PASSES, _WARM = 2, 4
@@ -89,13 +93,18 @@ def jobs() -> list[Planned]:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One layout of a job: what the plan said, and what each real run took."""
+    """One layout of a job: what the plan said, and what each real run took; the cores' pace while it was timed for the
+    plan, and in each run.
+    """
 
     layout: str
     settings: Mapping[str, str]
     said: float
     spread: float
+    steps: int
     taken: Sequence[float]
+    pace: float
+    paces: Sequence[float]
 
     @property
     def seconds(self) -> float:
@@ -112,12 +121,17 @@ class Row:
         """How far the runs are apart, of their mean."""
         return (max(self.taken) - min(self.taken)) / mean(self.taken)
 
+    def paced(self) -> "Row":
+        """What it would be if the cores' pace were always that of the plan."""
+        taken = [own * self.pace / pace for own, pace in zip(self.taken, self.paces, strict=True)]
+        return replace(self, taken=taken, paces=[self.pace] * len(taken))
+
 
 class Bench:
     """How commands are run: as processes of this machine, or one in each of two namespaces."""
 
-    def __init__(self, ranks: int, *, over_line: bool) -> None:
-        self.ranks, self.over_line = ranks, over_line
+    def __init__(self, ranks: int, pace: Pace, *, over_line: bool) -> None:
+        self.ranks, self.pace, self.over_line = ranks, pace, over_line
         self._environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), str(HERE.parent)])}
 
     def planned(self, job: Planned) -> dict[str, Any]:
@@ -127,8 +141,8 @@ class Bench:
         found: dict[str, Any] = json.loads(said)
         return found
 
-    def trained(self, job: Planned, layout: str, settings: Mapping[str, str], *, guess: float) -> float:
-        """Seconds of a step of a real run."""
+    def trained(self, job: Planned, layout: str, settings: Mapping[str, str], *, guess: float) -> tuple[float, float]:
+        """Seconds of a step of a real run, and the cores' pace meanwhile."""
         steps = _WARM + min(_MOST, max(_FEWEST, round(_SECONDS / guess)))
         with tempfile.TemporaryDirectory(prefix="steps-") as folder:
             own = [f"--layout={layout}", f"--run-dir={folder}/run", f"--train.steps={steps}", "--log.every=1"]
@@ -136,8 +150,9 @@ class Bench:
             own += ["--train.check_every=0", *(f"--{name}={value}" for name, value in settings.items())]
             self._run("train", [*job.words(), *own])
             events = [json.loads(text) for text in (Path(folder) / "run/events.jsonl").read_text().splitlines()]
-        taken = [event["step_seconds"] for event in events if event["event"] == "StepDone"]
-        return median(taken[_WARM:])
+        done = [event for event in events if event["event"] == "StepDone"][_WARM - 1 :]
+        taken = median(event["step_seconds"] for event in done[1:])
+        return taken, self.pace.of(done[0]["time"], done[-1]["time"])
 
     def _run(self, verb: str, words: Sequence[str]) -> str:
         command = [sys.executable, "-W", "ignore", "-m", "paceline", verb, *words]
@@ -173,7 +188,7 @@ def measured(bench: Bench, job: Planned) -> dict[str, Any]:
     plan = bench.planned(job)
     planned_seconds = time.monotonic() - began
     chosen = _to_run(plan)
-    taken: list[list[float]] = [[] for _ in chosen]
+    taken: list[list[tuple[float, float]]] = [[] for _ in chosen]
     for _ in range(_PASSES):
         for own, one in zip(taken, chosen, strict=True):
             own.append(bench.trained(job, one["layout"], one["settings"], guess=one["step_seconds"]))
@@ -183,7 +198,10 @@ def measured(bench: Bench, job: Planned) -> dict[str, Any]:
             settings=one["settings"],
             said=one["step_seconds"],
             spread=one["spread"],
-            taken=own,
+            steps=one["steps"],
+            taken=[seconds for seconds, _ in own],
+            pace=bench.pace.of(*one["between"]),
+            paces=[pace for _, pace in own],
         )
         for one, own in zip(chosen, taken, strict=True)
     ]
@@ -212,23 +230,30 @@ def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for ranks in sorted({one["ranks"] for one in found}):
         every = [one for one in found if one["ranks"] == ranks]
         rows = [[Row(**row) for row in one["rows"]] for one in every]
-        flat = [row for own in rows for row in own]
-        errors, noise = [abs(row.error) for row in flat], [row.noise for row in flat]
-        yield (
-            f"{ranks} ranks: {len(every)} jobs, {len(flat)} layouts: error of a step's seconds {mean(errors):.1%} "
-            f"mean, {median(errors):.1%} median, {max(errors):.1%} worst; two runs are {mean(noise):.1%} apart on "
-            f"average, {median(noise):.1%} median, {max(noise):.1%} at most"
-        )
+        yield f"{ranks} ranks: {len(every)} jobs, {sum(map(len, rows))} layouts, error of a step's seconds:"
+        yield f"  by the clock: {_told(row for own in rows for row in own)}"
+        rows = [[row.paced() for row in own] for own in rows]
+        yield f"  at one pace: {_told(row for own in rows for row in own)}"
+        noise = mean(row.noise for own in rows for row in own)
         lost = [_lost(one, own) for one, own in zip(every, rows, strict=True)]
         good = sum(each <= 0.05 for each in lost)
         yield f"  chosen: within 5 % of the best in {good} of {len(lost)}, {mean(lost):.1%} mean, {max(lost):.1%} worst"
-        signs = [sign for own in rows for sign in _signs(own, noise=mean(noise))]
+        signs = [sign for own in rows for sign in _signs(own, noise=noise)]
         if signs:
             yield (
                 f"  order: Kendall's tau {mean(signs):.3f}, of {len(signs)} pairs of a job's layouts that differ by "
-                f"more than the noise ({mean(noise):.1%}, or their own runs)"
+                f"more than the noise ({noise:.1%}, or their own runs)"
             )
         yield f"  planned in {mean(one['plan_seconds'] for one in every):.0f} s on average"
+
+
+def _told(rows: Iterable[Row]) -> str:
+    rows = list(rows)
+    errors, noise = [abs(row.error) for row in rows], [row.noise for row in rows]
+    return (
+        f"{mean(errors):.1%} mean, {median(errors):.1%} median, {max(errors):.1%} worst; two runs are "
+        f"{mean(noise):.1%} apart on average, {median(noise):.1%} median, {max(noise):.1%} at most"
+    )
 
 
 def _lost(one: Mapping[str, Any], rows: Sequence[Row]) -> float:
@@ -251,10 +276,10 @@ def show(one: Mapping[str, Any]) -> str:
     """One job, a line a layout."""
     lines = [f"{one['job']}, {one['ranks']} ranks: --layout {one['recommended']} {dict(one['settings'])}"]
     for row in (Row(**each) for each in one["rows"]):
-        named = f"{row.layout} {','.join(row.settings.values())}"
+        named, paced = f"{row.layout} {','.join(row.settings.values())}", row.paced()
         lines.append(
-            f"  {named:<52} said {row.said * 1e3:8.1f} ms, took {row.seconds * 1e3:8.1f} ms: {row.error:+6.1%}, "
-            f"runs {row.noise:.1%} apart"
+            f"  {named:<40} said {row.said * 1e3:7.1f} ms ({row.steps:3} steps), took {row.seconds * 1e3:7.1f} ms: "
+            f"{row.error:+6.1%}, runs {row.noise:5.1%} apart; at one pace {paced.error:+6.1%}, {paced.noise:5.1%} apart"
         )
     return "\n".join(lines)
 
@@ -270,10 +295,10 @@ def main() -> int:
     asked = parser.parse_args()
     found = [json.loads(text) for text in asked.read.read_text().splitlines()] if asked.read else []
     if not asked.read:
-        with line(asked.line) if asked.line else nullcontext():
+        with line(asked.line) if asked.line else nullcontext(), Pace() as pace:
             for ranks in [2] if asked.line else asked.ranks:
                 for job in (one for one in jobs() if fnmatch(str(one), asked.only)):
-                    found.append(measured(Bench(ranks, over_line=bool(asked.line)), job))
+                    found.append(measured(Bench(ranks, pace, over_line=bool(asked.line)), job))
                     print(show(found[-1]), flush=True)
                     if asked.out:
                         with asked.out.open("a") as file:

@@ -169,10 +169,21 @@ def test_what_is_far_behind_is_left_after_its_first_steps(monkeypatch: pytest.Mo
     assert [one.steps for one in found.values() if isinstance(one, Timed)][1:] != [1]
 
 
-def test_the_middle_of_two_is_the_shorter_one() -> None:
-    from paceline.train.trial import _middle
+@pytest.mark.parametrize(("hopeless", "looks"), [((3.0, 1.3, 1.2), True), ((1.5, 1.3, 1.2), False)])
+def test_what_is_somewhat_slower_has_its_turn_once_the_quick_have_steps_enough(
+    monkeypatch: pytest.MonkeyPatch, hopeless: tuple[float, ...], looks: bool
+) -> None:
+    """The slower one takes twice as long: after its second round nobody looks at it, until the other has had enough."""
+    from paceline.train import trial as module
 
-    assert [_middle(own) for own in ([3.0], [3.0, 2.0], [3.0, 1.0, 2.0], [1.0, 2.0, 3.0, 9.0])] == [3.0, 2.0, 2.0, 2.5]
+    monkeypatch.setattr(module, "_HOPELESS", hopeless)
+    ready = ready_of("tests.parity.test_trial:slow", "--job.depth=1")
+    tries, began = [one("quick", micro=4), one("slow", micro=2)], time.time()
+    found = time_layouts(ready, tries, depths=[], world=World.alone(), seconds=3.0)
+    quick, slow = found["quick"], found["slow"]
+    assert isinstance(quick, Timed) and isinstance(slow, Timed)
+    assert quick.steps >= 24 and (slow.steps >= 24) is looks
+    assert began < slow.between[0] < slow.between[1] < time.time()
 
 
 def test_what_the_probe_leaves_of_a_minute_is_for_layouts(monkeypatch: pytest.MonkeyPatch) -> None:

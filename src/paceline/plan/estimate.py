@@ -11,13 +11,14 @@ from paceline.plan.seconds import Seconds
 class Timed:
     """What steps took where they would run. `spread` is half of what the middle half of them spans, as a part of
     `seconds`; `blocks` are those of the models that were run: where they were fewer than the model has, `seconds` goes
-    on from there in a straight line.
+    on from there in a straight line. They ran `between` two times, seconds since the epoch, in turn with other layouts.
     """
 
     seconds: float
     spread: float
     steps: int
     blocks: tuple[int, ...]
+    between: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from paceline.train.shallow import cut
 from paceline.world import Place, World
 
 _ROOM = 0.5  # of a rank's memory, for all that is timed together
-_BUILD_SHARE = 0.7  # of the seconds, to make what is timed
+_BUILD_SHARE = 0.5  # of the seconds, to make what is timed
 _OVER = 2  # times the seconds, after which nothing more is begun
 _VISIT_SECONDS, _MOST_A_VISIT = 0.15, 5
 _LONG = 0.2  # seconds of a step to which it is all one what the caches hold
@@ -40,13 +40,16 @@ _HOPELESS = (1.8, 1.3, 1.2)  # times as long as the quickest, by how often all w
 
 @dataclass(kw_only=True)
 class _Trial:
-    """One layout at one depth, ready to step; `seconds` are this rank's, step by step, of those that count."""
+    """One layout at one depth, ready to step; `seconds` are this rank's, step by step, of those that count, the first
+    of them after the time `since`.
+    """
 
     candidate: str
     blocks: int
     built: Built
     batches: Iterator[StepInput]
     usual: float = 0.0
+    since: float = 0.0
     seconds: list[float] = field(default_factory=list)
 
     def step(self) -> float:
@@ -61,10 +64,12 @@ class _Trial:
         """Steps until its memory is laid out as in a run, and the first that count; of what is far behind the
         `quickest` one alone, which says so."""
         for far in _FAR:
+            self.since = time.time()
             self.usual = self.step()
             if self.built.world.share_json(self.usual > far * quickest):
                 self.seconds = [self.usual]
                 return
+        self.since = time.time()
         self.visit()
 
     def visit(self) -> None:
@@ -135,22 +140,31 @@ def _timed_together(
         every = world.gather_json([trial.seconds for trial in trials])
         steps = [[max(step) for step in zip(*of_ranks, strict=True)] for of_ranks in zip(*every, strict=True)]
         looked = [(trial.candidate, trial.blocks, own) for trial, own in zip(trials, steps, strict=True)]
+        since, until = {trial.candidate: trial.since for trial in reversed(trials)}, time.time()
     finally:
         for trial in trials:
             trial.close()
         gc.collect()
-    return {**_told(looked, depths), **errors}
+    told = _told(looked, depths)
+    return {name: replace(one, between=(since[name], until)) for name, one in told.items()} | errors
 
 
 def _take_turns(trials: Sequence[_Trial], depths: Sequence[int], *, world: World, soon: float, ends: float) -> None:
-    """Round after round, until the time is over, or steps are many; what is hopeless is not visited any more."""
+    """Round after round, until the time is over, or steps are many; what is hopeless is not visited any more, but where
+    what is left has steps enough.
+    """
     for visits in count():
         found = _told([(trial.candidate, trial.blocks, trial.seconds) for trial in trials], depths)
         quickest = min((one.seconds for one in found.values()), default=0.0)
         most = _HOPELESS[min(visits, len(_HOPELESS) - 1)] * quickest
         alive = world.share_json([name for name, one in found.items() if one.seconds <= most])
         going = [trial for trial in trials if trial.candidate in alive]
-        until = soon if all(len(trial.seconds) >= _MANY for trial in going) else ends
+        enough = all(len(trial.seconds) >= _MANY for trial in going)
+        if enough:
+            near = world.share_json([name for name, one in found.items() if one.seconds <= _HOPELESS[0] * quickest])
+            rest = [trial for trial in trials if trial.candidate in near and len(trial.seconds) < _MANY]
+            going = rest or going
+        until = soon if enough else ends
         for trial in going:
             if world.share_json(time.monotonic() > until):
                 return
@@ -218,7 +232,7 @@ def _told(looked: Sequence[tuple[str, int, Sequence[float]]], depths: Sequence[i
 
 def _timed(looks: Mapping[int, Sequence[float]], whole: int) -> Timed:
     blocks = sorted(looks)
-    middle = [_middle(looks[one]) for one in blocks]
+    middle = [median(looks[one]) for one in blocks]
     seconds = middle[-1]
     if len(blocks) == 2:
         each = (middle[1] - middle[0]) / (blocks[1] - blocks[0])
@@ -229,11 +243,6 @@ def _timed(looks: Mapping[int, Sequence[float]], whole: int) -> Timed:
         steps=sum(map(len, looks.values())),
         blocks=tuple(blocks),
     )
-
-
-def _middle(seconds: Sequence[float]) -> float:
-    """What disturbs a step makes it longer, so of two the shorter one."""
-    return median(seconds) if len(seconds) > 2 else min(seconds)
 
 
 def _spread(seconds: Sequence[float]) -> float:
