@@ -35,7 +35,7 @@ _FEW, _MORE = 12, 3  # a model's blocks by these are left, where it is cut
 _FAR = (4.0, 2.5)  # times as long as another, in its first steps: no further one
 _SOON, _MANY = 2 / 3, 24  # of the seconds, after which so many steps of each that is not hopeless are enough
 _LEAST = 4  # steps that tell how far apart they are
-_HOPELESS = (1.8, 1.3, 1.2)  # times as long as the quickest, by how often all were visited: no closer look
+_HOPELESS = (1.8, 1.5, 1.4, 1.3, 1.2)  # times as long as the quickest, by how often all were visited: no closer look
 
 
 @dataclass(kw_only=True)
@@ -159,12 +159,11 @@ def _take_turns(trials: Sequence[_Trial], depths: Sequence[int], *, world: World
         most = _HOPELESS[min(visits, len(_HOPELESS) - 1)] * quickest
         alive = world.share_json([name for name, one in found.items() if one.seconds <= most])
         going = [trial for trial in trials if trial.candidate in alive]
-        enough = all(len(trial.seconds) >= _MANY for trial in going)
-        if enough:
+        until = ends
+        if all(len(trial.seconds) >= _MANY for trial in going):
             near = world.share_json([name for name, one in found.items() if one.seconds <= _HOPELESS[0] * quickest])
             rest = [trial for trial in trials if trial.candidate in near and len(trial.seconds) < _MANY]
-            going = rest or going
-        until = soon if enough else ends
+            going, until = (rest, ends) if rest else (going, soon)
         for trial in going:
             if world.share_json(time.monotonic() > until):
                 return
