@@ -118,8 +118,12 @@ def read_together(
     shards: int | None = None,
     collate: Any = None,
 ) -> list[Told]:
-    """Replicas as threads, each with a dataset of its own; the first error of any is raised."""
-    barrier = threading.Barrier(replicas, timeout=20)
+    """Replicas as threads, each with a dataset of its own; the first error of any is raised.
+
+    They take turns, one at a time between two words to each other: data workers are forked, and what another thread
+    holds at that moment (the generator that torch draws from) would be held in them for ever.
+    """
+    barrier, turn = threading.Barrier(replicas, timeout=60), threading.Lock()
     said: list[Any] = [None] * replicas
     found: list[Told | None] = [None] * replicas
     errors: list[BaseException] = []
@@ -127,14 +131,22 @@ def read_together(
     def run(replica: int) -> None:
         def agree(value: Any) -> list[Any]:
             said[replica] = value
-            barrier.wait()
+            meet()
             values = list(said)
-            barrier.wait()
+            meet()
             return values
+
+        def meet() -> None:
+            turn.release()
+            try:
+                barrier.wait()
+            finally:
+                turn.acquire()
 
         cut = Cut(
             global_batch_size=batch, micro_batch_size=micro, replica=replica, replicas=replicas, drop_last=drop_last
         )
+        turn.acquire()
         try:
             feed = make_feed(
                 data=make(), collate=collate, order=None, seed=3, cut=cut, cursor=cursor or Cursor(), workers=workers,
@@ -145,12 +157,14 @@ def read_together(
         except BaseException as error:
             errors.append(error)
             barrier.abort()
+        finally:
+            turn.release()
 
     threads = [threading.Thread(target=run, args=(replica,)) for replica in range(replicas)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
     if real or errors:
         raise (real or errors)[0]
