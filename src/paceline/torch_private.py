@@ -8,11 +8,12 @@ guarded by; how a loss scaler unscales gradients; the number of a storage, a ten
 what `Module.__call__` asks first (`_compiled_call_impl`, which `Module.compile` sets and copies leave out);
 setting dispatch modes aside for a few operations of our own; the group that a collective names; the resizing of
 storages, by which `fully_shard` lets gathered weights go; what a failing compiler raises, and when; a tensor without
-memory that stands for one cut over ranks; the hooks that a tensor has.
+memory that stands for one cut over ranks; the hooks that a tensor has; what a processor can do.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ __all__ = [
     "give_memory",
     "guard_hooks",
     "has_hooks",
+    "has_tiles",
     "hide_worker",
     "hollow_tensor",
     "in_backward",
@@ -82,6 +84,12 @@ def lerp_all(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float
     """Move each target towards its source by `weight`, in few kernels."""
     if targets:
         torch._foreach_lerp_(list(targets), list(sources), weight)
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether this machine's processor multiplies bfloat16 tile by tile (AMX)."""
+    return bool(torch.cpu._is_amx_tile_supported())
 
 
 def guard_hooks() -> None:

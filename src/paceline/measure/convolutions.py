@@ -1,11 +1,12 @@
 """What a convolution holds within itself on a CPU, by the way in which oneDNN computes it there.
 
-Seen in the allocator's account of single calls, with AVX-512 and bfloat16 products, and with AVX2. Four ways:
+Seen in the allocator's account of single calls, with AVX-512 and bfloat16 products, with tiles of them (AMX) and
+without, and with AVX2. Four ways:
 
 - *in blocks*, float32: operands and results are copied into blocks of 16 channels, of 8 without AVX-512, what is left
-  over filled up;
-- *in rows*, bfloat16, and whatever goes from a smaller picture to a larger by strides: copied with their channels last,
-  and results once more on their way back;
+  over filled up; so is bfloat16 with AVX-512 but without tiles, beside sums in float32 (`Paired`);
+- *in rows*, bfloat16 with tiles, and whatever goes from a smaller picture to a larger by strides: copied with their
+  channels last, and results once more on their way back;
 - *as it lies*: channels are last already, weights alone are copied;
 - *unfolded*, torch's own: single pictures that are small, kernels of one element in one thread, and without AVX-512
   all bfloat16 (`unfolded`).
@@ -14,6 +15,7 @@ Seen in the allocator's account of single calls, with AVX-512 and bfloat16 produ
 import math
 from dataclasses import dataclass
 
+from paceline.measure.paired import Paired
 from paceline.measure.unfolded import Unfolded
 
 _BLOCK, _HALF_BLOCK, _FEW = 16, 8, 3
@@ -46,6 +48,8 @@ class Convolution:
     threads: int
     block: int = _BLOCK
     """Channels of a block: numbers of float32 in a register."""
+    has_tiles: bool = True
+    """Whether products of bfloat16 are made tile by tile."""
 
     def forward_bytes(self) -> int:
         """The most at once, its result included."""
@@ -60,11 +64,12 @@ class Convolution:
             operands = self._pictures(self.given, self.sides) + self._weights(self.given, self.found)
             return max(operands + found + self._summed_bytes(), 3 * found)
         wide = self._pictures(self._block(self.found), self.sides_found)
+        sums = self._paired.forward_bytes() if self._is_paired else 0
         if self._is_read_as_it_lies:
             return max(self._weights(self.given, self._block(self.found)) + wide, wide + found)
         read = self._pictures(self._block(self.given), self.sides)
-        extra = wide if self.transposed and self.has_bias else 0
-        return max(extra + read + self._wide_weights() + wide, wide + found)
+        extra = wide * _FLOAT_BYTES // self.item_bytes if self.transposed and self.has_bias else 0
+        return max(extra + sums + read + self._wide_weights() + wide, wide + found)
 
     def backward_bytes(self, *, source: bool, weight: bool, bias: bool) -> int:
         """The same of its gradients; which of them are asked for."""
@@ -115,6 +120,21 @@ class Convolution:
         )  # fmt: skip
 
     @property
+    def _is_paired(self) -> bool:
+        is_apart = self.groups > 1 and self.groups == self.given  # a picture a group: nothing is summed over channels
+        return self.item_bytes != _FLOAT_BYTES and not self.has_tiles and not is_apart
+
+    @property
+    def _paired(self) -> Paired:
+        small = (self.given, self._block(self.given), self.sides)
+        large = (self.found, self._block(self.found), self.sides_found)
+        source, result = (large, small) if self.transposed else (small, large)
+        return Paired(
+            source=source, result=result, kernel=self.kernel, step=self.stride[-1], padding=self.padding[-1],
+            groups=self.groups, biases=self.found, item_bytes=self.item_bytes, threads=self.threads,
+        )  # fmt: skip
+
+    @property
     def is_strided(self) -> bool:
         """Whether pictures become smaller, or larger."""
         return any(each != 1 for each in self.stride)
@@ -125,7 +145,7 @@ class Convolution:
 
     def _in_rows(self, *, grows: bool) -> bool:
         """`grows`: from the smaller of two pictures to the larger."""
-        if self.item_bytes != _FLOAT_BYTES:
+        if self.item_bytes != _FLOAT_BYTES and self.has_tiles:
             return self.groups != self.given or self.groups == 1
         return grows and self.is_strided and (self.groups == 1 or self.block < _BLOCK)
 
@@ -153,7 +173,8 @@ class Convolution:
             read = self._pictures(wide, self.sides)
         gradient = self._pictures(self._block(self.found), self.sides_found)
         kept = self._wide_weights() if self.given > _FEW else own
-        return max(gradient + read + kept, kept + own)
+        sums = self._paired.of_weight_bytes() if self._is_paired else 0
+        return max(gradient + read + kept + sums, kept + own)
 
     def _turned_bytes(self) -> int:
         """bfloat16: a picture of each, turned so that its rows can be multiplied, and the sums in float32."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.measure.convolutions import Convolution
 from paceline.torch_modes import name_of
+from paceline.torch_private import has_tiles
 
 
 def moment_bytes(func: Any, args: Any, *, threads: int = 1) -> int:
@@ -51,6 +52,7 @@ def _read(source: Tensor, weight: Tensor, bias: Any, rest: Any, threads: int) ->
         channels_last=_is_channels_last(source),
         threads=threads,
         block=_block(),
+        has_tiles=has_tiles(),
     )
 
 
