@@ -1,5 +1,6 @@
 """Which candidates are timed, and what a plan makes of what they took."""
 
+import json
 from dataclasses import replace
 from statistics import median
 
@@ -7,9 +8,10 @@ import pytest
 
 from paceline.plan.advice import advice_of
 from paceline.plan.estimate import Timed
+from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid, candidates
 from paceline.plan.search import search
-from paceline.plan.timed import MOST, in_turn, retimed, shortlist, try_of
+from paceline.plan.timed import MOST, in_turn, kept_of, read_kept, retimed, shortlist, try_of
 from paceline.spec.layout import parse_layout
 from tests.pure.drawn_plans import forecast
 
@@ -93,3 +95,26 @@ def test_every_stage_of_what_is_tried_has_two_blocks_and_its_layout_can_be_typed
         assert told.least_blocks >= 2 * one.candidate.pp * one.candidate.virtual
         assert parse_layout(told.layout).sizes == one.candidate.asked.sizes
         assert 0 < told.share <= 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_kept_is_read_as_it_was(seed: int) -> None:
+    drawn, grid = forecast(seed)
+    found = shortlist(drawn, grid=grid)
+    timed = {
+        str(one.candidate): Timed(seconds=one.step_seconds * n, spread=0.1, steps=9, blocks=(2, 4), between=(1, 2))
+        for n, one in enumerate(found[:2], start=1)
+    }
+    assert read_kept(json.loads(json.dumps(kept_of(retimed(found, timed))))) == timed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_asked_for_is_on_the_list_however_slow_it_is_thought(seed: int) -> None:
+    drawn, grid = forecast(seed)
+    found = shortlist(drawn, grid=grid)
+    wide = shortlist(drawn, grid=grid, most=10_000)
+    others = [one for one in wide if one not in found][:2]
+    slow = Forecast(facts=drawn.facts, fleet=replace(drawn.fleet, longer={one.candidate.family: 40.0 for one in found}))
+    names = {str(one.candidate) for one in [*others, *found]}
+    assert names == {str(one.candidate) for one in shortlist(drawn, grid=grid, also=names)}
+    assert names <= {str(one.candidate) for one in shortlist(slow, grid=grid, also=names)}

@@ -68,7 +68,8 @@ class Convolution:
         if self._is_read_as_it_lies:
             return max(self._weights(self.given, self._block(self.found)) + wide, wide + found)
         read = self._pictures(self._block(self.given), self.sides)
-        extra = wide * _FLOAT_BYTES // self.item_bytes if self.transposed and self.has_bias else 0
+        extra = wide if self.transposed and self.has_bias else 0
+        extra *= _FLOAT_BYTES // self.item_bytes if self._is_paired else 1
         return max(extra + sums + read + self._wide_weights() + wide, wide + found)
 
     def backward_bytes(self, *, source: bool, weight: bool, bias: bool) -> int:
@@ -122,7 +123,7 @@ class Convolution:
     @property
     def _is_paired(self) -> bool:
         is_apart = self.groups > 1 and self.groups == self.given  # a picture a group: nothing is summed over channels
-        return self.item_bytes != _FLOAT_BYTES and not self.has_tiles and not is_apart
+        return self.item_bytes < _FLOAT_BYTES and not self.has_tiles and not is_apart
 
     @property
     def _paired(self) -> Paired:

@@ -36,6 +36,16 @@ def read_plan(key: str) -> Any:
     return _read(_plan_file(key))
 
 
+def keep_timed(key: str, found: Mapping[str, Any]) -> None:
+    """Steps that were timed here; where nothing can be written, nothing is kept."""
+    _write(_timed_file(key), found)
+
+
+def read_timed(key: str) -> Any:
+    """What was kept of them, or None."""
+    return _read(_timed_file(key))
+
+
 def remember(mark: Fingerprint, family: str, *, longer: float | None, fuller: float | None) -> None:
     """How many times the forecast a run here took, of seconds and of bytes, where that is known."""
     file = _ratios_file(mark)
@@ -59,6 +69,10 @@ def ratios(mark: Fingerprint) -> tuple[dict[str, float], dict[str, float]]:
 
 def _plan_file(key: str) -> Path:
     return cache_folder() / f"plan-{key}.json"
+
+
+def _timed_file(key: str) -> Path:
+    return cache_folder() / f"timed-{key}.json"
 
 
 def _ratios_file(mark: Fingerprint) -> Path:

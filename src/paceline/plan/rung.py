@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+TIMED = "timed"
+"""The source of a forecast whose seconds are those of steps that were timed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:

@@ -1,6 +1,6 @@
 """Which of a plan's candidates to time where they would run, and a plan whose seconds are those that were found."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from statistics import median
@@ -16,6 +16,7 @@ MOST = 9
 _EACH = 3  # of a family
 _NEAR = 1.6  # times the quickest forecast: as far as a closed form may be wrong
 _MOST_LOOKED_AT = 20_000
+_PAIRS = ("blocks", "between")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,13 @@ class Try:
         return asdict(self)
 
 
-def shortlist(forecast: Forecast, *, grid: Grid | None = None, most: int = MOST) -> list[Estimate]:
-    """The best of each family that fits, and what is forecast to be nearly as quick as the best; the quickest first."""
+def shortlist(
+    forecast: Forecast, *, grid: Grid | None = None, most: int = MOST, also: Collection[str] = ()
+) -> list[Estimate]:
+    """The best of each family that fits, and what is forecast to be nearly as quick as the best; the quickest first.
+
+    Candidates whose names are in `also` are there too, where they fit.
+    """
     grid = grid or Grid()
     every = islice(candidates(forecast.facts, forecast.fleet, grid), _MOST_LOOKED_AT)
     found = sorted((one for one in map(forecast.estimate, every) if one.fits), key=key_of)
@@ -54,6 +60,7 @@ def shortlist(forecast: Forecast, *, grid: Grid | None = None, most: int = MOST)
         own = families[estimate.candidate.family]
         if len(chosen) < most and estimate is not own[0] and _place(estimate, own, chosen) < _EACH:
             chosen.append(estimate)
+    chosen += [one for one in found if str(one.candidate) in also and one not in chosen]
     return sorted(chosen, key=key_of)
 
 
@@ -89,13 +96,30 @@ def try_of(estimate: Estimate) -> Try:
     )
 
 
+def kept_of(estimates: Sequence[Estimate]) -> dict[str, Any]:
+    """What was timed, by candidate, as it is kept."""
+    return {str(one.candidate): asdict(one.timed) for one in estimates if one.timed is not None}
+
+
+def read_kept(kept: Mapping[str, Any]) -> dict[str, Timed]:
+    """What `kept_of` wrote."""
+    return {name: Timed(**{**own, **{pair: tuple(own[pair]) for pair in _PAIRS}}) for name, own in kept.items()}
+
+
 def retimed(estimates: Sequence[Estimate], timed: Mapping[str, Timed]) -> list[Estimate]:
     """With the seconds that were found; of what was not timed those of the forecast, as wrong as of the others."""
+    usual = usual_ratio(estimates, timed)
+    return sorted((as_timed(one, timed, usual=usual) for one in estimates), key=key_of)
+
+
+def usual_ratio(estimates: Sequence[Estimate], timed: Mapping[str, Timed]) -> float:
+    """Of what was found to what was forecast."""
     ratios = [timed[key].seconds / one.step_seconds for one in estimates if (key := str(one.candidate)) in timed]
-    usual = median(ratios) if ratios else 1.0
-    found = []
-    for one in estimates:
-        own = timed.get(str(one.candidate))
-        ratio = usual if own is None else own.seconds / one.step_seconds
-        found.append(replace(one, seconds=one.seconds.times(ratio), timed=own))
-    return sorted(found, key=key_of)
+    return median(ratios) if ratios else 1.0
+
+
+def as_timed(estimate: Estimate, timed: Mapping[str, Timed], *, usual: float) -> Estimate:
+    """With its own seconds, or as wrong as is usual."""
+    own = timed.get(str(estimate.candidate))
+    ratio = usual if own is None else own.seconds / estimate.step_seconds
+    return replace(estimate, seconds=estimate.seconds.times(ratio), timed=own)

@@ -15,10 +15,10 @@ def keep_freed(environ: Mapping[str, str]) -> bool:
 
     Whether glibc gives the heap's end back differs from process to process; where it does, a step is a tenth slower.
     What is larger than 32 MiB comes from the system each time, as without this: kept, holes would be wasted. False
-    where it was told otherwise (`MALLOC_*`), where addresses are limited (`ulimit`: each thread now has 64 MiB of them,
-    used or not), where it is another library, and with a GPU, whose memory this is not.
+    where it was told otherwise (`MALLOC_*`, `GLIBC_TUNABLES`), where addresses are limited (`ulimit`: each thread now
+    has 64 MiB of them, used or not), where it is another library, and with a GPU, whose memory this is not.
     """
-    told = any(name.startswith("MALLOC_") for name in environ)
+    told = any(name.startswith("MALLOC_") for name in environ) or "malloc" in environ.get("GLIBC_TUNABLES", "")
     limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in _LIMITS)
     if told or limited or torch.accelerator.is_available():
         return False

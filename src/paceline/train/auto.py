@@ -15,7 +15,7 @@ from paceline.errors import ExitCode, LayoutError, PacelineError, UsageError, ra
 from paceline.launch.environments import detect
 from paceline.measure.probe.machines import Here, machine_here
 from paceline.plan.machine import usable_cores
-from paceline.plan.rung import Rung
+from paceline.plan.rung import TIMED, Rung
 from paceline.spec.auto import AUTO, is_auto
 from paceline.spec.compress import parse_compress
 from paceline.spec.read import as_typed, given
@@ -99,7 +99,9 @@ def told(task: Task, answer: Mapping[str, Any], here: Here, *, quiet: bool = Fal
     rungs = [Rung(**rung) for rung in answer["rungs"]]
     cost = f"planned in {duration(answer['seconds'])}"
     cost += f", after {duration(here.seconds)} for measuring this machine, once" if here.seconds else ""
-    if rungs[0].longer != 1:
+    if rungs[0].source == TIMED:
+        cost += "; its steps were timed here by paceline plan"
+    elif rungs[0].longer != 1:
         cost += f"; times as runs here took, {rungs[0].longer:.2f} times the reckoned"
     lines = [
         f"auto: {rungs[0]}, on {here.fleet}",

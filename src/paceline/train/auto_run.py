@@ -12,7 +12,7 @@ from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
 from paceline.plan.hardware import Fleet, fleet_of, of_family
 from paceline.plan.ladder import ladder, rung_of
-from paceline.plan.rung import Rung
+from paceline.plan.rung import TIMED, Rung
 from paceline.spec.task import Task
 from paceline.spec.words import size
 from paceline.store.disk import write_json
@@ -23,6 +23,7 @@ from paceline.train.kept import keep
 from paceline.train.plan_here import learn as learn_job
 from paceline.train.ready import Ready, prepare
 from paceline.train.rehearsed import Rehearsal, Seen
+from paceline.train.timed_here import timed_here
 
 
 def choose(payload: Mapping[str, Any]) -> int:
@@ -66,14 +67,14 @@ def decided(ready: Ready, fleet: Fleet, *, seconds: float) -> dict[str, Any]:
     grid = grid_of(ready.settings, asked="--layout auto")
     learnt = learn_job(ready, most_ranks=fleet.ranks)
     rehearsal = Rehearsal(ready=learnt.ready, real=ready)
-    forecast = Forecast(facts=learnt.facts, fleet=fleet)
-    chosen = decide(rehearsal, forecast, grid=grid, until=began + seconds)
+    known = timed_here(ready, Forecast(facts=learnt.facts, fleet=fleet), grid=grid)
+    chosen = decide(rehearsal, known.forecast, grid=grid, until=began + seconds, options=known.options)
     best, facts = chosen.advice.recommended, chosen.forecast.facts
     if chosen.best is not None:
         counted = {str(best.candidate): (chosen.best.peak_bytes, chosen.best.parts or {})}
         keep(learnt.ready, facts, fleet, replayed=counted)
-    below = ladder(chosen.forecast, best, grid=grid)
-    rungs = [_rung(best, chosen.best, fleet), *(_rung(one, None, fleet) for one in below)]
+    below = known.of(ladder(chosen.forecast, best, grid=grid))
+    rungs = [_rung(best, chosen.best, known.forecast), *(_rung(one, None, known.forecast) for one in below)]
     return {
         "rungs": [rung.as_json() for rung in rungs],
         "case": chosen.advice.case.number,
@@ -85,10 +86,18 @@ def decided(ready: Ready, fleet: Fleet, *, seconds: float) -> dict[str, Any]:
     }
 
 
-def _rung(estimate: Estimate, seen: Seen | None, fleet: Fleet) -> Rung:
-    family, counted = estimate.candidate.family, None if seen is None else (seen.peak_bytes, dict(seen.parts or {}))
-    longer, fuller = of_family(fleet.longer, family), of_family(fleet.fuller, family)
-    return rung_of(estimate, replayed=counted, longer=longer, fuller=fuller, source=ORIGIN)
+def _rung(estimate: Estimate, seen: Seen | None, forecast: Forecast) -> Rung:
+    """With what it was corrected by: from runs here before, and by steps that were timed."""
+    fleet, family = forecast.fleet, estimate.candidate.family
+    counted = None if seen is None else (seen.peak_bytes, dict(seen.parts or {}))
+    reckoned = forecast.estimate(estimate.candidate).step_seconds
+    return rung_of(
+        estimate,
+        replayed=counted,
+        longer=of_family(fleet.longer, family) * (estimate.step_seconds / reckoned),
+        fuller=of_family(fleet.fuller, family),
+        source=ORIGIN if estimate.timed is None else TIMED,
+    )
 
 
 def _second(advice: Advice, rungs: list[Rung]) -> str:

@@ -20,6 +20,7 @@ from paceline.spec.words import size
 from paceline.store.disk import write_json
 from paceline.store.planned import write_advice
 from paceline.survive.short import only_new
+from paceline.train import timed_here
 from paceline.train.beside import Helper, helped
 from paceline.train.context import is_small
 from paceline.train.decide import decide
@@ -70,6 +71,7 @@ def _plan(task: Task, ready: Ready, helper: Helper | None) -> None:
         write_json(Path(task.run) / "answer-plan.json", answer)
         counted = {name: (one.peak_bytes, one.parts or {}) for name, one in seen.items() if not one.error}
         keep(ready, found.forecast.facts, found.forecast.fleet, replayed=counted)
+        timed_here.keep(ready, found.forecast, found.options)
 
 
 def numbers(payload: Mapping[str, Any]) -> int:

@@ -7,7 +7,11 @@ from paceline.spec.words import duration, size
 from paceline.watch.bars import Row, bars
 from paceline.watch.history import History
 
-_SOURCES = {"auto": "the plan that chose the layout", "plan": "the last plan of the job"}
+_SOURCES = {
+    "auto": "the plan that chose the layout",
+    "plan": "the last plan of the job",
+    "timed": "steps that a plan of the job timed here",
+}
 _MEASURED = "measured"
 
 

@@ -1,0 +1,97 @@
+"""Steps that a plan has timed here are kept: `--layout auto` then chooses what that plan did.
+
+Kept by job, ranks, machine, Paceline's version and the settings that a step's time follows. They hold as long as the
+model's numbers and the probe of the machine are the same ones.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+
+from paceline.errors import PacelineError
+from paceline.measure.probe.cache import cache_file, fingerprint
+from paceline.measure.remembered import keep_timed, read_timed
+from paceline.plan.estimate import Estimate, Timed
+from paceline.plan.facts import ModelFacts, read_facts
+from paceline.plan.forecast import Forecast
+from paceline.plan.grid import Grid
+from paceline.plan.hardware import Fleet, fleet_of
+from paceline.plan.timed import as_timed, kept_of, read_kept, retimed, shortlist, usual_ratio
+from paceline.train.foretold import key_of
+from paceline.train.ready import Ready
+
+_NOT_OF_STEPS = ("steps", "epochs", "samples", "tokens", "micro_batch_size", "check_every", "timeout_seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedHere:
+    """A forecast that knows what was refused when it was timed, and the options with the seconds that were found: none
+    where nothing was.
+    """
+
+    forecast: Forecast
+    options: Sequence[Estimate] = ()
+    timed: Mapping[str, Timed] = field(default_factory=dict)
+    usual: float = 1.0
+
+    def of(self, estimates: Iterable[Estimate]) -> list[Estimate]:
+        """Others with their seconds, or as wrong as is usual, in their order."""
+        return [as_timed(one, self.timed, usual=self.usual) for one in estimates]
+
+
+def keep(ready: Ready, forecast: Forecast, options: Sequence[Estimate]) -> None:
+    """What of a plan's options was timed, beside what is kept of others; `forecast` knows what was refused."""
+    timed = kept_of(options)
+    if not timed:
+        return
+    facts, before = forecast.facts, _read(ready, forecast)
+    if before is not None:
+        facts = replace(facts, refused={**before[0].refused, **facts.refused})
+        timed = {**{name: asdict(one) for name, one in before[1].items()}, **timed}
+    with suppress(PacelineError, OSError):  # the job of a script has no file of its own
+        found = {"facts": facts.as_json(), "cluster": forecast.fleet.as_json(), "timed": timed}
+        keep_timed(_key(ready, forecast.fleet), found)
+
+
+def timed_here(ready: Ready, forecast: Forecast, *, grid: Grid) -> TimedHere:
+    """What earlier plans of this job have timed on this machine, of what fits and may be chosen now."""
+    found = _read(ready, forecast)
+    if found is None:
+        return TimedHere(forecast=forecast)
+    before, timed = found
+    forecast = forecast.of(replace(forecast.facts, refused={**before.refused, **forecast.facts.refused}))
+    options = shortlist(forecast, grid=grid, also=timed)
+    known = retimed(options, timed)
+    if not any(one.timed for one in known):
+        return TimedHere(forecast=forecast)
+    return TimedHere(forecast=forecast, options=known, timed=timed, usual=usual_ratio(options, timed))
+
+
+def _read(ready: Ready, forecast: Forecast) -> tuple[ModelFacts, dict[str, Timed]] | None:
+    """The model's numbers as they were then, and what was timed; None where they, or the machine, are others now."""
+    try:
+        found = read_timed(_key(ready, forecast.fleet))
+        if found is None:
+            return None
+        facts, fleet, timed = read_facts(found["facts"]), fleet_of(found["cluster"]), read_kept(found["timed"])
+    except (PacelineError, OSError, KeyError, TypeError, ValueError, AttributeError):
+        return None
+    is_job = replace(facts, refused={}) == replace(forecast.facts, refused={})
+    return (facts, timed) if is_job and _is_same(fleet, forecast.fleet) else None
+
+
+def _is_same(one: Fleet, other: Fleet) -> bool:
+    """But for how runs came out since."""
+    return replace(one, longer={}, fuller={}) == replace(other, longer={}, fuller={})
+
+
+def _key(ready: Ready, fleet: Fleet) -> str:
+    settings = ready.settings
+    train = {name: value for name, value in asdict(settings.train).items() if name not in _NOT_OF_STEPS}
+    rest = [train, asdict(settings.place), asdict(settings.data), settings.log.statistics]
+    mark = cache_file(fingerprint(ranks=fleet.ranks, device=fleet.device.kind)).name
+    text = json.dumps([key_of(ready), mark, version("paceline"), rest])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,96 @@
+"""Steps that a plan has timed are kept for `--layout auto`, and for nothing that they are not of."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.plan.estimate import Estimate, Timed
+from paceline.plan.forecast import Forecast
+from paceline.plan.timed import retimed, shortlist
+from paceline.train.ready import Ready, prepare
+from paceline.train.timed_here import keep, timed_here
+from paceline.verbs.running import Common, make_task
+from tests.conftest import SMALL_JOB
+from tests.pure.drawn_plans import forecast
+
+DRAWN, GRID = next(pair for pair in map(forecast, range(60)) if len(shortlist(pair[0], grid=pair[1])) > 3)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "job.py").write_text(SMALL_JOB)
+    return tmp_path / "job.py"
+
+
+def ready(job: Path, *words: str) -> Ready:
+    return prepare(make_task("plan", str(job), Common(ranks=1, device="cpu", layout="single", quiet=True), words))
+
+
+def slowest_first(drawn: Forecast = DRAWN, *, most: int = 3) -> list[Estimate]:
+    """The first of a plan's options timed so that the last of them is the quickest."""
+    found = shortlist(drawn, grid=GRID)
+    seconds = sorted((one.step_seconds for one in found[:most]), reverse=True)
+    took = {
+        str(one.candidate): Timed(seconds=own, spread=0.1, steps=9, blocks=(8,), between=(1.0, 2.0))
+        for one, own in zip(found[:most], seconds, strict=True)
+    }
+    return retimed(found, took)
+
+
+def told(estimates: Any) -> list[tuple[str, float, Timed | None]]:
+    return [(str(one.candidate), one.step_seconds, one.timed) for one in estimates]
+
+
+def test_they_are_found_again_under_another_length_and_microbatch(job: Path) -> None:
+    options = slowest_first()
+    assert not timed_here(ready(job), DRAWN, grid=GRID).options
+    keep(ready(job), DRAWN, options)
+    for words in ((), ("--train.steps=7", "--train.micro_batch_size=2", "--log.every=3")):
+        found = timed_here(ready(job, *words), DRAWN, grid=GRID)
+        assert told(found.options) == told(options)
+    below = [DRAWN.estimate(one.candidate) for one in options][::-1]
+    assert told(found.of(below)) == told(options[::-1]), "as wrong as the others, in the order that it was given"
+
+
+@pytest.mark.parametrize(
+    "words", ["--train.precision=bf16", "--data.workers=1", "--job.lr=0.1", "--log.statistics=true"]
+)
+def test_of_other_settings_there_are_none(job: Path, words: str) -> None:
+    keep(ready(job), DRAWN, slowest_first())
+    assert not timed_here(ready(job, words), DRAWN, grid=GRID).options
+
+
+def test_of_another_model_machine_or_file_there_are_none(job: Path) -> None:
+    keep(ready(job), DRAWN, slowest_first())
+    facts, fleet = DRAWN.facts, DRAWN.fleet
+    longer = replace(facts, length=facts.length + 1)
+    quicker = replace(fleet, device=replace(fleet.device, bytes_per_second=2 * fleet.device.bytes_per_second))
+    assert not timed_here(ready(job), Forecast(facts=longer, fleet=fleet), grid=GRID).options
+    assert not timed_here(ready(job), Forecast(facts=facts, fleet=quicker), grid=GRID).options
+    since = replace(fleet, longer={"ddp": 3.0})
+    assert timed_here(ready(job), Forecast(facts=facts, fleet=since), grid=GRID).options, "runs came out otherwise"
+    job.write_text(SMALL_JOB + "\n# another\n")
+    assert not timed_here(ready(job), DRAWN, grid=GRID).options
+
+
+def test_a_second_plan_adds_to_the_first_and_what_was_refused_stays_so(job: Path) -> None:
+    first = slowest_first(most=1)
+    keep(ready(job), DRAWN.of(replace(DRAWN.facts, refused={"tp": "its heads"})), first)
+    keep(ready(job), DRAWN, slowest_first(most=2)[-1:])
+    keep(ready(job), DRAWN, [])
+    found = timed_here(ready(job), DRAWN, grid=GRID)
+    assert found.forecast.facts.refused == {**DRAWN.facts.refused, "tp": "its heads"}
+    assert {str(one.candidate) for one in first if one.timed} <= {*found.timed}
+    assert all(one.candidate.tp == 1 for one in found.options)
+
+
+def test_what_can_not_be_read_is_not_there(job: Path, tmp_path: Path) -> None:
+    keep(ready(job), DRAWN, slowest_first())
+    (file,) = (tmp_path / "cache/paceline").glob("timed-*.json")
+    file.write_text(file.read_text().replace('"spread"', '"width"'))
+    assert not timed_here(ready(job), DRAWN, grid=GRID).options
+    file.write_text("{")
+    assert not timed_here(ready(job), DRAWN, grid=GRID).options
