@@ -250,10 +250,11 @@ def _to_run(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Errors, noise, order and choice, by number of ranks."""
-    for ranks in sorted({one["ranks"] for one in found}):
-        every = [one for one in found if one["ranks"] == ranks]
+    for over_line, ranks in sorted({(one["line"], one["ranks"]) for one in found}):
+        every = [one for one in found if (one["line"], one["ranks"]) == (over_line, ranks)]
         rows = [[Row(**row) for row in one["rows"]] for one in every]
-        yield f"{ranks} ranks: {len(every)} jobs, {sum(map(len, rows))} layouts, error of a step's seconds:"
+        where = "over a line" if over_line else "here"
+        yield f"{ranks} ranks {where}: {len(every)} jobs, {sum(map(len, rows))} layouts, error of a step's seconds:"
         yield from _judged("by the clock", every, rows)
         yield from _judged("at one pace", every, [[row.paced() for row in own] for own in rows])
         yield f"  planned in {mean(one['plan_seconds'] for one in every):.0f} s on average"
@@ -307,7 +308,8 @@ def _signs(rows: Sequence[Row], *, noise: float) -> list[int]:
 
 def show(one: Mapping[str, Any]) -> str:
     """One job, a line a layout."""
-    lines = [f"{one['job']}, {one['ranks']} ranks: --layout {one['recommended']} {dict(one['settings'])}"]
+    where = " over a line" if one["line"] else ""
+    lines = [f"{one['job']}, {one['ranks']} ranks{where}: --layout {one['recommended']} {dict(one['settings'])}"]
     for row in (Row(**each) for each in one["rows"]):
         named, paced = f"{row.layout} {','.join(row.settings.values())}", row.paced()
         lines.append(
