@@ -117,6 +117,40 @@ def test_a_script_falls_back_as_the_command_does(auto: Shop) -> None:
     assert "second: " in done.out and "auto: going on" in done.err and len(events(auto, "RunStarted")) >= 2
 
 
+BROKEN = """
+import torch, paceline as pl
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if index == 30:
+            raise OSError("file 30 is broken")
+        return torch.ones(8), torch.ones(8)
+
+job = pl.Job(
+    model=lambda: torch.nn.Linear(8, 8),
+    loss=lambda output, batch: ((output - batch[1]).square().sum(), output.numel()),
+    train_data=Data(),
+    optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    global_batch_size=16,
+)
+"""
+
+
+@pytest.mark.parametrize(
+    "words", ["plan job.py --cluster here --ranks 2 --seconds 2", "train job.py --ranks 2 --layout auto"]
+)
+def test_data_that_can_not_be_read_is_no_word_about_layouts(auto: Shop, words: str) -> None:
+    """One rank alone meets it, or the plan before them."""
+    auto.write("job.py", BROKEN)
+    failed = auto.run(*words.split(), environ=environ(auto))
+    assert failed.code == 1 and "DataError: reading sample 30 failed: OSError: file 30 is broken" in failed.err, (
+        failed.text
+    )
+    assert "job.py:9" in failed.err and "layout of" not in failed.err and "Connection closed" not in failed.err
+
+
 @pytest.mark.soak
 def test_a_plan_that_was_made_is_what_later_runs_are_held_against(auto: Shop) -> None:
     small = ("--job.length", "8", "--job.depth", "1")

@@ -60,6 +60,13 @@ class Mixes(Block):
         return super().forward(x + torch.softmax(x @ x.transpose(1, 2) / WIDTH, -1) @ x)
 
 
+class Choosy(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 4:
+            raise ValueError("four are too many, or too few")
+        return super().forward(x)
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -121,6 +128,7 @@ def weighed() -> nn.Module:
 MODELS = {
     "mixes": lambda: nn.Sequential(*(Mixes() for _ in range(4))),
     "frozen": frozen,
+    "choosy": lambda: nn.Sequential(*(Choosy() for _ in range(4))),
     "guarded": lambda: nn.Sequential(*(Guarded() for _ in range(4))),
     "halved": lambda: nn.Sequential(*(Halved() for _ in range(4))),
     "packed": Packed,
@@ -220,6 +228,13 @@ def test_a_microbatch_that_can_not_be_had_is_no_layout() -> None:
     assert any("BatchNorm" in note for note in found.notes)
     best = decided(found, "8xA100-80G")
     assert all(row.estimate.candidate.micro_batch_size > 1 for row in best.advice.rows)
+
+
+def test_of_a_microbatch_that_the_model_s_own_code_refuses_no_axis_is_to_blame() -> None:
+    found = decided(learnt("choosy"), "2xA100-80G", Candidate(dp_replicate=2, micro_batch_size=4))
+    refused, best = found.forecast.facts.refused, found.advice.recommended.candidate
+    assert "four are too many" in refused["micro_batch_size=4"] and not {"dp_replicate", "pp"} & {*refused}
+    assert best.micro_batch_size != 4 and found.best is not None and not found.best.error
 
 
 @pytest.mark.parametrize("how", ["packed", "turned", "weighed", "halved"])

@@ -1,5 +1,6 @@
 """Steps that a plan has timed are kept for `--layout auto`, and for nothing that they are not of."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,13 @@ def test_of_another_model_machine_or_file_there_are_none(job: Path) -> None:
     keep(ready(job), DRAWN, slowest_first())
     facts, fleet = DRAWN.facts, DRAWN.fleet
     longer = replace(facts, length=facts.length + 1)
-    quicker = replace(fleet, device=replace(fleet.device, bytes_per_second=2 * fleet.device.bytes_per_second))
+    smaller = replace(fleet, device=replace(fleet.device, memory_bytes=0.99 * fleet.device.memory_bytes))
     assert not timed_here(ready(job), Forecast(facts=longer, fleet=fleet), grid=GRID).options
-    assert not timed_here(ready(job), Forecast(facts=facts, fleet=quicker), grid=GRID).options
-    since = replace(fleet, longer={"ddp": 3.0})
-    assert timed_here(ready(job), Forecast(facts=facts, fleet=since), grid=GRID).options, "runs came out otherwise"
+    assert not timed_here(ready(job), Forecast(facts=facts, fleet=smaller), grid=GRID).options
+    rates = replace(fleet.device, bytes_per_second=2 * fleet.device.bytes_per_second)
+    for since in (replace(fleet, longer={"ddp": 3.0}), replace(fleet, device=rates)):
+        found = timed_here(ready(job), Forecast(facts=facts, fleet=since), grid=GRID)
+        assert any(one.timed for one in found.options), "runs came out otherwise, or it was probed again"
     job.write_text(SMALL_JOB + "\n# another\n")
     assert not timed_here(ready(job), DRAWN, grid=GRID).options
 
@@ -92,5 +95,11 @@ def test_what_can_not_be_read_is_not_there(job: Path, tmp_path: Path) -> None:
     (file,) = (tmp_path / "cache/paceline").glob("timed-*.json")
     file.write_text(file.read_text().replace('"spread"', '"width"'))
     assert not timed_here(ready(job), DRAWN, grid=GRID).options
+    for wrong in ("NaN", "Infinity", "-1.0", "0", "1e-300", '"foo"', "null"):
+        keep(ready(job), DRAWN, slowest_first())
+        timed = json.loads(file.read_text())
+        next(iter(timed["timed"].values()))["seconds"] = json.loads(wrong)
+        file.write_text(json.dumps(timed))
+        assert not timed_here(ready(job), DRAWN, grid=GRID).options, wrong
     file.write_text("{")
     assert not timed_here(ready(job), DRAWN, grid=GRID).options

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -16,6 +17,7 @@ MOST = 9
 _EACH = 3  # of a family
 _NEAR = 1.6  # times the quickest forecast: as far as a closed form may be wrong
 _MOST_LOOKED_AT = 20_000
+_LEAST_SECONDS = 1e-6
 _PAIRS = ("blocks", "between")
 
 
@@ -102,8 +104,16 @@ def kept_of(estimates: Sequence[Estimate]) -> dict[str, Any]:
 
 
 def read_kept(kept: Mapping[str, Any]) -> dict[str, Timed]:
-    """What `kept_of` wrote."""
-    return {name: Timed(**{**own, **{pair: tuple(own[pair]) for pair in _PAIRS}}) for name, own in kept.items()}
+    """What `kept_of` wrote.
+
+    Raises: ValueError, KeyError, TypeError of what nobody has written.
+    """
+    found = {name: Timed(**{**own, **{pair: tuple(own[pair]) for pair in _PAIRS}}) for name, own in kept.items()}
+    if not all(
+        _LEAST_SECONDS < one.seconds < inf and 0 <= one.spread < inf and one.steps > 0 for one in found.values()
+    ):
+        raise ValueError("no step takes that long")
+    return found
 
 
 def retimed(estimates: Sequence[Estimate], timed: Mapping[str, Timed]) -> list[Estimate]:

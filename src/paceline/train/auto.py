@@ -98,11 +98,11 @@ def told(task: Task, answer: Mapping[str, Any], here: Here, *, quiet: bool = Fal
     """Three lines, and the task as they say."""
     rungs = [Rung(**rung) for rung in answer["rungs"]]
     cost = f"planned in {duration(answer['seconds'])}"
-    cost += f", after {duration(here.seconds)} for measuring this machine, once" if here.seconds else ""
+    cost += f", after {duration(here.seconds)} for measuring this machine" if here.seconds else ""
     if rungs[0].source == TIMED:
         cost += "; its steps were timed here by paceline plan"
     elif rungs[0].longer != 1:
-        cost += f"; times as runs here took, {rungs[0].longer:.2f} times the reckoned"
+        cost += f"; times as steps here took, {rungs[0].longer:.2f} times the reckoned"
     lines = [
         f"auto: {rungs[0]}, on {here.fleet}",
         f"why: {answer['why']}; {cost}",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from paceline.errors import LayoutError
 from paceline.plan.advice import Advice, advice_of, advise
-from paceline.plan.candidate import MODEL_AXES, Candidate
+from paceline.plan.candidate import MICRO, MODEL_AXES, Candidate
 from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid, is_refused, words_of
@@ -14,6 +14,7 @@ from paceline.survive.short import only_new
 from paceline.train.rehearsed import Rehearsal, Seen
 
 _LEAST = 0.02
+_SEEN = 3  # samples of a microbatch, which learning has tried
 _MORE_SECONDS = 30.0  # where what came before was refused
 
 
@@ -50,14 +51,16 @@ def decide(
     device, seen = forecast.fleet.device, dict[str, Seen]()
     room, case = device.memory_bytes - device.reserve_bytes, None
     while True:
-        options = [one for one in options if not is_refused(one.candidate, forecast.facts)]
+        options = [one for one in options if _is_left(one.candidate, forecast)]
         advice = advice_of(forecast, options, grid=grid) if options else advise(forecast, grid=grid)
         case = case or advice.case
         best = advice.recommended
         if seen and time.monotonic() > until + _MORE_SECONDS:
             break
         found = seen[str(best.candidate)] = rehearsal.replayed(best, forecast)
-        if found.error:
+        if found.error and found.is_jobs and (why := _alone_refused(rehearsal, best.candidate, forecast)):
+            forecast = forecast.of(replace(forecast.facts, refused={**forecast.facts.refused, **why}))
+        elif found.error:
             forecast = _without(rehearsal, forecast, best.candidate, found.error)
         elif found.peak_bytes <= room:
             break
@@ -67,6 +70,24 @@ def decide(
             less = min(1 - _LEAST, room / found.peak_bytes)
             forecast = forecast.below(device.reserve_bytes + less * (best.peak_bytes - device.reserve_bytes))
     return Decided(forecast=forecast, advice=replace(advice, case=case), seen=seen)
+
+
+def _is_left(candidate: Candidate, forecast: Forecast) -> bool:
+    refused = forecast.facts.refused
+    return not is_refused(candidate, forecast.facts) and _micro(candidate) not in refused
+
+
+def _alone_refused(rehearsal: Rehearsal, candidate: Candidate, forecast: Forecast) -> dict[str, str]:
+    """That the job's own code takes no microbatch of that size, in one process either; of few samples it was seen."""
+    if candidate.micro_batch_size <= _SEEN:
+        return {}
+    plain = Candidate(micro_batch_size=candidate.micro_batch_size, precision=candidate.precision)
+    why = rehearsal.refusal(plain, forecast)
+    return {_micro(candidate): why} if why else {}
+
+
+def _micro(candidate: Candidate) -> str:
+    return f"{MICRO}={candidate.micro_batch_size}"
 
 
 def _without(rehearsal: Rehearsal, forecast: Forecast, candidate: Candidate, error: str) -> Forecast:

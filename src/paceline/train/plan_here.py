@@ -112,21 +112,21 @@ def chosen_here(ready: Ready, here: Here, *, layouts: Sequence[str] = ()) -> Cho
     """
     place, grid = Place.read(os.environ), grid_of(ready.settings, asked="paceline plan")
     learnt = learn(ready, most_ranks=place.world_size) if place.rank == 0 else None
-    world = join_world(ready)
-    try:
-        fleet = _fleet(ready, here, world)
-        if learnt is None:
-            if here.seconds:
-                _timed(ready, [], (), world=world, seconds=here.seconds)
-            return None
+    world = join_world(ready)  # closed at the end alone: after an error others would see its end before they hear why
+    fleet = _fleet(ready, here, world)
+    found = None
+    if learnt is None:
+        if here.seconds:
+            _timed(ready, [], (), world=world, seconds=here.seconds)
+    else:
         forecast = Forecast(facts=learnt.facts, fleet=fleet)
         options = _named(ready, forecast, layouts) if layouts else shortlist(forecast, grid=grid)
         lost: dict[Candidate, str] = {}
         if here.seconds:
             options, lost = _timed(ready, options, learnt.depths, world=world, seconds=here.seconds)
-        return Chosen(learnt=learnt, forecast=forecast, grid=grid, options=options, lost=lost)
-    finally:
-        world.close()
+        found = Chosen(learnt=learnt, forecast=forecast, grid=grid, options=options, lost=lost)
+    world.close()
+    return found
 
 
 def _named(ready: Ready, forecast: Forecast, layouts: Sequence[str]) -> list[Estimate]:

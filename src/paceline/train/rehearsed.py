@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from paceline.errors import LayoutError, PacelineError, as_refused
+from paceline.errors import DataError, LayoutError, PacelineError, as_refused
 from paceline.plan.candidate import Candidate
 from paceline.plan.estimate import Estimate
 from paceline.plan.facts import ModelFacts
@@ -23,12 +23,15 @@ from paceline.train.tried_parts import refuse_parts
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A finalist as it was replayed: its fullest stage; `error` where it would be refused."""
+    """A finalist as it was replayed: its fullest stage; `error` where it would be refused, `is_jobs` if the job's own
+    code raised it.
+    """
 
     layout: str
     peak_bytes: int = 0
     parts: Mapping[str, int] | None = None
     error: str = ""
+    is_jobs: bool = False
     seconds: float = 0.0
     work: int = 0
 
@@ -73,12 +76,14 @@ class Rehearsal:
             settings = with_stages(self.ready.settings, cut)
             blocks = _blocks(candidate, cut, facts)
             stages = self.chain.replay(settings, plan, blocks)
+        except DataError:
+            raise
         except PacelineError as error:
             return Seen(layout=candidate.layout, error=error.what)
         except Exception as error:  # of the job's own code, which goes on without this layout
             if is_shortage(error):
                 raise
-            return Seen(layout=candidate.layout, error=as_refused(error))
+            return Seen(layout=candidate.layout, error=as_refused(error), is_jobs=True)
         fullest: Replayed = max(stages, key=lambda stage: stage.peak.total)
         return Seen(
             layout=candidate.layout,

@@ -1,11 +1,12 @@
 """Steps that a plan has timed here are kept: `--layout auto` then chooses what that plan did.
 
 Kept by job, ranks, machine, Paceline's version and the settings that a step's time follows. They hold as long as the
-model's numbers and the probe of the machine are the same ones.
+model's numbers are the same ones; of ranks on several machines nothing is kept, as links come and go.
 """
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -22,6 +23,7 @@ from paceline.plan.hardware import Fleet, fleet_of
 from paceline.plan.timed import as_timed, kept_of, read_kept, retimed, shortlist, usual_ratio
 from paceline.train.foretold import key_of
 from paceline.train.ready import Ready
+from paceline.world import Place
 
 _NOT_OF_STEPS = ("steps", "epochs", "samples", "tokens", "micro_batch_size", "check_every", "timeout_seconds")
 
@@ -44,8 +46,8 @@ class TimedHere:
 
 def keep(ready: Ready, forecast: Forecast, options: Sequence[Estimate]) -> None:
     """What of a plan's options was timed, beside what is kept of others; `forecast` knows what was refused."""
-    timed = kept_of(options)
-    if not timed:
+    timed, place = kept_of(options), Place.read(os.environ)
+    if not timed or place.local_world_size < place.world_size:
         return
     facts, before = forecast.facts, _read(ready, forecast)
     if before is not None:
@@ -84,8 +86,8 @@ def _read(ready: Ready, forecast: Forecast) -> tuple[ModelFacts, dict[str, Timed
 
 
 def _is_same(one: Fleet, other: Fleet) -> bool:
-    """But for how runs came out since."""
-    return replace(one, longer={}, fuller={}) == replace(other, longer={}, fuller={})
+    """Steps that were timed hold whatever a probe says of rates, now or then."""
+    return all(getattr(one.device, name) == getattr(other.device, name) for name in ("name", "kind", "memory_bytes"))
 
 
 def _key(ready: Ready, fleet: Fleet) -> str:

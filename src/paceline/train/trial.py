@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.errors import PacelineError
+from paceline.errors import DataError, PacelineError
 from paceline.feed.types import StepInput
 from paceline.job import Job
 from paceline.place.start.stored import Stored
@@ -128,23 +128,23 @@ def _timed_together(
 ) -> dict[str, Timed | str]:
     began, trials = time.monotonic(), list[_Trial]()
     errors: dict[str, Timed | str] = {}
-    try:
-        for one in tries:
-            if trials and world.share_json(time.monotonic() - began > _BUILD_SHARE * seconds):
-                break
-            try:
-                trials += _made(ready, one, depths, world=world, before=trials)
-            except PacelineError as error:
-                errors[one.candidate] = error.what
-        _take_turns(trials, depths, world=world, soon=began + _SOON * seconds, ends=began + seconds)
-        every = world.gather_json([trial.seconds for trial in trials])
-        steps = [[max(step) for step in zip(*of_ranks, strict=True)] for of_ranks in zip(*every, strict=True)]
-        looked = [(trial.candidate, trial.blocks, own) for trial, own in zip(trials, steps, strict=True)]
-        since, until = {trial.candidate: trial.since for trial in reversed(trials)}, time.time()
-    finally:
-        for trial in trials:
-            trial.close()
-        gc.collect()
+    for one in tries:
+        if trials and world.share_json(time.monotonic() - began > _BUILD_SHARE * seconds):
+            break
+        try:
+            trials += _made(ready, one, depths, world=world, before=trials)
+        except DataError:  # of one rank alone, and no word about the layout
+            raise
+        except PacelineError as error:
+            errors[one.candidate] = error.what
+    _take_turns(trials, depths, world=world, soon=began + _SOON * seconds, ends=began + seconds)
+    every = world.gather_json([trial.seconds for trial in trials])
+    steps = [[max(step) for step in zip(*of_ranks, strict=True)] for of_ranks in zip(*every, strict=True)]
+    looked = [(trial.candidate, trial.blocks, own) for trial, own in zip(trials, steps, strict=True)]
+    since, until = {trial.candidate: trial.since for trial in reversed(trials)}, time.time()
+    for trial in trials:  # not after an error: the others would see connections end before they hear of it
+        trial.close()
+    gc.collect()
     told = _told(looked, depths)
     return {name: replace(one, between=(since[name], until)) for name, one in told.items()} | errors
 

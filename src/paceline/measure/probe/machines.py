@@ -26,9 +26,9 @@ def machine_here(*, ranks: int, device: str) -> Here:
         MachineError: it can't be probed, or the memory of its GPUs can't be known.
     """
     began = time.monotonic()
-    is_kept = read_cached(fingerprint(ranks=ranks, device=device)) is not None
-    probe = probe_here(ranks=ranks, device=device)
-    return Here(fleet=_fleet(probe, ranks, device), seconds=0.0 if is_kept else time.monotonic() - began)
+    before = read_cached(fingerprint(ranks=ranks, device=device))
+    probe = probe_here(ranks=ranks, device=device)  # anew too where others used the machine when it was kept
+    return Here(fleet=_fleet(probe, ranks, device), seconds=0.0 if probe == before else time.monotonic() - began)
 
 
 def kept_here(*, ranks: int, device: str) -> Fleet | None:
