@@ -38,7 +38,7 @@ from benchmarks.sites import ADDRESSES, ENDS, PORT, SPACES, line  # noqa: E402
 from benchmarks.step_rows import CLOSE, PASSES, Row, lost, recommended, show, summary  # noqa: E402
 
 _WARM = 4  # steps of a run
-_SECONDS = 5.0  # of timed steps in a run
+_SECONDS = 10.0  # of timed steps in a run
 _FEWEST, _MOST = 6, 60  # steps
 _NEAR, _ROWS = 1.2, 5  # times the quickest; layouts
 _FAR = 1.8  # times the quickest, after which nobody asks

@@ -55,8 +55,16 @@ def ready_of(job: str, *typed: str) -> Ready:
     return prepare(make_task("plan", job, Common(ranks=1, device="cpu", quiet=True), list(typed)))
 
 
-def one(candidate: str, *, micro: int, layout: str = "dp_replicate=1", share: float = 0.1) -> Try:
-    return Try(candidate=candidate, layout=layout, micro_batch_size=micro, least_blocks=2, share=share, stays=share / 2)
+def one(candidate: str, *, micro: int, layout: str = "dp_replicate=1", share: float = 0.1, seconds: float = 0.0) -> Try:
+    return Try(
+        candidate=candidate,
+        layout=layout,
+        micro_batch_size=micro,
+        least_blocks=2,
+        share=share,
+        stays=share / 2,
+        seconds=seconds,
+    )
 
 
 def test_the_first_and_last_of_like_blocks_stay() -> None:
@@ -184,6 +192,29 @@ def test_what_is_somewhat_slower_has_its_turn_once_the_quick_have_steps_enough(
     assert isinstance(quick, Timed) and isinstance(slow, Timed)
     assert quick.steps >= 24 and (slow.steps >= 24) is looks
     assert began < slow.between[0] < slow.between[1] < time.time()
+
+
+@pytest.mark.parametrize(("forecast", "looks"), [(1.1, True), (1.3, False), (0.0, False)])
+def test_what_was_slow_once_against_its_forecast_has_another_look(
+    monkeypatch: pytest.MonkeyPatch, forecast: float, looks: bool
+) -> None:
+    """The machine is busy in the other one's first visit alone; what that took is forgotten."""
+    from paceline.train import trial as module
+
+    step, busy = module._Trial.step, ["busy"]
+
+    def disturbed(self: module._Trial) -> float:
+        taken = step(self)
+        return 3 * taken if self.candidate in busy and not self.seconds else taken
+
+    monkeypatch.setattr(module._Trial, "step", disturbed)
+    ready = ready_of("tests.parity.test_trial:slow", "--job.depth=1")
+    tries = [one("quiet", micro=4, seconds=1.0), one("busy", micro=4, seconds=forecast)]
+    found = time_layouts(ready, tries, depths=[], world=World.alone(), seconds=3.0)
+    quiet, disturbed_one = found["quiet"], found["busy"]
+    assert isinstance(quiet, Timed) and isinstance(disturbed_one, Timed)
+    assert disturbed_one.seconds == pytest.approx(quiet.seconds * (1 if looks else 3), rel=0.3)
+    assert (disturbed_one.steps >= 24) is looks
 
 
 def test_what_the_probe_leaves_of_a_minute_is_for_layouts(monkeypatch: pytest.MonkeyPatch) -> None:

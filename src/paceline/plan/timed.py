@@ -25,7 +25,8 @@ _PAIRS = ("blocks", "between")
 class Try:
     """One layout to time: as it would be typed, with what goes beside it.
 
-    `share` is what it needs of the memory, of which `stays` is there between its steps too.
+    `share` is what it needs of the memory, of which `stays` is there between its steps too; `seconds` are its step's by
+    the forecast, 0 where there is none.
     """
 
     candidate: str
@@ -34,6 +35,7 @@ class Try:
     least_blocks: int
     share: float
     stays: float = 0.0
+    seconds: float = 0.0
     stages: str = ""
 
     def as_json(self) -> dict[str, Any]:
@@ -94,6 +96,7 @@ def try_of(estimate: Estimate) -> Try:
         least_blocks=2 * candidate.pp * candidate.virtual if candidate.pp > 1 else 2,
         share=estimate.peak_bytes / estimate.limit_bytes,
         stays=estimate.memory.state_bytes / estimate.limit_bytes,
+        seconds=estimate.step_seconds,
         stages=estimate.settings.get("place.stages", ""),
     )
 

@@ -36,6 +36,7 @@ _FAR = (4.0, 2.5)  # times as long as another, in its first steps: no further on
 _SOON, _MANY = 2 / 3, 24  # of the seconds, after which so many steps of each that is not hopeless are enough
 _LEAST = 4  # steps that tell how far apart they are
 _HOPELESS = (1.8, 1.5, 1.4, 1.3, 1.2)  # times as long as the quickest, by how often all were visited: no closer look
+_LIKELY = 1.2  # times as long as what is not hopeless, by the forecast: a second look at what was so the first time
 
 
 @dataclass(kw_only=True)
@@ -48,6 +49,7 @@ class _Trial:
     blocks: int
     built: Built
     batches: Iterator[StepInput]
+    said: float = 0.0
     usual: float = 0.0
     since: float = 0.0
     seconds: list[float] = field(default_factory=list)
@@ -151,13 +153,16 @@ def _timed_together(
 
 def _take_turns(trials: Sequence[_Trial], depths: Sequence[int], *, world: World, soon: float, ends: float) -> None:
     """Round after round, until the time is over, or steps are many; what is hopeless is not visited any more, but where
-    what is left has steps enough.
+    what is left has steps enough. What seems so by its first visit alone, and is forecast to be as quick as the
+    quickest, has another in place of that: the machine may have been busy meanwhile.
     """
     for visits in count():
         found = _told([(trial.candidate, trial.blocks, trial.seconds) for trial in trials], depths)
         quickest = min((one.seconds for one in found.values()), default=0.0)
         most = _HOPELESS[min(visits, len(_HOPELESS) - 1)] * quickest
-        alive = world.share_json([name for name, one in found.items() if one.seconds <= most])
+        alive = [name for name, one in found.items() if one.seconds <= most]
+        anew = [] if visits else _surprising(trials, alive)
+        alive, anew = world.share_json([alive + anew, anew])
         going = [trial for trial in trials if trial.candidate in alive]
         until = ends
         if all(len(trial.seconds) >= _MANY for trial in going):
@@ -167,9 +172,18 @@ def _take_turns(trials: Sequence[_Trial], depths: Sequence[int], *, world: World
         for trial in going:
             if world.share_json(time.monotonic() > until):
                 return
+            before = len(trial.seconds) if trial.candidate in anew else 0
             trial.visit()
+            del trial.seconds[:before]
         if not going:
             return
+
+
+def _surprising(trials: Sequence[_Trial], alive: Sequence[str]) -> list[str]:
+    """Candidates that are not alive, but whose forecast is near those that are."""
+    said = {trial.candidate: trial.said for trial in trials}
+    most = _LIKELY * min((said[name] for name in alive), default=0.0)
+    return [name for name, own in said.items() if name not in alive and 0 < own <= most]
 
 
 def _made(ready: Ready, one: Try, depths: Sequence[int], *, world: World, before: Sequence[_Trial]) -> Iterator[_Trial]:
@@ -184,7 +198,7 @@ def _made(ready: Ready, one: Try, depths: Sequence[int], *, world: World, before
             settings = replace(settings, place=place)
         blocks = sum(depths) if most is None else sum(min(most, depth) for depth in depths)
         built = build(job=job, settings=settings, plan=plan, world=world)
-        trial = _Trial(candidate=one.candidate, blocks=blocks, built=built, batches=_batches(built))
+        trial = _Trial(candidate=one.candidate, blocks=blocks, built=built, batches=_batches(built), said=one.seconds)
         trial.begin(min((other.usual for other in before if other.blocks == blocks), default=inf))
         yield trial
 
