@@ -8,6 +8,7 @@ from typing import Any
 
 PASSES = 2  # runs of each layout, before those that are in doubt run again
 CLOSE = 0.05  # to the best
+_FEW = 2  # ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,11 @@ def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield from _judged("by the clock", every, rows)
         yield from _judged("at one pace", every, [[row.paced() for row in own] for own in rows])
         yield f"  planned in {mean(one['plan_seconds'] for one in every):.0f} s on average"
+    few = [Row(**row) for one in found if one["ranks"] <= _FEW and not one["line"] for row in one["rows"]]
+    if few:
+        yield f"1 and 2 ranks here, {len(few)} layouts:"
+        yield f"  by the clock: {_told(few)}"
+        yield f"  at one pace: {_told(row.paced() for row in few)}"
 
 
 def _judged(how: str, every: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[Row]]) -> Iterator[str]:

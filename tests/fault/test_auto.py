@@ -151,6 +151,36 @@ def test_data_that_can_not_be_read_is_no_word_about_layouts(auto: Shop, words: s
     assert "job.py:9" in failed.err and "layout of" not in failed.err and "Connection closed" not in failed.err
 
 
+PICKY = """
+import torch, paceline as pl
+
+class Picky(torch.nn.Linear):
+    def forward(self, x):
+        if len(x) == 1:
+            raise ValueError("more than one sample, please")
+        return super().forward(x)
+
+job = pl.Job(
+    model=lambda: Picky(8, 8),
+    loss=lambda output, batch: ((output - batch[1]).square().sum(), output.numel()),
+    train_data=torch.utils.data.TensorDataset(torch.ones(64, 8), torch.ones(64, 8)),
+    optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    global_batch_size=4,
+)
+"""
+
+
+def test_ranks_that_all_refuse_a_size_that_is_timed_go_on_without_it(auto: Shop) -> None:
+    auto.write("job.py", PICKY)
+    words = ("plan", "job.py", "--cluster", "here", "--ranks", "2", "--seconds", "2", "--run-dir", "run")
+    planned = auto.run(*words, environ=environ(auto))
+    assert planned.code == 0, planned.text
+    advice = json.loads((auto.path / "run" / "answer-plan.json").read_text())
+    assert "ValueError: more than one sample" in advice["facts"]["refused"]["micro_batch_size=1"]
+    sizes = {one["settings"]["train.micro_batch_size"] for one in advice["timed"]}
+    assert sizes and "1" not in sizes and advice["recommended"] != ""
+
+
 @pytest.mark.soak
 def test_a_plan_that_was_made_is_what_later_runs_are_held_against(auto: Shop) -> None:
     small = ("--job.length", "8", "--job.depth", "1")
@@ -161,12 +191,20 @@ def test_a_plan_that_was_made_is_what_later_runs_are_held_against(auto: Shop) ->
     ]
     assert train(auto, "--layout", "fsdp", *small).code == 0
     (told,) = events(auto, "Foretold")
-    assert told["source"] == "plan" and told["layout"] == "fsdp" and told["parts"]["parameters"] > 0
-    (file,) = auto.path.glob("runs/**/plan.json")
+    assert told["layout"] == "fsdp" and told["parts"]["parameters"] > 0
+    (file,) = auto.path.glob("runs/**/answer-plan.json")
     advice = json.loads(file.read_text())
+    timed = {(one["layout"], one["settings"]["train.micro_batch_size"]): one["step_seconds"] for one in advice["timed"]}
+    micro = json.loads((auto.path / "run" / "plan.json").read_text())["micro_batch_size"]
+    assert told["source"] == ("timed" if ("fsdp", str(micro)) in timed else "plan")
     row = advice["plans"][0]
     best = (row["layout"], row["settings"], pytest.approx(row["step_seconds"]))
     assert row["timed"]["seconds"] == best[-1]
+    typed = [word for name, value in row["settings"].items() for word in (f"--{name}", value)]
+    assert train(auto, "--layout", row["layout"], *typed, *small, "--run-dir", "named").code == 0
+    lines = map(json.loads, (auto.path / "named" / "events.jsonl").read_text().splitlines())
+    (told,) = (event for event in lines if event["event"] == "Foretold")
+    assert told["source"] == "timed" and told["step_seconds"] == best[-1]
     for more in ((), ("--train.check_every", "7")):
         chosen = train(auto, "--layout", "auto", *small, "--run-dir", "chosen", *more)
         assert chosen.code == 0 and "its steps were timed here by paceline plan" in chosen.out, chosen.text

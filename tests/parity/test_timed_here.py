@@ -1,4 +1,4 @@
-"""Steps that a plan has timed are kept for `--layout auto`, and for nothing that they are not of."""
+"""Steps that a plan has timed are kept for `--layout auto` and for forecasts, and for nothing that they are not of."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ from paceline.plan.estimate import Estimate, Timed
 from paceline.plan.forecast import Forecast
 from paceline.plan.timed import retimed, shortlist
 from paceline.train.ready import Ready, prepare
-from paceline.train.timed_here import keep, timed_here
+from paceline.train.timed_here import as_timed_here, keep, timed_here
 from paceline.verbs.running import Common, make_task
 from tests.conftest import SMALL_JOB
 from tests.pure.drawn_plans import forecast
@@ -62,6 +62,17 @@ def test_they_are_found_again_under_another_length_and_microbatch(job: Path) -> 
 def test_of_other_settings_there_are_none(job: Path, words: str) -> None:
     keep(ready(job), DRAWN, slowest_first())
     assert not timed_here(ready(job, words), DRAWN, grid=GRID).options
+
+
+def test_a_run_by_name_is_held_against_what_was_timed_of_its_layout(job: Path) -> None:
+    options = slowest_first()
+    reckoned = [DRAWN.estimate(one.candidate) for one in options]
+    assert [as_timed_here(ready(job), DRAWN, one) for one in reckoned] == reckoned
+    keep(ready(job), DRAWN, options)
+    found = [as_timed_here(ready(job, "--train.steps=7"), DRAWN, one) for one in reckoned]
+    expected = [own if own.timed else plain for own, plain in zip(options, reckoned, strict=True)]
+    assert told(found) == told(expected) and sum(one.timed is not None for one in found) == 3
+    assert [as_timed_here(ready(job, "--train.precision=bf16"), DRAWN, one) for one in reckoned] == reckoned
 
 
 def test_of_another_model_machine_or_file_there_are_none(job: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,34 @@ def test_a_layout_that_is_refused_is_told_and_the_others_are_timed() -> None:
     tries = [one("bad", micro=2, layout="tp=2"), one("good", micro=2)]
     found = time_layouts(ready, tries, depths=[], world=World.alone(), seconds=0.5)
     assert isinstance(found["good"], Timed) and isinstance(found["bad"], str)
+
+
+class Picky(nn.Module):
+    """As BatchNorm is of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1:
+            raise ValueError("more than one sample, please")
+        found: torch.Tensor = self.linear(x)
+        return found
+
+
+def picky() -> pl.Job:
+    return replace(slow(), model=Picky)
+
+
+def test_a_size_that_the_jobs_own_code_refuses_is_told_and_the_others_are_timed() -> None:
+    ready = ready_of("tests.parity.test_trial:picky")
+    tries = [one("bad", micro=1), one("good", micro=2)]
+    found = time_layouts(ready, tries, depths=[], world=World.alone(), seconds=0.5)
+    assert isinstance(found["good"], Timed)
+    assert "ValueError: more than one sample, please" in str(found["bad"]) and "test_trial.py" in str(found["bad"])
+    with pytest.raises(ValueError, match="more than one sample"):
+        time_layouts(ready, tries[:1], depths=[], world=World.alone(), seconds=0.5)
 
 
 def test_it_ends_sooner_where_steps_are_many() -> None:

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid
-from paceline.plan.rung import Rung
+from paceline.plan.hardware import of_family
+from paceline.plan.rung import TIMED, Rung
 from paceline.plan.search import search
 
 _LESS = 0.85
@@ -44,4 +45,19 @@ def rung_of(
         fuller=1.0 if replayed else fuller,
         source=source,
         seconds={name: value for name, value in estimate.seconds.parts.items() if value},
+    )
+
+
+def rung_here(
+    estimate: Estimate, forecast: Forecast, *, source: str, replayed: tuple[int, Mapping[str, int]] | None = None
+) -> Rung:
+    """With what it was corrected by: from runs here before, and by steps that were timed, which are then its source."""
+    fleet, family = forecast.fleet, estimate.candidate.family
+    reckoned = forecast.estimate(estimate.candidate).step_seconds
+    return rung_of(
+        estimate,
+        replayed=replayed,
+        longer=of_family(fleet.longer, family) * (estimate.step_seconds / reckoned),
+        fuller=of_family(fleet.fuller, family),
+        source=source if estimate.timed is None else TIMED,
     )

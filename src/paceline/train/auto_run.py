@@ -8,11 +8,10 @@ from typing import Any
 from paceline.job import Job
 from paceline.measure.probe.machines import machine_here
 from paceline.plan.advice import Advice
-from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
-from paceline.plan.hardware import Fleet, fleet_of, of_family
-from paceline.plan.ladder import ladder, rung_of
-from paceline.plan.rung import TIMED, Rung
+from paceline.plan.hardware import Fleet, fleet_of
+from paceline.plan.ladder import ladder, rung_here
+from paceline.plan.rung import Rung
 from paceline.spec.task import Task
 from paceline.spec.words import size
 from paceline.store.disk import write_json
@@ -22,7 +21,7 @@ from paceline.train.foreseen import grid_of
 from paceline.train.kept import keep
 from paceline.train.plan_here import learn as learn_job
 from paceline.train.ready import Ready, prepare
-from paceline.train.rehearsed import Rehearsal, Seen
+from paceline.train.rehearsed import Rehearsal
 from paceline.train.timed_here import timed_here
 
 
@@ -70,11 +69,13 @@ def decided(ready: Ready, fleet: Fleet, *, seconds: float) -> dict[str, Any]:
     known = timed_here(ready, Forecast(facts=learnt.facts, fleet=fleet), grid=grid)
     chosen = decide(rehearsal, known.forecast, grid=grid, until=began + seconds, options=known.options)
     best, facts = chosen.advice.recommended, chosen.forecast.facts
+    counted = None
     if chosen.best is not None:
-        counted = {str(best.candidate): (chosen.best.peak_bytes, chosen.best.parts or {})}
-        keep(learnt.ready, facts, fleet, replayed=counted)
+        counted = (chosen.best.peak_bytes, chosen.best.parts or {})
+        keep(learnt.ready, facts, fleet, replayed={str(best.candidate): counted})
     below = known.of(ladder(chosen.forecast, best, grid=grid))
-    rungs = [_rung(best, chosen.best, known.forecast), *(_rung(one, None, known.forecast) for one in below)]
+    rungs = [rung_here(best, known.forecast, source=ORIGIN, replayed=counted)]
+    rungs += [rung_here(one, known.forecast, source=ORIGIN) for one in below]
     return {
         "rungs": [rung.as_json() for rung in rungs],
         "case": chosen.advice.case.number,
@@ -84,20 +85,6 @@ def decided(ready: Ready, fleet: Fleet, *, seconds: float) -> dict[str, Any]:
         "facts": facts.as_json(),
         "cluster": fleet.as_json(),
     }
-
-
-def _rung(estimate: Estimate, seen: Seen | None, forecast: Forecast) -> Rung:
-    """With what it was corrected by: from runs here before, and by steps that were timed."""
-    fleet, family = forecast.fleet, estimate.candidate.family
-    counted = None if seen is None else (seen.peak_bytes, dict(seen.parts or {}))
-    reckoned = forecast.estimate(estimate.candidate).step_seconds
-    return rung_of(
-        estimate,
-        replayed=counted,
-        longer=of_family(fleet.longer, family) * (estimate.step_seconds / reckoned),
-        fuller=of_family(fleet.fuller, family),
-        source=ORIGIN if estimate.timed is None else TIMED,
-    )
 
 
 def _second(advice: Advice, rungs: list[Rung]) -> str:

@@ -14,7 +14,7 @@ from paceline.survive.short import only_new
 from paceline.train.rehearsed import Rehearsal, Seen
 
 _LEAST = 0.02
-_SEEN = 3  # samples of a microbatch, which learning has tried
+_SEEN = (2, 3)  # samples of a microbatch, which learning has tried
 _MORE_SECONDS = 30.0  # where what came before was refused
 
 
@@ -46,8 +46,8 @@ def decide(
         LayoutError: nothing fits.
     """
     for candidate, error in (lost or {}).items():
-        if not is_refused(candidate, forecast.facts):  # by what was learnt of one before it
-            forecast = _without(rehearsal, forecast, candidate, error)
+        if _is_left(candidate, forecast):  # after what was learnt of one before it
+            forecast = _without(rehearsal, forecast, candidate, error, is_jobs=True)
     device, seen = forecast.fleet.device, dict[str, Seen]()
     room, case = device.memory_bytes - device.reserve_bytes, None
     while True:
@@ -58,10 +58,8 @@ def decide(
         if seen and time.monotonic() > until + _MORE_SECONDS:
             break
         found = seen[str(best.candidate)] = rehearsal.replayed(best, forecast)
-        if found.error and found.is_jobs and (why := _alone_refused(rehearsal, best.candidate, forecast)):
-            forecast = forecast.of(replace(forecast.facts, refused={**forecast.facts.refused, **why}))
-        elif found.error:
-            forecast = _without(rehearsal, forecast, best.candidate, found.error)
+        if found.error:
+            forecast = _without(rehearsal, forecast, best.candidate, found.error, is_jobs=found.is_jobs)
         elif found.peak_bytes <= room:
             break
         elif options:
@@ -79,7 +77,7 @@ def _is_left(candidate: Candidate, forecast: Forecast) -> bool:
 
 def _alone_refused(rehearsal: Rehearsal, candidate: Candidate, forecast: Forecast) -> dict[str, str]:
     """That the job's own code takes no microbatch of that size, in one process either; of few samples it was seen."""
-    if candidate.micro_batch_size <= _SEEN:
+    if candidate.micro_batch_size in _SEEN:
         return {}
     plain = Candidate(micro_batch_size=candidate.micro_batch_size, precision=candidate.precision)
     why = rehearsal.refusal(plain, forecast)
@@ -90,9 +88,11 @@ def _micro(candidate: Candidate) -> str:
     return f"{MICRO}={candidate.micro_batch_size}"
 
 
-def _without(rehearsal: Rehearsal, forecast: Forecast, candidate: Candidate, error: str) -> Forecast:
-    """Whose model refuses the axis that is to blame: one that is refused alone, or what was asked for last."""
+def _without(rehearsal: Rehearsal, forecast: Forecast, candidate: Candidate, error: str, *, is_jobs: bool) -> Forecast:
+    """Without what is to blame: its size of microbatch, an axis that is refused alone, or what was asked for last."""
     facts = forecast.facts
+    if is_jobs and (why := _alone_refused(rehearsal, candidate, forecast)):
+        return forecast.of(replace(facts, refused={**facts.refused, **why}))
     words = [word for word in words_of(candidate) if word not in facts.refused]
     if not words:
         raise LayoutError(error, hint="--layout single says all of it")

@@ -34,7 +34,7 @@ def foretold(ready: Ready, *, folder: Path, parameters: Callable[[], int]) -> Ru
         found = read_plan(key_of(ready))
         if found is not None:
             # brings the planner, only where there is a plan
-            rung = resolve("paceline.train.kept:estimated")(found, plan, ready.settings, parameters=parameters())
+            rung = resolve("paceline.train.kept:estimated")(found, ready, parameters=parameters())
             return rung if isinstance(rung, Rung) else None
     return None
 

@@ -10,13 +10,12 @@ from paceline.measure.remembered import keep_plan
 from paceline.plan.candidate import candidate_of
 from paceline.plan.facts import ModelFacts, read_facts
 from paceline.plan.forecast import Forecast
-from paceline.plan.hardware import Fleet, fleet_of, of_family
-from paceline.plan.ladder import rung_of
+from paceline.plan.hardware import Fleet, fleet_of
+from paceline.plan.ladder import rung_here
 from paceline.plan.rung import Rung
-from paceline.plan.settle import Plan
-from paceline.spec.settings import Settings
 from paceline.train.foretold import key_of
 from paceline.train.ready import Ready
+from paceline.train.timed_here import as_timed_here
 
 SOURCE = "plan"
 Counted = tuple[int, Mapping[str, int]]
@@ -28,9 +27,10 @@ def keep(ready: Ready, facts: ModelFacts, fleet: Fleet, *, replayed: Mapping[str
         keep_plan(key_of(ready), {"facts": facts.as_json(), "cluster": fleet.as_json(), "replayed": replayed})
 
 
-def estimated(found: Mapping[str, Any], plan: Plan, settings: Settings, *, parameters: int) -> Rung | None:
-    """Of the layout that runs, for this machine where it was measured, else for the one that was planned for."""
-    facts, fleet = read_facts(found["facts"]), fleet_of(found["cluster"])
+def estimated(found: Mapping[str, Any], ready: Ready, *, parameters: int) -> Rung | None:
+    """Of the layout that runs, for this machine where it was measured, else for the one that was planned for; by steps
+    that were timed here, where they were."""
+    plan, facts, fleet = ready.plan, read_facts(found["facts"]), fleet_of(found["cluster"])
     trained = facts.parameters - sum(part.frozen_parameters for part in facts.parts)
     if trained != parameters or facts.global_batch_size != plan.global_batch_size:
         return None
@@ -41,15 +41,12 @@ def estimated(found: Mapping[str, Any], plan: Plan, settings: Settings, *, param
         counted = found["replayed"]
     else:
         return None
-    candidate = candidate_of(
-        plan.asked, plan.mesh, micro_batch_size=plan.micro_batch_size, precision=settings.train.precision
-    )
+    precision, forecast = ready.settings.train.precision, Forecast(facts=facts, fleet=fleet)
+    candidate = candidate_of(plan.asked, plan.mesh, micro_batch_size=plan.micro_batch_size, precision=precision)
     own = counted.get(str(candidate))
-    family = candidate.family
-    return rung_of(
-        Forecast(facts=facts, fleet=fleet).estimate(candidate),
-        replayed=None if own is None else (int(own[0]), own[1]),
-        longer=of_family(fleet.longer, family),
-        fuller=of_family(fleet.fuller, family),
+    return rung_here(
+        as_timed_here(ready, forecast, forecast.estimate(candidate)),
+        forecast,
         source=SOURCE,
+        replayed=None if own is None else (int(own[0]), own[1]),
     )

@@ -25,6 +25,7 @@ from paceline.train.beside import Helper, NoAnswer
 from paceline.train.deep import FEWEST
 from paceline.train.foreseen import foreseen, grid_of
 from paceline.train.learn import learn_facts
+from paceline.train.others import look, seen_by_all
 from paceline.train.ready import Ready, join_world
 from paceline.train.shallow import shallow
 from paceline.train.trial import can_be_cut, time_layouts
@@ -60,7 +61,8 @@ class Learnt:
 class Chosen:
     """What is forecast of a job, and the layouts among which to choose, each of which should fit.
 
-    `lost` are those that were refused where they were to be timed, with why.
+    `lost` are those that were refused where they were to be timed, with why; `others` is the share of the cores that
+    other programs had meanwhile.
     """
 
     learnt: Learnt
@@ -68,6 +70,7 @@ class Chosen:
     grid: Grid
     options: Sequence[Estimate]
     lost: Mapping[Candidate, str] = field(default_factory=dict)
+    others: float = 0.0
 
 
 @only_new()
@@ -122,9 +125,10 @@ def chosen_here(ready: Ready, here: Here, *, layouts: Sequence[str] = ()) -> Cho
         forecast = Forecast(facts=learnt.facts, fleet=fleet)
         options = _named(ready, forecast, layouts) if layouts else shortlist(forecast, grid=grid)
         lost: dict[Candidate, str] = {}
+        others = 0.0
         if here.seconds:
-            options, lost = _timed(ready, options, learnt.depths, world=world, seconds=here.seconds)
-        found = Chosen(learnt=learnt, forecast=forecast, grid=grid, options=options, lost=lost)
+            options, lost, others = _timed(ready, options, learnt.depths, world=world, seconds=here.seconds)
+        found = Chosen(learnt=learnt, forecast=forecast, grid=grid, options=options, lost=lost, others=others)
     world.close()
     return found
 
@@ -148,10 +152,13 @@ def _fleet(ready: Ready, here: Here, world: World) -> Fleet:
 
 def _timed(
     ready: Ready, options: Sequence[Estimate], depths: Sequence[int], *, world: World, seconds: float
-) -> tuple[list[Estimate], dict[Candidate, str]]:
-    """Those of rank 0's options that can be had, with what their steps took; and the others, with why."""
+) -> tuple[list[Estimate], dict[Candidate, str], float]:
+    """Those of rank 0's options that can be had, with what their steps took; the others, with why; and the share of the
+    cores that other programs had meanwhile."""
     told, depths = world.share_json([[try_of(one).as_json() for one in in_turn(options)], list(depths)])
+    before = look()
     found = time_layouts(ready, [Try(**one) for one in told], depths=depths, world=world, seconds=seconds)
+    others = seen_by_all(look().since(before), world)
     lost = {one.candidate: why for one in options if isinstance(why := found.get(str(one.candidate)), str)}
     had = [one for one in options if one.candidate not in lost]
-    return retimed(had, {name: one for name, one in found.items() if isinstance(one, Timed)}), lost
+    return retimed(had, {name: one for name, one in found.items() if isinstance(one, Timed)}), lost, others

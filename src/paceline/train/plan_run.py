@@ -67,6 +67,7 @@ def _plan(task: Task, ready: Ready, helper: Helper | None) -> None:
         found, advice, seen = decided(found, helper=helper, until=until)
         answer = _answer(advice, seen, found)
         answer["timed"] = [_as_timed(one) for one in found.options if one.timed is not None]
+        answer["others"] = found.others
         write_advice(Path(task.run), answer)
         write_json(Path(task.run) / "answer-plan.json", answer)
         counted = {name: (one.peak_bytes, one.parts or {}) for name, one in seen.items() if not one.error}
@@ -136,6 +137,7 @@ def _answer(advice: Advice | Judged, seen: Mapping[str, Seen], chosen: Chosen) -
     lines += [*chosen.learnt.notes, *advice.lines()]
     told = {str(row.estimate.candidate) for row in rows}
     lines += [_lost(name, one, fleet) for name, one in seen.items() if name not in told]
+    lines += _disturbed(chosen.others)
     lines += _doubts(advice.rows, facts) if isinstance(advice, Advice) else []
     return {
         **advice.as_json(),
@@ -144,6 +146,14 @@ def _answer(advice: Advice | Judged, seen: Mapping[str, Seen], chosen: Chosen) -
         "cluster": fleet.as_json(),
         "lines": lines,
     }
+
+
+def _disturbed(others: float) -> Iterator[str]:
+    """That forecasts of time are of a busy machine."""
+    if others:
+        yield f"note: other programs had {others:.0%} of the cores while layouts were timed: without them steps may be"
+        yield "  shorter, and another layout the quickest"
+        yield "  to do: plan again once they have ended"
 
 
 def _doubts(rows: Sequence[Row], facts: ModelFacts) -> Iterator[str]:

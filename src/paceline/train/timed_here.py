@@ -1,4 +1,5 @@
-"""Steps that a plan has timed here are kept: `--layout auto` then chooses what that plan did.
+"""Steps that a plan has timed here are kept: `--layout auto` then chooses what that plan did, and a run's forecast is
+what was timed.
 
 Kept by job, ranks, machine, Paceline's version and the settings that a step's time follows. They hold as long as the
 model's numbers are the same ones; of ranks on several machines nothing is kept, as links come and go.
@@ -70,6 +71,13 @@ def timed_here(ready: Ready, forecast: Forecast, *, grid: Grid) -> TimedHere:
     if not any(one.timed for one in known):
         return TimedHere(forecast=forecast)
     return TimedHere(forecast=forecast, options=known, timed=timed, usual=usual_ratio(options, timed))
+
+
+def as_timed_here(ready: Ready, forecast: Forecast, estimate: Estimate) -> Estimate:
+    """With the seconds that an earlier plan of this job has timed on this machine, where it did."""
+    found = _read(ready, forecast)
+    timed = {} if found is None else found[1]
+    return as_timed(estimate, timed, usual=1.0)
 
 
 def _read(ready: Ready, forecast: Forecast) -> tuple[ModelFacts, dict[str, Timed]] | None:

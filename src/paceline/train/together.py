@@ -1,6 +1,7 @@
 """What one rank can't do, no rank does: its words are raised on every rank, and nobody waits for one that is gone."""
 
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from paceline.errors import CheckpointError, SaveError
@@ -38,6 +39,24 @@ def raise_for_all(world: World, problem: CheckpointError | None) -> None:
             kind = SaveError if said["error"] == SaveError.__name__ else CheckpointError
             where = said["where"] if rank == 0 else f"{said['where']} (rank {rank})"
             raise kind(said["what"], where=where, cause=said["cause"], hint=said["hint"])
+
+
+def all_met(world: World, what: str, *, seconds: float = 5.0) -> bool:
+    """Whether every rank has met this within so many seconds: then none of them waits for one that has given up.
+
+    Ranks that have not call nothing. Where a launcher of others has made the world it is not known, and so it is not.
+    """
+    if world.group is None:
+        return True
+    if world.store is None:
+        return False
+    keys = [f"met/{what}/{rank}" for rank in range(world.world_size)]
+    world.store.set(keys[world.rank], "")
+    try:
+        world.store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError:
+        return False
+    return True
 
 
 def merged(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

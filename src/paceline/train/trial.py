@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.errors import DataError, PacelineError
+from paceline.errors import DataError, PacelineError, as_refused
 from paceline.feed.types import StepInput
 from paceline.job import Job
 from paceline.place.start.stored import Stored
 from paceline.plan.estimate import Timed
 from paceline.plan.timed import Try
+from paceline.survive.short import is_shortage
 from paceline.train.built import Built, build
 from paceline.train.feeds import cut_for, feed_for
 from paceline.train.ready import Ready, settled
 from paceline.train.shallow import cut
+from paceline.train.together import all_met
 from paceline.world import Place, World
 
 _ROOM = 0.5  # of a rank's memory, for all that is timed together
@@ -130,6 +132,7 @@ def _timed_together(
 ) -> dict[str, Timed | str]:
     began, trials = time.monotonic(), list[_Trial]()
     errors: dict[str, Timed | str] = {}
+    failed: Exception | None = None
     for one in tries:
         if trials and world.share_json(time.monotonic() - began > _BUILD_SHARE * seconds):
             break
@@ -139,6 +142,12 @@ def _timed_together(
             raise
         except PacelineError as error:
             errors[one.candidate] = error.what
+        except Exception as error:  # of the job's own code, which goes on without this layout
+            if is_shortage(error) or not all_met(world, one.candidate):
+                raise
+            errors[one.candidate], failed = as_refused(error), error
+    if failed is not None and not trials:
+        raise failed
     _take_turns(trials, depths, world=world, soon=began + _SOON * seconds, ends=began + seconds)
     every = world.gather_json([trial.seconds for trial in trials])
     steps = [[max(step) for step in zip(*of_ranks, strict=True)] for of_ranks in zip(*every, strict=True)]

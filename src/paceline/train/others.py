@@ -1,0 +1,71 @@
+"""Whether other programs kept a machine's cores busy while this run's ranks timed something on them."""
+
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+
+from paceline.world import World
+
+_MUCH, _IDLE = 0.1, 0.2  # of the cores: what others had, and what may be left where they disturb
+_WORK = ("user", "nice", "system", "steal")  # not the interrupts: those of messages are the ranks' own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """Seconds so far: of the usable cores of `machine`, in work and idle, and of this process with its children."""
+
+    machine: str
+    work: float
+    idle: float
+    own: float
+
+    def since(self, before: "Look") -> "Look":
+        """Of the time between."""
+        work, idle, own = self.work - before.work, self.idle - before.idle, self.own - before.own
+        return Look(machine=self.machine, work=work, idle=idle, own=own)
+
+
+def look() -> Look:
+    """At this moment."""
+    every = psutil.cpu_times(percpu=True)
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(every))
+    cores = [every[core] for core in usable if core < len(every)]
+    return Look(
+        machine=socket.gethostname(),
+        work=sum(getattr(core, name, 0.0) for core in cores for name in _WORK),
+        idle=sum(core.idle + getattr(core, "iowait", 0.0) for core in cores),
+        own=_own(),
+    )
+
+
+def _own() -> float:
+    this, found = psutil.Process(), 0.0
+    for process in (this, *this.children(recursive=True)):
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            found += float(times.user + times.system)
+    ended = this.cpu_times()
+    return found + float(ended.children_user + ended.children_system)
+
+
+def share_of_others(ranks: Sequence[Look]) -> float:
+    """Of the cores of the machine that was disturbed most, by what each rank saw of the same time; 0.0 where others
+    left enough idle.
+    """
+    found = 0.0
+    for machine in {one.machine for one in ranks}:
+        own = [one for one in ranks if one.machine == machine]
+        work, idle = max(one.work for one in own), max(one.idle for one in own)
+        others = (work - sum(one.own for one in own)) / max(work + idle, 1e-9)
+        if idle <= _IDLE * (work + idle) and others >= _MUCH:
+            found = max(found, others)
+    return found
+
+
+def seen_by_all(own: Look, world: World) -> float:
+    """`share_of_others`, on every rank. Every rank calls this."""
+    return share_of_others([Look(**one) for one in world.gather_json(vars(own))])

@@ -1,0 +1,51 @@
+"""What other programs had of the cores while something was timed."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from paceline.plan.machine import usable_cores
+from paceline.train.others import Look, look, share_of_others
+
+SPIN = "import time\nuntil = time.monotonic() + {seconds}\nwhile time.monotonic() < until: pass"
+
+
+def seen(own: float, *, work: float = 20.0, idle: float = 0.0, machine: str = "a") -> Look:
+    return Look(machine=machine, work=work, idle=idle, own=own)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "share"),
+    [
+        ([seen(19.0)], 0.0),
+        ([seen(15.0)], 0.25),
+        ([seen(7.5), seen(7.5)], 0.25),
+        ([seen(5.0, work=10.0, idle=10.0)], 0.0),
+        ([seen(21.0)], 0.0),
+        ([seen(20.0, machine="a"), seen(10.0, machine="b")], 0.5),
+        ([seen(0.0, work=0.0)], 0.0),
+    ],
+    ids=["its own", "one rank", "two ranks", "half was idle", "rounded", "one of two machines", "no time"],
+)
+def test_what_is_not_the_ranks_own_is_the_others(ranks: Sequence[Look], share: float) -> None:
+    assert share_of_others(ranks) == pytest.approx(share)
+
+
+def test_a_busy_program_is_seen_and_a_child_is_not_another() -> None:
+    """The first are no children of this process: the shell that starts them ends."""
+    before, began = look(), time.monotonic()
+    for _ in range(usable_cores()):
+        command = f"{sys.executable} -c '{SPIN.format(seconds=1.5)}' >/dev/null 2>&1 &"
+        subprocess.run(["sh", "-c", command], check=True)
+    time.sleep(1.2)
+    found = look().since(before)
+    assert found.own < 0.3 * found.work
+    assert share_of_others([found]) > 0.5
+    assert found.work + found.idle == pytest.approx((time.monotonic() - began) * usable_cores(), rel=0.3)
+    time.sleep(0.5)
+    before = look()
+    subprocess.run([sys.executable, "-c", SPIN.format(seconds=0.5)], check=True)
+    assert look().since(before).own >= 0.2  # of a core that others may want too
