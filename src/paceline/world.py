@@ -73,7 +73,8 @@ class Sending(Protocol):
 class World:
     """The processes that train together. With one process nothing is sent and no group is made.
 
-    Where others that are none of them come and go, `entrance` is where they ask, and `store` who answers.
+    `store` is where ranks leave word for each other, None where another launcher keeps it. Where others come and go that
+    are none of them, `entrance` is where they ask, and `store` who answers.
     """
 
     rank: int = 0
@@ -131,6 +132,7 @@ class World:
             backend=backend,
             group=dist.group.WORLD,
             timeout_seconds=timeout_seconds,
+            store=store,
         )
 
     def part(self, groups: Sequence[Sequence[int]]) -> "World":
@@ -231,6 +233,7 @@ class World:
         if self.group is not None:
             for world in (self, *self.parts.values()):
                 object.__setattr__(world, "group", None)
+            object.__setattr__(self, "store", None)
             gc.collect()
 
 

@@ -156,8 +156,8 @@ import torch, paceline as pl
 
 class Picky(torch.nn.Linear):
     def forward(self, x):
-        if len(x) == 1:
-            raise ValueError("more than one sample, please")
+        if len(x) == 4:
+            raise ValueError("not four samples, please")
         return super().forward(x)
 
 job = pl.Job(
@@ -165,7 +165,7 @@ job = pl.Job(
     loss=lambda output, batch: ((output - batch[1]).square().sum(), output.numel()),
     train_data=torch.utils.data.TensorDataset(torch.ones(64, 8), torch.ones(64, 8)),
     optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-    global_batch_size=4,
+    global_batch_size=8,
 )
 """
 
@@ -176,9 +176,9 @@ def test_ranks_that_all_refuse_a_size_that_is_timed_go_on_without_it(auto: Shop)
     planned = auto.run(*words, environ=environ(auto))
     assert planned.code == 0, planned.text
     advice = json.loads((auto.path / "run" / "answer-plan.json").read_text())
-    assert "ValueError: more than one sample" in advice["facts"]["refused"]["micro_batch_size=1"]
+    assert "ValueError: not four samples" in advice["facts"]["refused"]["micro_batch_size=4"]
     sizes = {one["settings"]["train.micro_batch_size"] for one in advice["timed"]}
-    assert sizes and "1" not in sizes and advice["recommended"] != ""
+    assert sizes and "4" not in sizes and advice["recommended"] != ""
 
 
 @pytest.mark.soak

@@ -14,7 +14,7 @@ from paceline.survive.short import only_new
 from paceline.train.rehearsed import Rehearsal, Seen
 
 _LEAST = 0.02
-_SEEN = (2, 3)  # samples of a microbatch, which learning has tried
+_SEEN = 3  # samples of a microbatch, which learning has tried
 _MORE_SECONDS = 30.0  # where what came before was refused
 
 
@@ -77,7 +77,7 @@ def _is_left(candidate: Candidate, forecast: Forecast) -> bool:
 
 def _alone_refused(rehearsal: Rehearsal, candidate: Candidate, forecast: Forecast) -> dict[str, str]:
     """That the job's own code takes no microbatch of that size, in one process either; of few samples it was seen."""
-    if candidate.micro_batch_size in _SEEN:
+    if candidate.micro_batch_size <= _SEEN:
         return {}
     plain = Candidate(micro_batch_size=candidate.micro_batch_size, precision=candidate.precision)
     why = rehearsal.refusal(plain, forecast)
