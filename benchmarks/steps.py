@@ -1,6 +1,6 @@
 """Step times that `plan --cluster here` says, against those of real runs, and whether what it chooses is the quickest.
 
-    python benchmarks/steps.py --ranks 1 2 4                      # all jobs, about two minutes each
+    python benchmarks/steps.py --ranks 1 2 4                      # all jobs, three to five minutes each
     python benchmarks/steps.py --ranks 2 --only 'llama*' --out steps.jsonl
     python benchmarks/steps.py --read steps.jsonl                 # the figures of what was measured before
     python benchmarks/steps.py --ranks 2 --line 100mbit --only 'llama*'    # as root: ranks in two network namespaces

@@ -73,8 +73,8 @@ class Sending(Protocol):
 class World:
     """The processes that train together. With one process nothing is sent and no group is made.
 
-    `store` is where ranks leave word for each other, None where another launcher keeps it. Where others come and go that
-    are none of them, `entrance` is where they ask, and `store` who answers.
+    `store` is where ranks leave word for each other, None where another launcher keeps it. Where
+    others that are none of them come and go, `entrance` is where they ask, and `store` who answers.
     """
 
     rank: int = 0
