@@ -101,6 +101,22 @@ def test_a_second_plan_adds_to_the_first_and_what_was_refused_stays_so(job: Path
     assert all(one.candidate.tp == 1 for one in found.options)
 
 
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_what_two_plans_timed_is_of_one_pace_and_a_busy_machine_has_no_say(job: Path, disturbed: bool) -> None:
+    """The second one times two of three, twice as slow: the third has the pace of those that are kept."""
+    first = slowest_first(most=3)
+    second = [
+        replace(one, timed=replace(one.timed, seconds=2 * one.timed.seconds) if one.timed else None) for one in first
+    ]
+    last = next(one for one in reversed(first) if one.timed)
+    keep(ready(job), DRAWN, first)
+    keep(ready(job), DRAWN, [one for one in second if one.candidate != last.candidate], disturbed=disturbed)
+    found = timed_here(ready(job), DRAWN, grid=GRID).timed
+    for one in first:
+        if one.timed:
+            assert found[str(one.candidate)].seconds == pytest.approx(one.timed.seconds * (1 if disturbed else 2))
+
+
 def test_what_can_not_be_read_is_not_there(job: Path, tmp_path: Path) -> None:
     keep(ready(job), DRAWN, slowest_first())
     (file,) = (tmp_path / "cache/paceline").glob("timed-*.json")

@@ -16,7 +16,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.plan.estimate import Timed
-from paceline.plan.timed import Try
+from paceline.plan.timed import Refused, Try
 from paceline.train.ready import Ready, prepare
 from paceline.train.shallow import cut
 from paceline.train.trial import can_be_cut, kept_blocks, time_layouts
@@ -149,7 +149,7 @@ def test_a_layout_that_is_refused_is_told_and_the_others_are_timed() -> None:
     ready = ready_of("tests.parity.test_trial:slow", "--job.depth=3")
     tries = [one("bad", micro=2, layout="tp=2"), one("good", micro=2)]
     found = time_layouts(ready, tries, depths=[], world=World.alone(), seconds=0.5)
-    assert isinstance(found["good"], Timed) and isinstance(found["bad"], str)
+    assert isinstance(found["good"], Timed) and isinstance(found["bad"], Refused)
 
 
 class Picky(nn.Module):
@@ -175,7 +175,9 @@ def test_a_size_that_the_jobs_own_code_refuses_is_told_and_the_others_are_timed(
     tries = [one("bad", micro=1), one("good", micro=2)]
     found = time_layouts(ready, tries, depths=[], world=World.alone(), seconds=0.5)
     assert isinstance(found["good"], Timed)
-    assert "ValueError: more than one sample, please" in str(found["bad"]) and "test_trial.py" in str(found["bad"])
+    refused = found["bad"]
+    assert isinstance(refused, Refused) and refused.is_jobs
+    assert "ValueError: more than one sample, please" in refused.why and "test_trial.py" in refused.why
     with pytest.raises(ValueError, match="more than one sample"):
         time_layouts(ready, tries[:1], depths=[], world=World.alone(), seconds=0.5)
 

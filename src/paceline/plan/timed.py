@@ -43,6 +43,14 @@ class Try:
         return asdict(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """Why a layout could not be timed: its own refusal, or an error of the job's own code (`is_jobs`)."""
+
+    why: str
+    is_jobs: bool = False
+
+
 def shortlist(
     forecast: Forecast, *, grid: Grid | None = None, most: int = MOST, also: Collection[str] = ()
 ) -> list[Estimate]:
@@ -101,13 +109,8 @@ def try_of(estimate: Estimate) -> Try:
     )
 
 
-def kept_of(estimates: Sequence[Estimate]) -> dict[str, Any]:
-    """What was timed, by candidate, as it is kept."""
-    return {str(one.candidate): asdict(one.timed) for one in estimates if one.timed is not None}
-
-
 def read_kept(kept: Mapping[str, Any]) -> dict[str, Timed]:
-    """What `kept_of` wrote.
+    """What was timed, by candidate, of its JSON.
 
     Raises: ValueError, KeyError, TypeError of what nobody has written.
     """

@@ -10,6 +10,7 @@ from paceline.plan.candidate import MICRO, MODEL_AXES, Candidate
 from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid, is_refused, words_of
+from paceline.plan.timed import Refused
 from paceline.survive.short import only_new
 from paceline.train.rehearsed import Rehearsal, Seen
 
@@ -35,7 +36,7 @@ class Decided:
 @only_new()
 def decide(
     rehearsal: Rehearsal, forecast: Forecast, *, grid: Grid, until: float, options: Sequence[Estimate] = (),
-    lost: Mapping[Candidate, str] | None = None,
+    lost: Mapping[Candidate, Refused] | None = None,
 ) -> Decided:  # fmt: skip
     """The best of `options`, or of the whole grid where none of them is left; `lost` are known to be refused.
 
@@ -45,9 +46,14 @@ def decide(
     Raises:
         LayoutError: nothing fits.
     """
-    for candidate, error in (lost or {}).items():
-        if _is_left(candidate, forecast):  # after what was learnt of one before it
-            forecast = _without(rehearsal, forecast, candidate, error, is_jobs=True)
+    for candidate, own in sorted((lost or {}).items(), key=lambda one: _has_model_axes(one[0])):
+        if not _is_left(candidate, forecast):  # after what was learnt of one before it
+            continue
+        if own.is_jobs and not _has_model_axes(candidate):  # a replica's code is as in one process
+            refused = {**forecast.facts.refused, _micro(candidate): own.why}
+            forecast = forecast.of(replace(forecast.facts, refused=refused))
+        else:
+            forecast = _without(rehearsal, forecast, candidate, own.why, is_jobs=own.is_jobs)
     device, seen = forecast.fleet.device, dict[str, Seen]()
     room, case = device.memory_bytes - device.reserve_bytes, None
     while True:
@@ -73,6 +79,10 @@ def decide(
 def _is_left(candidate: Candidate, forecast: Forecast) -> bool:
     refused = forecast.facts.refused
     return not is_refused(candidate, forecast.facts) and _micro(candidate) not in refused
+
+
+def _has_model_axes(candidate: Candidate) -> bool:
+    return any(axis in words_of(candidate) for axis in MODEL_AXES)
 
 
 def _alone_refused(rehearsal: Rehearsal, candidate: Candidate, forecast: Forecast) -> dict[str, str]:

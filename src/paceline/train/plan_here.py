@@ -18,7 +18,7 @@ from paceline.plan.grid import Grid
 from paceline.plan.hardware import Fleet, fleet_of
 from paceline.plan.here import fleet_here
 from paceline.plan.judged import judge
-from paceline.plan.timed import Try, in_turn, retimed, shortlist, try_of
+from paceline.plan.timed import Refused, Try, in_turn, retimed, shortlist, try_of
 from paceline.store.runs import ROOT
 from paceline.survive.short import is_shortage, only_new
 from paceline.train.beside import Helper, NoAnswer
@@ -69,7 +69,7 @@ class Chosen:
     forecast: Forecast
     grid: Grid
     options: Sequence[Estimate]
-    lost: Mapping[Candidate, str] = field(default_factory=dict)
+    lost: Mapping[Candidate, Refused] = field(default_factory=dict)
     others: float = 0.0
 
 
@@ -124,7 +124,7 @@ def chosen_here(ready: Ready, here: Here, *, layouts: Sequence[str] = ()) -> Cho
     else:
         forecast = Forecast(facts=learnt.facts, fleet=fleet)
         options = _named(ready, forecast, layouts) if layouts else shortlist(forecast, grid=grid)
-        lost: dict[Candidate, str] = {}
+        lost: dict[Candidate, Refused] = {}
         others = 0.0
         if here.seconds:
             options, lost, others = _timed(ready, options, learnt.depths, world=world, seconds=here.seconds)
@@ -152,13 +152,13 @@ def _fleet(ready: Ready, here: Here, world: World) -> Fleet:
 
 def _timed(
     ready: Ready, options: Sequence[Estimate], depths: Sequence[int], *, world: World, seconds: float
-) -> tuple[list[Estimate], dict[Candidate, str], float]:
+) -> tuple[list[Estimate], dict[Candidate, Refused], float]:
     """Those of rank 0's options that can be had, with what their steps took; the others, with why; and the share of the
     cores that other programs had meanwhile."""
     told, depths = world.share_json([[try_of(one).as_json() for one in in_turn(options)], list(depths)])
     before = look()
     found = time_layouts(ready, [Try(**one) for one in told], depths=depths, world=world, seconds=seconds)
     others = seen_by_all(look().since(before), world)
-    lost = {one.candidate: why for one in options if isinstance(why := found.get(str(one.candidate)), str)}
+    lost = {one.candidate: why for one in options if isinstance(why := found.get(str(one.candidate)), Refused)}
     had = [one for one in options if one.candidate not in lost]
     return retimed(had, {name: one for name, one in found.items() if isinstance(one, Timed)}), lost, others

@@ -72,7 +72,7 @@ def _plan(task: Task, ready: Ready, helper: Helper | None) -> None:
         write_json(Path(task.run) / "answer-plan.json", answer)
         counted = {name: (one.peak_bytes, one.parts or {}) for name, one in seen.items() if not one.error}
         keep(ready, found.forecast.facts, found.forecast.fleet, replayed=counted)
-        timed_here.keep(ready, found.forecast, found.options)
+        timed_here.keep(ready, found.forecast, found.options, disturbed=found.others > 0)
 
 
 def numbers(payload: Mapping[str, Any]) -> int:
@@ -137,6 +137,7 @@ def _answer(advice: Advice | Judged, seen: Mapping[str, Seen], chosen: Chosen) -
     lines += [*chosen.learnt.notes, *advice.lines()]
     told = {str(row.estimate.candidate) for row in rows}
     lines += [_lost(name, one, fleet) for name, one in seen.items() if name not in told]
+    lines += [f"  {candidate} can't be had: {one.why}" for candidate, one in chosen.lost.items()]
     lines += _disturbed(chosen.others)
     lines += _doubts(advice.rows, facts) if isinstance(advice, Advice) else []
     return {

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
+from statistics import median
 
 from paceline.errors import PacelineError
 from paceline.measure.probe.cache import cache_file, fingerprint
@@ -21,7 +22,7 @@ from paceline.plan.facts import ModelFacts, read_facts
 from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid
 from paceline.plan.hardware import Fleet, fleet_of
-from paceline.plan.timed import as_timed, kept_of, read_kept, retimed, shortlist, usual_ratio
+from paceline.plan.timed import as_timed, read_kept, retimed, shortlist, usual_ratio
 from paceline.train.foretold import key_of
 from paceline.train.ready import Ready
 from paceline.world import Place
@@ -45,18 +46,28 @@ class TimedHere:
         return [as_timed(one, self.timed, usual=self.usual) for one in estimates]
 
 
-def keep(ready: Ready, forecast: Forecast, options: Sequence[Estimate]) -> None:
-    """What of a plan's options was timed, beside what is kept of others; `forecast` knows what was refused."""
-    timed, place = kept_of(options), Place.read(os.environ)
+def keep(ready: Ready, forecast: Forecast, options: Sequence[Estimate], *, disturbed: bool = False) -> None:
+    """What of a plan's options was timed, beside what is kept of others; `forecast` knows what was refused. What was
+    timed while others had the cores (`disturbed`) does not go over what is there.
+    """
+    timed, place = {str(one.candidate): one.timed for one in options if one.timed is not None}, Place.read(os.environ)
     if not timed or place.local_world_size < place.world_size:
         return
     facts, before = forecast.facts, _read(ready, forecast)
     if before is not None:
         facts = replace(facts, refused={**before[0].refused, **facts.refused})
-        timed = {**{name: asdict(one) for name, one in before[1].items()}, **timed}
+        timed = _joined(timed, before[1]) if disturbed else _joined(before[1], timed)
     with suppress(PacelineError, OSError):  # the job of a script has no file of its own
-        found = {"facts": facts.as_json(), "cluster": forecast.fleet.as_json(), "timed": timed}
+        found = {"facts": facts.as_json(), "cluster": forecast.fleet.as_json()}
+        found |= {"timed": {name: asdict(one) for name, one in timed.items()}}
         keep_timed(_key(ready, forecast.fleet), found)
+
+
+def _joined(under: Mapping[str, Timed], over: Mapping[str, Timed]) -> dict[str, Timed]:
+    """Both, at the pace of `over`: what is in both says how much quicker the machine was in one than in the other."""
+    ratios = [over[name].seconds / own.seconds for name, own in under.items() if name in over]
+    pace = median(ratios) if ratios else 1.0
+    return {**{name: replace(own, seconds=pace * own.seconds) for name, own in under.items()}, **over}
 
 
 def timed_here(ready: Ready, forecast: Forecast, *, grid: Grid) -> TimedHere:

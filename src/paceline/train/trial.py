@@ -18,7 +18,7 @@ from paceline.feed.types import StepInput
 from paceline.job import Job
 from paceline.place.start.stored import Stored
 from paceline.plan.estimate import Timed
-from paceline.plan.timed import Try
+from paceline.plan.timed import Refused, Try
 from paceline.survive.short import is_shortage
 from paceline.train.built import Built, build
 from paceline.train.feeds import cut_for, feed_for
@@ -97,7 +97,7 @@ class _Trial:
 
 def time_layouts(
     ready: Ready, tries: Sequence[Try], *, depths: Sequence[int], world: World, seconds: float
-) -> dict[str, Timed | str]:
+) -> dict[str, Timed | Refused]:
     """What a step takes in each, by its candidate's name; or why it can't be had. Every rank calls this.
 
     `depths` are the lengths of the model's lists of like blocks, none where nothing can be left out of them. As many
@@ -105,7 +105,7 @@ def time_layouts(
     They are made in their order; what is not ready within its part of `seconds` is left out. Where steps are short it
     ends sooner.
     """
-    found: dict[str, Timed | str] = {}
+    found: dict[str, Timed | Refused] = {}
     began, groups = time.monotonic(), list(_groups(tries))
     for group in groups:
         if found and world.share_json(time.monotonic() - began > _OVER * seconds):
@@ -129,9 +129,9 @@ def _groups(tries: Sequence[Try]) -> Iterator[list[Try]]:
 
 def _timed_together(
     ready: Ready, tries: Sequence[Try], depths: Sequence[int], *, world: World, seconds: float
-) -> dict[str, Timed | str]:
+) -> dict[str, Timed | Refused]:
     began, trials = time.monotonic(), list[_Trial]()
-    errors: dict[str, Timed | str] = {}
+    errors: dict[str, Timed | Refused] = {}
     failed: Exception | None = None
     for one in tries:
         if trials and world.share_json(time.monotonic() - began > _BUILD_SHARE * seconds):
@@ -141,11 +141,11 @@ def _timed_together(
         except DataError:  # of one rank alone, and no word about the layout
             raise
         except PacelineError as error:
-            errors[one.candidate] = error.what
+            errors[one.candidate] = Refused(why=error.what)
         except Exception as error:  # of the job's own code, which goes on without this layout
             if is_shortage(error) or not all_met(world, one.candidate):
                 raise
-            errors[one.candidate], failed = as_refused(error), error
+            errors[one.candidate], failed = Refused(why=as_refused(error), is_jobs=True), error
     if failed is not None and not trials:
         raise failed
     _take_turns(trials, depths, world=world, soon=began + _SOON * seconds, ends=began + seconds)
