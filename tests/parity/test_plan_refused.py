@@ -3,6 +3,7 @@
 import json
 import time
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid
 from paceline.plan.rung import Rung
 from paceline.plan.settle import Cluster, Facts, settle
+from paceline.plan.timed import Refused
 from paceline.spec.layout import parse_layout
 from paceline.spec.settings import Settings
 from paceline.spec.update import parse_update
@@ -183,11 +185,26 @@ def test_what_was_refused_for_two_candidates_is_learnt_once() -> None:
     """Both were to be timed here, and both were refused for the same."""
     found, why = learnt("norms"), "cut along the sequence this model gives other outputs"
     forecast = Forecast(facts=replace(found.facts, refused={}), fleet=read_fleet("2xA100-80G"))
-    lost = {Candidate(cp=2, micro_batch_size=size): why for size in (4, 8)}
+    lost = {Candidate(cp=2, micro_batch_size=size): Refused(why=why) for size in (4, 8)}
     rehearsal = Rehearsal(ready=found.ready, real=found.real)
     chosen = decide(rehearsal, forecast, grid=Grid(), until=0.0, lost=lost)
     assert chosen.forecast.facts.refused["cp"] == why
     assert chosen.advice.recommended.candidate.cp == 1 and len(chosen.seen) == 1, "one is replayed though time is over"
+
+
+@pytest.mark.parametrize(("size", "layouts"), [(4, [{"dp_replicate": 2}]), (1, [{"tp": 2}, {"dp_replicate": 2}])])
+def test_a_size_that_the_jobs_code_refused_where_it_was_timed_is_to_blame(
+    size: int, layouts: Sequence[Mapping[str, int]]
+) -> None:
+    """No replay refuses it; of an axis that cuts the model the same size says nothing more."""
+    found = learnt("norms")
+    forecast = Forecast(facts=replace(found.facts, refused={}), fleet=read_fleet("2xA100-80G"))
+    lost = {Candidate(**axes, micro_batch_size=size): Refused(why="no", is_jobs=True) for axes in layouts}
+    rehearsal = Rehearsal(ready=found.ready, real=found.real)
+    chosen = decide(rehearsal, forecast, grid=Grid(), until=0.0, lost=lost)
+    assert chosen.forecast.facts.refused[f"micro_batch_size={size}"] == "no"
+    assert not {"dp_replicate", "tp"} & {*chosen.forecast.facts.refused}
+    assert chosen.advice.recommended.candidate.micro_batch_size != size
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
