@@ -178,8 +178,40 @@ def test_a_size_that_the_jobs_own_code_refuses_is_told_and_the_others_are_timed(
     refused = found["bad"]
     assert isinstance(refused, Refused) and refused.is_jobs
     assert "ValueError: more than one sample, please" in refused.why and "test_trial.py" in refused.why
-    with pytest.raises(ValueError, match="more than one sample"):
+    with pytest.raises(pl.JobError, match=r"none of 1 layouts.*ValueError: more than one sample"):
         time_layouts(ready, tries[:1], depths=[], world=World.alone(), seconds=0.5)
+
+
+@pytest.mark.parametrize("order", [("bad", "good"), ("good", "bad")])
+def test_what_is_refused_with_no_room_beside_others_ends_nothing(order: tuple[str, str]) -> None:
+    ready = ready_of("tests.parity.test_trial:picky")
+    tries = [one(name, micro=1 if name == "bad" else 2, share=0.45) for name in order]
+    found = time_layouts(ready, tries, depths=[], world=World.alone(), seconds=0.5)
+    assert isinstance(found["good"], Timed) and isinstance(found["bad"], Refused)
+
+
+def deep() -> pl.Job:
+    def model() -> nn.Module:
+        found = nn.Sequential(*[Slow() for _ in range(24)])
+
+        def refuse(module: nn.Sequential, given: tuple[torch.Tensor, ...]) -> None:
+            if len(module) == 8 and len(given[0]) == 1:
+                raise ValueError("one sample in eight blocks")
+
+        found.register_forward_pre_hook(refuse)
+        return found
+
+    return replace(slow(), model=model)
+
+
+def test_a_shorter_model_whose_longer_one_is_refused_is_not_the_quickest() -> None:
+    """Of 24 blocks 2 and 8 are run: two blocks alone say nothing of the others' order."""
+    ready = ready_of("tests.parity.test_trial:deep")
+    tries = [one("bad", micro=1), one("good", micro=4)]
+    found = time_layouts(ready, tries, depths=[24], world=World.alone(), seconds=3.0)
+    assert isinstance(found["bad"], Refused)
+    own = found["good"]
+    assert isinstance(own, Timed) and own.blocks == (2, 8) and own.steps > 12
 
 
 def test_it_ends_sooner_where_steps_are_many() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.errors import DataError, PacelineError, as_refused
+from paceline.errors import DataError, JobError, PacelineError, as_refused
 from paceline.feed.types import StepInput
 from paceline.job import Job
 from paceline.place.start.stored import Stored
@@ -104,6 +104,9 @@ def time_layouts(
     layouts as have room beside each other take their turns, so that what disturbs the machine disturbs all of them.
     They are made in their order; what is not ready within its part of `seconds` is left out. Where steps are short it
     ends sooner.
+
+    Raises:
+        JobError: the job's own code refuses every one of them.
     """
     found: dict[str, Timed | Refused] = {}
     began, groups = time.monotonic(), list(_groups(tries))
@@ -111,6 +114,13 @@ def time_layouts(
         if found and world.share_json(time.monotonic() - began > _OVER * seconds):
             break
         found |= _timed_together(ready, group, depths, world=world, seconds=seconds / len(groups))
+    own = [one for one in found.values() if isinstance(one, Refused) and one.is_jobs]
+    if own and len(own) == len(found):
+        raise JobError(
+            f"none of {len(own)} layouts can be timed, in any size of microbatch that was tried: {own[0].why}",
+            cause="the job's own code raises it on every rank, with numbers where it does not without",
+            hint="paceline train JOB --ranks 1, which ends at the same line, with all of it",
+        )
     return found
 
 
@@ -132,12 +142,11 @@ def _timed_together(
 ) -> dict[str, Timed | Refused]:
     began, trials = time.monotonic(), list[_Trial]()
     errors: dict[str, Timed | Refused] = {}
-    failed: Exception | None = None
     for one in tries:
         if trials and world.share_json(time.monotonic() - began > _BUILD_SHARE * seconds):
             break
         try:
-            trials += _made(ready, one, depths, world=world, before=trials)
+            trials += list(_made(ready, one, depths, world=world, before=trials))  # both depths or none
         except DataError:  # of one rank alone, and no word about the layout
             raise
         except PacelineError as error:
@@ -145,9 +154,7 @@ def _timed_together(
         except Exception as error:  # of the job's own code, which goes on without this layout
             if is_shortage(error) or not all_met(world, one.candidate):
                 raise
-            errors[one.candidate], failed = Refused(why=as_refused(error), is_jobs=True), error
-    if failed is not None and not trials:
-        raise failed
+            errors[one.candidate] = Refused(why=as_refused(error), is_jobs=True)
     _take_turns(trials, depths, world=world, soon=began + _SOON * seconds, ends=began + seconds)
     every = world.gather_json([trial.seconds for trial in trials])
     steps = [[max(step) for step in zip(*of_ranks, strict=True)] for of_ranks in zip(*every, strict=True)]
