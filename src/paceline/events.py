@@ -84,7 +84,8 @@ class Foretold(Event):
 
     Bytes are of the fullest rank; `measured_by` says what was looked at: the device's `allocator`, or by how much the
     `resident memory` of a process has grown since before its model. `memory_ratio` is None where they can't be held
-    against each other.
+    against each other. `others` is the share of the cores that other programs had meanwhile, 0.0 where they left
+    enough.
     """
 
     step: int
@@ -98,6 +99,7 @@ class Foretold(Event):
     measured_seconds: float
     memory_ratio: float | None
     time_ratio: float
+    others: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline.store.checkpoints import all_steps
-from paceline.store.runs import RunFolder, newest_saved_run, run_of
+from paceline.store.disk import write_json
+from paceline.store.runs import RunFolder, find_run, newest_saved_run, run_of
 from paceline.store.writing import save
 from tests.conftest import Shop
 
@@ -96,6 +97,16 @@ def test_a_script_branches_from_a_run_or_a_checkpoint(begun: Shop) -> None:
         ended = begun.call(command)
         assert f"at {step}" in ended.out, ended.text
     assert steps(begun.path / "run") == [4, 7]
+
+
+def test_without_a_name_what_trains_comes_before_what_was_planned_after_it(tmp_path: Path) -> None:
+    for name in ("1", "2"):
+        (tmp_path / "job" / name).mkdir(parents=True)
+    for trains in (False, True):
+        assert find_run(None, root=tmp_path, trains=trains)[0].path.name == "2"
+    write_json(RunFolder(tmp_path / "job" / "1").task, {})
+    assert find_run(None, root=tmp_path)[0].path.name == "2"
+    assert find_run(None, root=tmp_path, trains=True)[0].path.name == "1"
 
 
 def test_the_newest_run_that_has_saved_is_gone_on_with(tmp_path: Path) -> None:

@@ -69,6 +69,17 @@ def test_layouts_that_are_named_are_replayed_told_apart_and_kept(tmp_path: Path)
     assert step["seconds"]["bubble"] > 0 and step["tokens_per_second"] > 0
 
 
+@pytest.mark.parametrize("cluster", ["here", "2xH100-80G"])
+def test_where_no_layout_can_be_had_nothing_is_started(cluster: str, tmp_path: Path) -> None:
+    """All of them are told. With one that can be had the others stand beside it, as above."""
+    job, ranks = f"{ROOT / 'tests' / 'zoo.py'}:llama", ["--ranks", "2"] if cluster == "here" else []
+    words = ["plan", job, "--cluster", cluster, *ranks, "--layouts", "tp=3", "threads"]
+    done = paceline(*words, "--run-dir", "run", folder=tmp_path)
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    assert "1. tp=3 needs 3 ranks, you have 2." in done.stderr and "2. threads are replicas" in done.stderr
+    assert paceline(*words, "ddp", "--dry-run", folder=tmp_path).returncode == 0
+
+
 def test_a_folder_with_a_config_is_a_job(tmp_path: Path) -> None:
     saved("LlamaConfig", tmp_path)
     words = ["--cluster", "2x2xH100-80G", "--layout", "fsdp", "--job.length", "48", "--train.precision", "bf16"]

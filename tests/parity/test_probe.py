@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -253,7 +254,7 @@ def test_what_was_measured_on_a_busy_machine_holds_until_it_is_quiet(
 
     def fake(mark: Fingerprint, asked: Asked) -> Probe:
         calls.append(mark)
-        return replace(measured[0], others=None, took_seconds=float(len(calls)))
+        return replace(measured[0], others=share[0], took_seconds=float(len(calls)))
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("paceline.measure.probe.here._measured", fake)
@@ -266,6 +267,19 @@ def test_what_was_measured_on_a_busy_machine_holds_until_it_is_quiet(
     share[0] = 0.9
     assert probe_here(ranks=2) == second and len(calls) == 2
     assert probe_here(ranks=2, again=True).took_seconds == 3.0 and calls[0] == measured[0].fingerprint
+
+
+def test_what_others_do_meanwhile_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not children of this process, as those of another program are not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    spin = f"{sys.executable} -c 'while True: pass' >/dev/null 2>&1 & echo $!"
+    started = [subprocess.run(["sh", "-c", spin], check=True, capture_output=True) for _ in range(os.cpu_count() or 1)]
+    try:
+        found = probe_here(ranks=1, asked=Asked(seconds=2.0, folder=tmp_path))
+    finally:
+        for one in started:
+            os.kill(int(one.stdout), signal.SIGKILL)
+    assert found.others is not None and found.others > 0.3 and not found.is_quiet
 
 
 def test_how_busy_the_machine_is() -> None:

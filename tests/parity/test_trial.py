@@ -182,6 +182,42 @@ def test_a_size_that_the_jobs_own_code_refuses_is_told_and_the_others_are_timed(
         time_layouts(ready, tries[:1], depths=[], world=World.alone(), seconds=0.5)
 
 
+class Tired(nn.Module):
+    """Its microbatches of one sample fail from the thirtieth on, and so does every other where `all_of_it` does."""
+
+    def __init__(self, all_of_it: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.all_of_it = all_of_it
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls >= 30 and (self.all_of_it or len(x) == 1):
+            raise ValueError("enough of that")
+        time.sleep(SLEEP / 4)
+        found: torch.Tensor = self.linear(x)
+        return found
+
+
+def tired(all_of_it: bool = False) -> pl.Job:
+    return replace(slow(), model=lambda: Tired(all_of_it))
+
+
+def test_a_layout_that_is_refused_in_a_later_step_is_told_and_the_others_are_timed() -> None:
+    """Its first visits are well: the thirtieth microbatch of one sample is in its eighth step."""
+    ready = ready_of("tests.parity.test_trial:tired")
+    tries = [one("bad", micro=1), one("good", micro=2)]
+    found = time_layouts(ready, tries, depths=[], world=World.alone(), seconds=2.0)
+    assert isinstance(found["good"], Timed) and found["good"].steps > 24
+    refused = found["bad"]
+    assert isinstance(refused, Refused) and refused.is_jobs
+    assert "ValueError: enough of that" in refused.why and "test_trial.py" in refused.why
+    ready = ready_of("tests.parity.test_trial:tired", "--job.all_of_it=true")
+    with pytest.raises(pl.JobError, match=r"none of 2 layouts.*ValueError: enough of that"):
+        time_layouts(ready, tries, depths=[], world=World.alone(), seconds=2.0)
+
+
 @pytest.mark.parametrize("order", [("bad", "good"), ("good", "bad")])
 def test_what_is_refused_with_no_room_beside_others_ends_nothing(order: tuple[str, str]) -> None:
     ready = ready_of("tests.parity.test_trial:picky")

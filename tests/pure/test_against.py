@@ -33,12 +33,11 @@ def rung(**other: Any) -> Rung:
 def run(forecast: Rung | None, monkeypatch: Any, *, steps: int, busy: float = 0.0) -> tuple[list[Any], list[Any]]:
     """Of two ranks, the other of which took 0.3 s a step and 3 times what can be compared."""
     heard, kept = Heard(), []
-    other = [3 * COMPARABLE, 0.3]
+    other = [3 * COMPARABLE, 0.3, {"machine": "another", "work": 10.0, "idle": 0.0, "own": 10.0 * (1 - busy)}]
     world = SimpleNamespace(device=torch.device("cpu"), gather_json=lambda value: [value, other], is_main=True)
     plan = SimpleNamespace(mesh=SimpleNamespace(ranks=2), device="cpu", threads=1)
     before = Before(used_bytes={"VmRSS": 0, "VmHWM": 0})
     built: Any = SimpleNamespace(world=world, plan=plan)
-    monkeypatch.setattr(module, "busy_share", lambda seconds: busy)
     monkeypatch.setattr(module, "fingerprint", lambda ranks, device: SimpleNamespace(threads=1))
     monkeypatch.setattr(module, "remember", lambda mark, family, **ratios: kept.append((family, ratios)))
     watch = Against(forecast=forecast, built=built, before=before, stream=Stream([heard]))
@@ -72,5 +71,6 @@ def test_what_says_nothing_of_larger_runs_is_neither_divided_nor_kept(monkeypatc
     assert told.memory_ratio is None and "times)" in line_of(told) and line_of(told).count("times") == 1
     assert kept == [("ddp", {"longer": pytest.approx(1.2), "fuller": None})]
     for forecast, busy in ((rung(step_seconds=0.03), 0.0), (rung(), 0.9)):
-        _, kept = run(forecast, monkeypatch, steps=3, busy=busy)
-        assert kept[0][1]["longer"] is None
+        (told,), kept = run(forecast, monkeypatch, steps=3, busy=busy)
+        assert kept[0][1]["longer"] is None and told.others == pytest.approx(busy)
+        assert line_of(told).endswith("while other programs had 90% of the cores") == bool(busy)

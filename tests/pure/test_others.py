@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from paceline.measure.others import Look, look, most_of_others, share_of_others
 from paceline.plan.machine import usable_cores
-from paceline.train.others import Look, look, share_of_others
+from paceline.world import World
 
 SPIN = "import time\nuntil = time.monotonic() + {seconds}\nwhile time.monotonic() < until: pass"
 
@@ -27,11 +28,28 @@ def seen(own: float, *, work: float = 20.0, idle: float = 0.0, machine: str = "a
         ([seen(21.0)], 0.0),
         ([seen(20.0, machine="a"), seen(10.0, machine="b")], 0.5),
         ([seen(0.0, work=0.0)], 0.0),
+        ([seen(0.0, work=0.1)], 0.0),
     ],
-    ids=["its own", "one rank", "two ranks", "half was idle", "rounded", "one of two machines", "no time"],
+    ids=[
+        "its own",
+        "one rank",
+        "two ranks",
+        "half was idle",
+        "rounded",
+        "one of two machines",
+        "no time",
+        "little time",
+    ],
 )
 def test_what_is_not_the_ranks_own_is_the_others(ranks: Sequence[Look], share: float) -> None:
     assert share_of_others(ranks) == pytest.approx(share)
+
+
+def test_the_most_disturbed_part_counts() -> None:
+    """Between the looks others had nothing, a quarter, and nothing with half of the cores idle."""
+    looks = [seen(0.0, work=0.0), seen(20.0), seen(35.0, work=40.0), seen(45.0, work=60.0, idle=20.0)]
+    assert most_of_others(looks, World.alone()) == pytest.approx(0.25)
+    assert most_of_others(looks[:2], World.alone()) == most_of_others(looks[:1], World.alone()) == 0.0
 
 
 def test_a_busy_program_is_seen_and_a_child_is_not_another() -> None:

@@ -262,6 +262,14 @@ def test_a_job_is_checked_without_importing_it(tmp_path: Path) -> None:
             parse_jobref(str(job))
 
 
+def test_a_file_that_is_not_there_is_told_with_the_one_that_was_meant(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("job = 1")
+    for typed, hint in (("jobb.py:job", str(tmp_path / "job.py")), ("else.py", "paceline new text")):
+        with pytest.raises(PacelineError, match="does not exist") as refused:
+            parse_jobref(str(tmp_path / typed))
+        assert refused.value.hint == hint
+
+
 def test_a_name_that_only_a_function_keeps_to_itself_is_no_job(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(

@@ -14,7 +14,7 @@ from paceline.plan.grid import Grid, micro_batch_sizes, words_of
 from paceline.plan.hardware import fleet_of
 from paceline.plan.legal import refuse_products
 from paceline.plan.memory import Memory
-from paceline.plan.mesh import mesh_of
+from paceline.plan.mesh import Mesh, mesh_of
 from paceline.plan.search import key_of
 from paceline.plan.seconds import Seconds
 from paceline.plan.written import as_written
@@ -99,9 +99,12 @@ def _known(kind: type, found: Mapping[str, float]) -> dict[str, float]:
     return {field.name: found[field.name] for field in fields(kind) if field.name in found}
 
 
-def _candidates(forecast: Forecast, layout: Layout, micro_batch_size: int | None) -> list[Candidate]:
-    facts, problems = forecast.facts, list[PacelineError]()
-    ranks = 1 if layout.kind is Kind.SINGLE else forecast.fleet.ranks
+def mesh_named(layout: Layout, *, ranks: int) -> Mesh:
+    """The mesh that it is of so many ranks (one process of it, where that is what it is), whatever the model.
+
+    Raises:
+        LayoutError, Problems: there is none, or no plan is of such a layout.
+    """
     if layout.kind is Kind.THREADS:
         raise LayoutError("threads are replicas in one process, which no plan is of.", hint="--layout ddp")
     if layout.remat.startswith("every"):
@@ -109,8 +112,15 @@ def _candidates(forecast: Forecast, layout: Layout, micro_batch_size: int | None
             f"a plan forecasts remat=none, selective and full; {layout.remat} lies between none and full.",
             hint=f"--layouts {str(layout).replace(layout.remat, 'none')} {str(layout).replace(layout.remat, 'full')}",
         )
-    mesh = mesh_of(layout, ranks=ranks, problems=problems)
+    problems = list[PacelineError]()
+    mesh = mesh_of(layout, ranks=1 if layout.kind is Kind.SINGLE else ranks, problems=problems)
     raise_all([*problems, *refuse_products(layout, mesh)])
+    return mesh
+
+
+def _candidates(forecast: Forecast, layout: Layout, micro_batch_size: int | None) -> list[Candidate]:
+    facts = forecast.facts
+    mesh = mesh_named(layout, ranks=forecast.fleet.ranks)
     if mesh.replicas > facts.global_batch_size:
         raise LayoutError(
             f"{layout} has {mesh.replicas:,} replicas for a global batch of {facts.global_batch_size:,}.",

@@ -149,7 +149,7 @@ class Disk:
 class Probe:
     """All of it. `copies` (`to_device`, `to_host`) are seconds by bytes from pinned memory, where there is a GPU.
 
-    `others` is the share of the machine's cores that was in use just before, where that is known.
+    `others` is the share of the machine's cores that other programs had meanwhile, where that is known.
     """
 
     fingerprint: Fingerprint

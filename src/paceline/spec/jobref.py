@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import JobError, UsageError
-from paceline.spec.words import did_you_mean
+from paceline.spec.words import closest, did_you_mean
 
 FACTORY, OBJECT = "make_job", "job"
 
@@ -44,7 +44,9 @@ def parse_jobref(text: str) -> JobRef:
     if path.is_dir():
         raise UsageError(f"{place} is a folder.", hint=f"{place.rstrip('/')}/job.py")
     if not path.is_file():
-        raise UsageError(f"{place} does not exist.", where=str(Path.cwd()), hint="paceline new text")
+        near = closest(path.stem, (one.stem for one in path.parent.glob("*.py")))
+        hint = str(path.with_name(f"{near}.py")) if near else "paceline new text"
+        raise UsageError(f"{place} does not exist.", where=str(Path.cwd()), hint=hint)
     ref = JobRef(path=path, name=name or None)
     _check(ref)
     return ref

@@ -39,6 +39,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def task(self) -> Path:
+        """What was asked for, of a run that came to train."""
+        return self.path / "task.json"
+
+    @property
     def report(self) -> Path:
         """The page."""
         return self.path / "report.html"
@@ -69,9 +74,10 @@ def new_run(name: str, *, root: Path = ROOT, run_id: str | None = None) -> RunFo
     return RunFolder(path)
 
 
-def newest_run(name: str | None = None, *, root: Path = ROOT) -> RunFolder | None:
-    """The newest run of a job, or of all."""
+def newest_run(name: str | None = None, *, root: Path = ROOT, trains: bool = False) -> RunFolder | None:
+    """The newest run of a job, or of all; `trains`: of those that came to train, where there is one."""
     found = [path for path in root.glob(f"{name or '*'}/*") if path.is_dir()]
+    found = ([path for path in found if RunFolder(path).task.exists()] if trains else []) or found
     return RunFolder(max(found, key=lambda path: path.name)) if found else None
 
 
@@ -127,14 +133,15 @@ def _check_not_aside(run: RunFolder, checkpoint: Path | None) -> None:
         )
 
 
-def find_run(text: str | None, *, root: Path = ROOT) -> tuple[RunFolder, Path | None]:
-    """A run folder, and the checkpoint in it that was named, if one was; nothing means the newest run.
+def find_run(text: str | None, *, root: Path = ROOT, trains: bool = False) -> tuple[RunFolder, Path | None]:
+    """A run folder, and the checkpoint in it that was named, if one was; nothing means the newest run, and where it
+    `trains` the newest that does: what `plan` and `verify` keep of themselves are folders too.
 
     Raises:
         UsageError: there is no such run.
     """
     if text is None:
-        newest = newest_run(root=root)
+        newest = newest_run(root=root, trains=trains)
         if newest is None:
             raise UsageError("there is no run here yet.", where=str(root.resolve()), hint="paceline train job.py")
         return newest, None

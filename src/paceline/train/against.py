@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from paceline.events import Foretold, Stream
+from paceline.measure.others import Look, look, share_of_others
 from paceline.measure.probe.cache import fingerprint
 from paceline.measure.remembered import remember
-from paceline.plan.machine import busy_share
 from paceline.plan.rung import Rung
 from paceline.survive.short import own_bytes
 from paceline.train.built import Built
@@ -20,7 +20,6 @@ from paceline.train.shortage import Before
 STEPS = 10
 COMPARABLE = 512 << 20  # resident memory below that is what libraries and allocator keep, more than tensors
 _WARM = 2
-_LOOK_SECONDS, _QUIET = 0.1, 0.5  # how long to see whether others compute here too, and how much of that is too much
 _LEAST_SECONDS = 0.02  # of a forecast step: shorter ones are mostly overhead, and tell nothing of longer ones
 
 
@@ -34,6 +33,7 @@ class Against:
         self._stream = stream
         self._on_gpu = built.world.device.type == "cuda"
         self._times: list[Any] = []
+        self._looked: Look | None = None
         self._told: Foretold | None = None
 
     @contextmanager
@@ -42,6 +42,8 @@ class Against:
         if self._forecast is None or self._told is not None:
             yield
             return
+        if not self._times and not self._on_gpu:
+            self._looked = look()
         began = self._mark()
         yield
         self._times.append((began, self._mark()))
@@ -50,9 +52,10 @@ class Against:
         """After a step: say it when enough have been, or all."""
         if self._forecast is None or self._told is not None or not (len(self._times) >= STEPS or over):
             return
-        told = self._built.world.gather_json([self._peak_bytes(), self._seconds()])
-        peaks = [peak for peak, _ in told if peak is not None]
-        forecast, seconds = self._forecast, max(seconds for _, seconds in told)
+        own = None if self._looked is None else vars(look().since(self._looked))
+        told = self._built.world.gather_json([self._peak_bytes(), self._seconds(), own])
+        peaks = [peak for peak, _, _ in told if peak is not None]
+        forecast, seconds = self._forecast, max(seconds for _, seconds, _ in told)
         measured = max(peaks) if len(peaks) == len(told) else None
         compares = measured is not None and (self._on_gpu or forecast.peak_bytes >= COMPARABLE)
         self._told = Foretold(
@@ -67,6 +70,7 @@ class Against:
             measured_seconds=seconds,
             memory_ratio=measured / forecast.peak_bytes if compares and measured is not None else None,
             time_ratio=seconds / max(forecast.step_seconds, 1e-9),
+            others=share_of_others([Look(**seen) for _, _, seen in told if seen is not None]),
         )
         self._stream.emit(self._told)
 
@@ -79,8 +83,7 @@ class Against:
             mark = fingerprint(ranks=plan.mesh.ranks, device=plan.device)
             if mark.threads != plan.threads:
                 return
-            tells = forecast.step_seconds / forecast.longer >= _LEAST_SECONDS
-            tells = tells and (self._on_gpu or busy_share(seconds=_LOOK_SECONDS) <= _QUIET)
+            tells = not told.others and forecast.step_seconds / forecast.longer >= _LEAST_SECONDS
             fuller = None if told.memory_ratio is None else told.memory_ratio * forecast.fuller
             remember(mark, forecast.family, longer=told.time_ratio * forecast.longer if tells else None, fuller=fuller)
 

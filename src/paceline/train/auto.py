@@ -173,7 +173,7 @@ def as_before(task: Task, *, quiet: bool = False) -> Task | None:
     if (folder := _begun(task)) is None:
         return None
     try:
-        before = Task.from_json(read_json(folder / "task.json"))
+        before = Task.from_json(read_json(RunFolder(folder).task))
     except (OSError, ValueError, TypeError):
         return None
     if before.ranks != task.ranks or is_auto(before.layout):

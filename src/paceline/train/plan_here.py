@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import JobError, PacelineError, as_refused, user_line
+from paceline.measure.others import look, most_of_others
 from paceline.measure.probe.cache import fingerprint
 from paceline.measure.probe.worker import probe_world
 from paceline.plan.candidate import Candidate
@@ -25,7 +26,6 @@ from paceline.train.beside import Helper, NoAnswer
 from paceline.train.deep import FEWEST
 from paceline.train.foreseen import foreseen, grid_of
 from paceline.train.learn import learn_facts
-from paceline.train.others import look, seen_by_all
 from paceline.train.ready import Ready, join_world
 from paceline.train.shallow import shallow
 from paceline.train.trial import can_be_cut, time_layouts
@@ -158,7 +158,7 @@ def _timed(
     told, depths = world.share_json([[try_of(one).as_json() for one in in_turn(options)], list(depths)])
     before = look()
     found = time_layouts(ready, [Try(**one) for one in told], depths=depths, world=world, seconds=seconds)
-    others = seen_by_all(look().since(before), world)
+    others = most_of_others([before, look()], world)
     lost = {one.candidate: why for one in options if isinstance(why := found.get(str(one.candidate)), Refused)}
     had = [one for one in options if one.candidate not in lost]
     return retimed(had, {name: one for name, one in found.items() if isinstance(one, Timed)}), lost, others

@@ -191,7 +191,7 @@ class Session:
         write_json(self.run.path / "job.json", asked_of(self.ready.job))
         write_decided(self.run.path, {**plan.as_json(), **self._planned()})
         write_json(self.run.path / "env.json", environment(task.job))
-        write_json(self.run.path / "task.json", task.as_json())
+        write_json(self.run.task, task.as_json())
         for event in events:
             self.stream.emit(event)
         self.stream.emit(

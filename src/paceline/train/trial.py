@@ -149,16 +149,15 @@ def _timed_together(
             trials += list(_made(ready, one, depths, world=world, before=trials))  # both depths or none
         except DataError:  # of one rank alone, and no word about the layout
             raise
-        except PacelineError as error:
+        except PacelineError as error:  # of every rank, which sees the same words
             errors[one.candidate] = Refused(why=error.what)
-        except Exception as error:  # of the job's own code, which goes on without this layout
-            if is_shortage(error) or not all_met(world, one.candidate):
-                raise
-            errors[one.candidate] = Refused(why=as_refused(error), is_jobs=True)
-    _take_turns(trials, depths, world=world, soon=began + _SOON * seconds, ends=began + seconds)
-    every = world.gather_json([trial.seconds for trial in trials])
+        except Exception as error:
+            errors[one.candidate] = _refused(error, one.candidate, world)
+    errors |= _take_turns(trials, depths, world=world, soon=began + _SOON * seconds, ends=began + seconds)
+    kept = [trial for trial in trials if trial.candidate not in errors]
+    every = world.gather_json([trial.seconds for trial in kept])
     steps = [[max(step) for step in zip(*of_ranks, strict=True)] for of_ranks in zip(*every, strict=True)]
-    looked = [(trial.candidate, trial.blocks, own) for trial, own in zip(trials, steps, strict=True)]
+    looked = [(trial.candidate, trial.blocks, own) for trial, own in zip(kept, steps, strict=True)]
     since, until = {trial.candidate: trial.since for trial in reversed(trials)}, time.time()
     for trial in trials:  # not after an error: the others would see connections end before they hear of it
         trial.close()
@@ -167,12 +166,27 @@ def _timed_together(
     return {name: replace(one, between=(since[name], until)) for name, one in told.items()} | errors
 
 
-def _take_turns(trials: Sequence[_Trial], depths: Sequence[int], *, world: World, soon: float, ends: float) -> None:
+def _refused(error: Exception, candidate: str, world: World) -> Refused:
+    """What an error of its steps says of this layout: the others go on, where every rank has met it.
+
+    It is raised where not, and where it says nothing of a layout: data that can't be read, memory that can't be had.
+    """
+    if isinstance(error, DataError) or is_shortage(error) or not all_met(world, candidate):
+        raise error
+    return Refused(why=as_refused(error), is_jobs=True)
+
+
+def _take_turns(
+    trials: Sequence[_Trial], depths: Sequence[int], *, world: World, soon: float, ends: float
+) -> dict[str, Timed | Refused]:
     """Round after round, until the time is over, or steps are many; what is hopeless is not visited any more, but where
     what is left has steps enough. What seems so by its first visit alone, and is forecast to be as quick as the
-    quickest, has another in place of that: the machine may have been busy meanwhile.
+    quickest, has another in place of that: the machine may have been busy meanwhile. What is refused in a later step,
+    as by a model that fails at its twelfth, is left out, and told.
     """
+    refused: dict[str, Timed | Refused] = {}
     for visits in count():
+        trials = [trial for trial in trials if trial.candidate not in refused]
         found = _told([(trial.candidate, trial.blocks, trial.seconds) for trial in trials], depths)
         quickest = min((one.seconds for one in found.values()), default=0.0)
         most = _HOPELESS[min(visits, len(_HOPELESS) - 1)] * quickest
@@ -187,12 +201,18 @@ def _take_turns(trials: Sequence[_Trial], depths: Sequence[int], *, world: World
             going, until = (rest, ends) if rest else (going, soon)
         for trial in going:
             if world.share_json(time.monotonic() > until):
-                return
+                return refused
+            if trial.candidate in refused:
+                continue
             before = len(trial.seconds) if trial.candidate in anew else 0
-            trial.visit()
+            try:
+                trial.visit()
+            except Exception as error:
+                refused[trial.candidate] = _refused(error, trial.candidate, world)
             del trial.seconds[:before]
         if not going:
-            return
+            break
+    return refused
 
 
 def _surprising(trials: Sequence[_Trial], alive: Sequence[str]) -> list[str]:

@@ -45,7 +45,7 @@ class Row:
 
 def ls(run: str | None = None) -> list[Row]:
     """Every checkpoint of a run, each read whole and compared with its digests."""
-    folder, _ = find_run(run)
+    folder, _ = find_run(run, trains=True)
     marks = {mark: marked(folder.checkpoints, mark) for mark in (LATEST, BEST)}
     return [
         _row(path, tuple(mark for mark, at in marks.items() if at == path)) for path in all_steps(folder.checkpoints)
@@ -58,7 +58,7 @@ def verify_checkpoint(run: str | None = None) -> Row:
     Raises:
         CheckpointError: it is not what was written.
     """
-    folder, checkpoint = find_run(run)
+    folder, checkpoint = find_run(run, trains=True)
     steps = all_steps(folder.checkpoints)
     path = checkpoint or (steps[-1] if steps else None)
     if path is None:
@@ -122,7 +122,7 @@ def _few(names: Sequence[str], *, most: int = 5) -> str:
 
 
 def _newest(run: str) -> Path:
-    folder, checkpoint = find_run(run)
+    folder, checkpoint = find_run(run, trains=True)
     path = checkpoint or newest_good(folder.checkpoints)[0]
     if path is None:
         raise CheckpointError("the run has no good checkpoint.", where=str(folder.checkpoints))
@@ -143,7 +143,7 @@ def prune(run: str | None = None, *, keep: int) -> list[Path]:
     """
     if keep < 1:
         raise UsageError(f"--keep {keep} would leave no checkpoint.", hint="--keep 1 or more")
-    folder, _ = find_run(run)
+    folder, _ = find_run(run, trains=True)
     return checkpoints.prune(folder.checkpoints, keep=keep)
 
 
@@ -169,7 +169,7 @@ def consolidate(
     """
     if raw and average:
         raise UsageError("--raw and --average are different weights.", hint="one of them; the average is the default")
-    folder, checkpoint = find_run(run)
+    folder, checkpoint = find_run(run, trains=True)
     path = marked(folder.checkpoints, BEST) if best else checkpoint or newest_good(folder.checkpoints)[0]
     if path is None:
         kind = "best" if best else "good"

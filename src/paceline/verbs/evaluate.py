@@ -10,7 +10,7 @@ from paceline.spec.task import Task
 from paceline.spec.words import many
 from paceline.store.checkpoints import BEST, marked
 from paceline.store.disk import read_json
-from paceline.store.runs import find_run
+from paceline.store.runs import RunFolder, find_run
 from paceline.talk import say
 from paceline.verbs.running import Answer, Common, execute, read_answer
 
@@ -24,7 +24,7 @@ def evaluate(
     common = common or Common()
     if split not in ("eval", "test"):
         raise UsageError(f"{split!r} is no split.", hint="--split eval | test")
-    folder, checkpoint = find_run(run)
+    folder, checkpoint = find_run(run, trains=True)
     task = saved_task(folder.path)
     if best:
         checkpoint = marked(folder.checkpoints, BEST)
@@ -48,7 +48,11 @@ def saved_task(folder: Path) -> Task:
     Raises:
         UsageError: the run never got that far.
     """
-    path = folder / "task.json"
+    path = RunFolder(folder).task
     if not path.exists():
-        raise UsageError(f"{folder} does not say what it ran.", cause="it ended before its first step")
+        raise UsageError(
+            f"{folder} does not say what it ran.",
+            cause="it ended before its first step, or is of a plan or a verify",
+            hint="ls runs/*/, and the same with another run",
+        )
     return Task.from_json(read_json(path))

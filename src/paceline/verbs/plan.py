@@ -18,7 +18,7 @@ from paceline.measure.probe.machines import machine_here
 from paceline.plan.fleet import read_fleet
 from paceline.plan.hardware import Fleet, fleet_of
 from paceline.plan.here import node_memory
-from paceline.plan.named import row_named
+from paceline.plan.named import mesh_named, row_named
 from paceline.plan.told import differences_told
 from paceline.spec.layout import parse_layout
 from paceline.spec.task import Task
@@ -119,6 +119,7 @@ def plan(
     own = replace(common, layout=None) if fleet is None else replace(common, layout="single", ranks=1, device="cpu")
     stands, words, assumed = as_job(job, overrides, ranks=(common.ranks or 1) if fleet is None else fleet.ranks)
     task = make_task("plan", stands, own, words)
+    _refuse_all(named, ranks=task.ranks if fleet is None else fleet.ranks)
     if common.dry_run:
         return Answer(exit_code=0, run=Path(task.run), value=task.as_json())
     options = {"fleet": fleet.as_json()} if fleet is not None else {"here": _here(task, seconds)}
@@ -173,6 +174,19 @@ def _refuse_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> None:
             parse_layout(name)
         except PacelineError as error:
             problems += getattr(error, "problems", [error])
+    raise_all(problems)
+
+
+def _refuse_all(named: Sequence[str], *, ranks: int) -> None:
+    """That none of them can be had of so many ranks, whatever the model; else what can't is told beside what can."""
+    problems = list[PacelineError]()
+    for name in named:
+        try:
+            mesh_named(parse_layout(name), ranks=ranks)
+        except PacelineError as error:
+            problems += getattr(error, "problems", [error])
+        else:
+            return
     raise_all(problems)
 
 

@@ -45,9 +45,13 @@ def _section(event: dict[str, Any]) -> str:
         "<p>A process keeps more than its tensors; of a forecast below 512 MiB that would be most of it, so the two are "
         "not divided.</p>"
     )  # fmt: skip
+    had = float(event.get("others", 0.0))
+    busy = (
+        f"<p>Other programs had {had:.0%} of the cores meanwhile: without them steps may be quicker.</p>" if had else ""
+    )
     source = _SOURCES.get(str(event["source"]), str(event["source"]))
     return (
         f"<section><h2>Forecast and measured</h2><p>By {escape(source)}, for {escape(str(event['layout']))}; measured "
         f"until step {int(event['step'])}.</p><table><tr><th></th><th>forecast</th><th>measured</th><th>times</th>"
-        f"<th>measured by</th></tr>{cells}</table>{small}{bars('bytes of the fullest rank', kinds, drawn)}</section>"
+        f"<th>measured by</th></tr>{cells}</table>{small}{busy}{bars('bytes of the fullest rank', kinds, drawn)}</section>"
     )

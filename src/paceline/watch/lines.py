@@ -70,9 +70,10 @@ def _foretold(event: Foretold) -> str:
     by = "on the device" if event.measured_by == "allocator" else "more resident than before its model"
     times = "" if event.memory_ratio is None else f" ({event.memory_ratio:.2f} times)"
     memory = "" if event.measured_bytes is None else f"{size(event.measured_bytes)} {by}{times}, "
+    others = f" while other programs had {event.others:.0%} of the cores" if event.others else ""
     return (
         f"forecast | {size(event.peak_bytes)} on the fullest rank, {duration(event.step_seconds)} a step | "
-        f"measured {memory}{duration(event.measured_seconds)} a step ({event.time_ratio:.2f} times)"
+        f"measured {memory}{duration(event.measured_seconds)} a step ({event.time_ratio:.2f} times){others}"
     )
 
 

@@ -54,10 +54,9 @@ def probe_here(*, ranks: int, device: str = "cpu", asked: Asked | None = None, a
     kept = None if again else read_cached(mark)
     if kept is not None and kept.is_quiet:
         return kept
-    others = busy_share()
-    if kept is not None and not replace(kept, others=others).is_quiet:
+    if kept is not None and not replace(kept, others=busy_share()).is_quiet:
         return kept
-    probe = replace(_measured(mark, asked or Asked()), others=others)
+    probe = _measured(mark, asked or Asked())
     keep(probe)
     return probe
 

@@ -11,6 +11,7 @@ import torch
 
 from paceline.errors import PacelineError, raise_all
 from paceline.measure.backends import built_in
+from paceline.measure.others import Look, look, most_of_others
 from paceline.measure.probe.compute import measure_compute, measure_copies
 from paceline.measure.probe.disk import measure_disk
 from paceline.measure.probe.links import measure_links
@@ -81,16 +82,17 @@ class Purse:
 
 def probe_world(world: World, mark: Fingerprint, *, seconds: float, folder: Path, ranks_per_node: int) -> Probe:
     """What all ranks of a world find together within so many seconds, more or less. Every rank calls this."""
-    began = time.perf_counter()
+    began, looks = time.perf_counter(), [look()]
     purse = Purse(world=world, ends=began + seconds)
     links, copies = _LINKS * (world.world_size > 1), _COPIES * (world.device.type == "cuda")
     crowded = ranks_per_node > mark.cores
     collectives = measure_links(world, seconds=purse.share(links, of=1), crowded=crowded)
+    looks.append(look())
     found = measure_copies(world, seconds=purse.share(copies, of=1 - links))
     disk = measure_disk(world, folder=folder, seconds=purse.share(_DISK, of=1 - links - copies))
     threads = torch.get_num_threads()
     try:
-        rates = _rates(purse, mark, ranks_per_node)
+        rates = _rates(purse, mark, ranks_per_node, looks)
     finally:
         torch.set_num_threads(threads)  # where layouts are timed in the same process, as a run has them
     return Probe(
@@ -101,19 +103,24 @@ def probe_world(world: World, mark: Fingerprint, *, seconds: float, folder: Path
         collectives=collectives,
         copies=found,
         disk=disk,
+        others=most_of_others(looks, world),
     )
 
 
-def _rates(purse: Purse, mark: Fingerprint, local: int) -> tuple[Rates, ...]:
-    """Level by level; rank 0 is busy in all of them. Ranks of a machine are neighbours, `local` of them."""
+def _rates(purse: Purse, mark: Fingerprint, local: int, looks: list[Look]) -> tuple[Rates, ...]:
+    """Level by level, with a look before and after; rank 0 is busy in all of them. Ranks of a machine are neighbours,
+    `local` of them.
+    """
     world, found = purse.world, []
     local, wanted = world.share_json([local, levels(ranks=local, cores=mark.cores, device=mark.device)])
     for number, (busy, threads) in enumerate(wanted):
         seconds = purse.share(1, of=len(wanted) - number)
         ranks = [rank for rank in range(world.world_size) if rank % local < busy]
+        looks.append(look())
         part = world.part([ranks, *([rank] for rank in range(world.world_size) if rank not in ranks)])
         if world.rank in ranks:
             crowded = busy * threads > mark.cores
             found.append(measure_compute(part, busy=busy, threads=threads, seconds=seconds, crowded=crowded))
         world.barrier()
+    looks.append(look())
     return tuple(found)

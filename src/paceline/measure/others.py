@@ -5,12 +5,14 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 import psutil
 
 from paceline.world import World
 
 _MUCH, _IDLE = 0.1, 0.2  # of the cores: what others had, and what may be left where they disturb
+_TELLS = 0.2  # seconds of all cores: the kernel counts in hundredths
 _WORK = ("user", "nice", "system", "steal")  # not the interrupts: those of messages are the ranks' own
 
 
@@ -54,18 +56,24 @@ def _own() -> float:
 
 def share_of_others(ranks: Sequence[Look]) -> float:
     """Of the cores of the machine that was disturbed most, by what each rank saw of the same time; 0.0 where others
-    left enough idle.
+    left enough idle, or where it was too short to tell.
     """
     found = 0.0
     for machine in {one.machine for one in ranks}:
         own = [one for one in ranks if one.machine == machine]
         work, idle = max(one.work for one in own), max(one.idle for one in own)
-        others = (work - sum(one.own for one in own)) / max(work + idle, 1e-9)
+        if work + idle < _TELLS:
+            continue
+        others = (work - sum(one.own for one in own)) / (work + idle)
         if idle <= _IDLE * (work + idle) and others >= _MUCH:
             found = max(found, others)
     return found
 
 
-def seen_by_all(own: Look, world: World) -> float:
-    """`share_of_others`, on every rank. Every rank calls this."""
-    return share_of_others([Look(**one) for one in world.gather_json(vars(own))])
+def most_of_others(looks: Sequence[Look], world: World) -> float:
+    """`share_of_others` in that part of the time where it was largest; parts are between one look and the next, as many
+    on every rank. Every rank calls this.
+    """
+    every = world.gather_json([vars(after.since(before)) for before, after in pairwise(looks)])
+    parts = [[Look(**seen) for seen in of_ranks] for of_ranks in zip(*every, strict=True)]
+    return max(map(share_of_others, parts), default=0.0)
