@@ -21,6 +21,7 @@ Op = Literal["sum", "max", "min"]
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+_ASKED = timedelta(seconds=10)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -73,8 +74,8 @@ class Sending(Protocol):
 class World:
     """The processes that train together. With one process nothing is sent and no group is made.
 
-    `store` is where ranks leave word for each other, None where another launcher keeps it. Where
-    others that are none of them come and go, `entrance` is where they ask, and `store` who answers.
+    `store` is where they met, None where another launcher keeps it, until `words` asks there. Where others that are
+    none of them come and go, `entrance` is where they ask, and `store` who answers.
     """
 
     rank: int = 0
@@ -134,6 +135,19 @@ class World:
             timeout_seconds=timeout_seconds,
             store=store,
         )
+
+    def words(self) -> TCPStore:
+        """Where ranks leave word for each other, each by itself; with another launcher's a rank connects when it asks.
+
+        Raises:
+            dist.DistError, RuntimeError: whoever keeps it is gone.
+        """
+        if self.store is None:
+            place = Place.read(os.environ)
+            found = TCPStore(place.address, place.port or 0, is_master=False, timeout=_ASKED)
+            object.__setattr__(self, "store", found)
+        assert self.store is not None
+        return self.store
 
     def part(self, groups: Sequence[Sequence[int]]) -> "World":
         """The world of those fellows of this rank that stand with it in one of `groups`; every rank calls this.

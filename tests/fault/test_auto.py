@@ -49,7 +49,7 @@ def test_it_says_what_it_chose_and_is_held_against_it(auto: Shop) -> None:
     lines = done.out.splitlines()
     begins = ["auto: --layout ", "why: ", "second: "]
     assert all(line.startswith(word) for line, word in zip(lines, begins, strict=False)), lines[:4]
-    assert "planned in" in lines[1] and lines[3].startswith("starting ")
+    assert "planned in" in lines[1] and "steps are reckoned" in lines[1] and lines[3].startswith("starting ")
     chosen = json.loads((auto.path / "run" / "plan.json").read_text())
     assert chosen["auto"] == lines[:3] and f"--layout {chosen['forecast']['layout']} " in lines[0]
     (told,) = events(auto, "Foretold")

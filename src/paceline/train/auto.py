@@ -103,6 +103,8 @@ def told(task: Task, answer: Mapping[str, Any], here: Here, *, quiet: bool = Fal
         cost += "; its steps were timed here by paceline plan"
     elif rungs[0].longer != 1:
         cost += f"; times as steps here took, {rungs[0].longer:.2f} times the reckoned"
+    else:
+        cost += "; its steps are reckoned: paceline plan times them"
     lines = [
         f"auto: {rungs[0]}, on {here.fleet}",
         f"why: {answer['why']}; {cost}",

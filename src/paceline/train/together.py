@@ -1,5 +1,6 @@
 """What one rank can't do, no rank does: its words are raised on every rank, and nobody waits for one that is gone."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -44,17 +45,17 @@ def raise_for_all(world: World, problem: CheckpointError | None) -> None:
 def all_met(world: World, what: str, *, seconds: float = 5.0) -> bool:
     """Whether every rank has met this within so many seconds: then none of them waits for one that has given up.
 
-    Ranks that have not call nothing. Where a launcher of others has made the world it is not known, and so it is not.
+    Ranks that have not call nothing. Where it can't be known it is not so.
     """
     if world.group is None:
         return True
-    if world.store is None:
-        return False
-    keys = [f"met/{what}/{rank}" for rank in range(world.world_size)]
-    world.store.set(keys[world.rank], "")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")  # the same store then, with the words of the one before
+    keys = [f"met/{attempt}/{what}/{rank}" for rank in range(world.world_size)]
     try:
-        world.store.wait(keys, timedelta(seconds=seconds))
-    except RuntimeError:
+        words = world.words()
+        words.set(keys[world.rank], "")
+        words.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError:  # torch's own of a store is one
         return False
     return True
 
