@@ -1,6 +1,7 @@
 """The run folder: what was asked, what was decided, what happened."""
 
 import os
+import re
 import secrets
 import time
 from dataclasses import dataclass
@@ -76,9 +77,26 @@ def new_run(name: str, *, root: Path = ROOT, run_id: str | None = None) -> RunFo
 
 def newest_run(name: str | None = None, *, root: Path = ROOT, trains: bool = False) -> RunFolder | None:
     """The newest run of a job, or of all; `trains`: of those that came to train, where there is one."""
-    found = [path for path in root.glob(f"{name or '*'}/*") if path.is_dir()]
+    found = [run for path in root.glob(name or "*") for run in _runs_in(path)]
     found = ([path for path in found if RunFolder(path).task.exists()] if trains else []) or found
-    return RunFolder(max(found, key=lambda path: path.name)) if found else None
+    return RunFolder(max(found, key=_begun)) if found else None
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """Of a job's folder, or the folder itself where a run was told to be there."""
+    own = RunFolder(path)
+    if own.task.exists() or own.logs.is_dir():
+        return [path]
+    return [each for each in path.glob("*") if each.is_dir()]
+
+
+def _begun(path: Path) -> tuple[str, str]:
+    """When, as ids say it; a folder that was named otherwise says it by what it holds."""
+    if re.match(r"\d{8}-\d{6}", path.name):
+        return path.name, ""
+    task = RunFolder(path).task
+    made = (task if task.exists() else path).stat().st_mtime
+    return time.strftime("%Y%m%d-%H%M%S", time.localtime(made)), path.name
 
 
 def newest_saved_run(name: str, *, root: Path = ROOT) -> RunFolder | None:

@@ -119,7 +119,7 @@ def time_layouts(
         raise JobError(
             f"none of {len(own)} layouts can be timed, in any size of microbatch that was tried: {own[0].why}",
             cause="the job's own code raises it on every rank, with numbers where it does not without",
-            hint="paceline train JOB --ranks 1, which ends at the same line, with all of it",
+            hint="mend that line; where one size alone is refused, --train.micro_batch_size with another",
         )
     return found
 
