@@ -3,11 +3,11 @@
 import gc
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
-from statistics import fmean, median, quantiles
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from paceline.plan.timed import Refused, Try
 from paceline.survive.short import is_shortage
 from paceline.train.built import Built, build
 from paceline.train.feeds import cut_for, feed_for
+from paceline.train.looks import told
 from paceline.train.ready import Ready, settled
 from paceline.train.shallow import cut
 from paceline.train.together import all_met
@@ -36,7 +37,6 @@ _ON_END = 4  # steps without a word between, over a link: stages of a pipeline a
 _FEW, _MORE = 12, 3  # a model's blocks by these are left, where it is cut
 _FAR = (4.0, 2.5)  # times as long as another, in its first steps: no further one
 _SOON, _MANY = 2 / 3, 24  # of the seconds, after which so many steps of each that is not hopeless are enough
-_LEAST = 4  # steps that tell how far apart they are
 _HOPELESS = (1.8, 1.5, 1.4, 1.3, 1.2)  # times as long as the quickest, by how often all were visited: no closer look
 _LIKELY = 1.2  # times as long as what is not hopeless, by the forecast: a second look at what was so the first time
 
@@ -162,8 +162,8 @@ def _timed_together(
     for trial in trials:  # not after an error: the others would see connections end before they hear of it
         trial.close()
     gc.collect()
-    told = _told(looked, depths)
-    return {name: replace(one, between=(since[name], until)) for name, one in told.items()} | errors
+    found = told(looked, depths)
+    return {name: replace(one, between=(since[name], until)) for name, one in found.items()} | errors
 
 
 def _refused(error: Exception, candidate: str, world: World) -> Refused:
@@ -187,7 +187,7 @@ def _take_turns(
     refused: dict[str, Timed | Refused] = {}
     for visits in count():
         trials = [trial for trial in trials if trial.candidate not in refused]
-        found = _told([(trial.candidate, trial.blocks, trial.seconds) for trial in trials], depths)
+        found = told([(trial.candidate, trial.blocks, trial.seconds) for trial in trials], depths)
         quickest = min((one.seconds for one in found.values()), default=0.0)
         most = _HOPELESS[min(visits, len(_HOPELESS) - 1)] * quickest
         alive = [name for name, one in found.items() if one.seconds <= most]
@@ -269,33 +269,3 @@ def _batches(built: Built) -> Iterator[StepInput]:
     cut = cut_for(built.plan, built.settings, built.worlds.data)
     while True:
         yield from feed_for(built.job, built.settings, cut=cut, agree=built.world.gather_json)
-
-
-def _told(looked: Sequence[tuple[str, int, Sequence[float]]], depths: Sequence[int]) -> dict[str, Timed]:
-    """By candidate: the median, or where the line through the medians of two shorter models comes to."""
-    found: dict[str, dict[int, Sequence[float]]] = {}
-    for candidate, blocks, seconds in looked:
-        found.setdefault(candidate, {})[blocks] = seconds
-    return {candidate: _timed(looks, sum(depths)) for candidate, looks in found.items()}
-
-
-def _timed(looks: Mapping[int, Sequence[float]], whole: int) -> Timed:
-    blocks = sorted(looks)
-    middle = [median(looks[one]) for one in blocks]
-    seconds = middle[-1]
-    if len(blocks) == 2:
-        each = (middle[1] - middle[0]) / (blocks[1] - blocks[0])
-        seconds += max(0.0, each) * (whole - blocks[1])
-    return Timed(
-        seconds=seconds,
-        spread=_spread(looks[blocks[-1]]),
-        steps=sum(map(len, looks.values())),
-        blocks=tuple(blocks),
-    )
-
-
-def _spread(seconds: Sequence[float]) -> float:
-    if len(seconds) < _LEAST:
-        return 0.0
-    low, middle, high = quantiles(seconds, n=4)
-    return (high - low) / 2 / middle
