@@ -79,7 +79,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_files_and_functions_are_small(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= 300, f"{path.name} wants a wall"
+    assert len(text.splitlines()) <= 450, f"{path.name} wants a wall"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             length = (node.end_lineno or 0) - node.lineno + 1
