@@ -4,6 +4,7 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 STAMP := $(VENV)/.made
+WORKERS ?= 4
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
 unexport PYTHONDONTWRITEBYTECODE  # else every process of every run compiles all of paceline
@@ -22,8 +23,11 @@ demo: $(STAMP)
 	@rm -rf .demo && mkdir .demo
 	@cd .demo && PATH="$(CURDIR)/$(BIN):$$PATH" sh ../examples/demo.sh
 
+# Most tests wait for processes more than they compute, so there are more workers than cores. Tests that look at the
+# clock run after them, alone.
 test: $(STAMP)
-	@$(BIN)/python -m pytest -m "not soak and not gpu" -q -n 2 --dist loadgroup --durations 40
+	@$(BIN)/python -m pytest -m "not soak and not gpu and not clock" -q -n $(WORKERS) --dist loadgroup --durations 40 || code=$$?; \
+	$(BIN)/python -m pytest -m "clock and not soak and not gpu" -q -n 0 || code=$$?; exit $${code:-0}
 
 soak: $(STAMP)
 	@$(BIN)/python -m pytest -m soak -q

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.longer import is_longer
+from tests.scheduling import FileScheduling
 from tests.warm.fixture import mother, warm
 
 __all__ = ["mother", "warm"]
@@ -172,6 +173,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_longer(item.nodeid.removeprefix("tests/")):
             item.add_marker(pytest.mark.soak)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the tests of a file that is marked `one_worker` together."""
+    return FileScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.fixture(scope="session", autouse=True)

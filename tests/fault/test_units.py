@@ -17,7 +17,7 @@ from paceline.world import World
 from tests.fault.pairs import Told, try_pair
 from tests.matrix.page import patterns, stands
 
-pytestmark = pytest.mark.xdist_group("units")
+pytestmark = pytest.mark.one_worker
 WIDTH = 6
 
 

@@ -119,6 +119,7 @@ def test_a_command_begins_without_torch_and_numpy() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.clock
 def test_help_is_quick_and_needs_neither_torch_nor_numpy() -> None:
     code = (
         "import sys, time; start = time.perf_counter()\n"

@@ -15,7 +15,7 @@ from paceline.train.saving import write_final
 from tests.fault.bad_models import job_of
 from tests.fault.pairs import try_pair
 
-pytestmark = pytest.mark.xdist_group("average")  # what they share is made once
+pytestmark = pytest.mark.one_worker  # what they share is made once
 
 
 def _sgd(named: Any) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import Shop
 
-pytestmark = pytest.mark.xdist_group("by hand")  # what they share is made once
+pytestmark = pytest.mark.one_worker  # what they share is made once
 
 BY_HAND = Path(__file__).resolve().parents[2] / "examples" / "by_hand"
 # Ten SGD steps in float32. Another order of a sum moves a gradient by units of 6e-8 of its size, a weight by 0.2 times

@@ -24,7 +24,7 @@ from paceline.train.shallow import built_once
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.distributed.reduce_scatter_tensor"),  # torch's own, of tp
-    pytest.mark.xdist_group("closed"),  # what they share is made once
+    pytest.mark.one_worker,  # what they share is made once
 ]
 SIZES = {"width": 256, "depth": 4, "length": 128, "vocabulary": 4096}
 CASE = Case(family="llama", clusters=("4xH100-80G",), batch=16, job=SIZES)

@@ -15,7 +15,7 @@ from paceline.measure.held import Watch, elements, held_now
 from paceline.place.remat import remat
 from paceline.spec.remat import parse_remat
 
-pytestmark = pytest.mark.xdist_group("held")  # what they share is made once
+pytestmark = pytest.mark.one_worker  # what they share is made once
 
 MB = 1 << 20
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline.measure.held import Watch
 from paceline.spec.layout import parse_layout
 
-pytestmark = pytest.mark.xdist_group("measured_memory")  # what they share is made once
+pytestmark = pytest.mark.one_worker  # what they share is made once
 
 MB = 1 << 20
 

@@ -19,7 +19,7 @@ from paceline.train.ready import prepare
 from paceline.verbs.running import Common, make_task
 from tests import zoo
 
-pytestmark = pytest.mark.xdist_group("plan")  # what they share is made once
+pytestmark = pytest.mark.one_worker  # what they share is made once
 ROOT = Path(__file__).resolve().parents[2]
 
 

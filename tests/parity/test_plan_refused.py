@@ -39,7 +39,7 @@ from paceline.verbs.running import Common, make_task
 from paceline.verbs.simulate import simulate
 from tests.pure.test_judged import answer, made
 
-pytestmark = pytest.mark.xdist_group("plan refused")  # what they share is made once
+pytestmark = pytest.mark.one_worker  # what they share is made once
 WIDTH, LENGTH = 64, 16
 THIS = "tests.parity.test_plan_refused"
 

@@ -28,7 +28,7 @@ from paceline.plan.machine import busy_share
 from paceline.plan.probed import Fingerprint, Probe
 from paceline.world import World
 
-pytestmark = pytest.mark.xdist_group("probe")  # what they share is made once
+pytestmark = pytest.mark.clock  # what they share is made once
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -18,7 +18,7 @@ from paceline.place.shard.chosen import FullySharded
 from paceline.place.shard.wrap import Units
 from tests.parity.shard_bed import CLIP, Case, alone, plain, run, together
 
-pytestmark = pytest.mark.xdist_group("shard")  # what they share is made once
+pytestmark = pytest.mark.one_worker  # what they share is made once
 
 LAYOUTS = ("zero1", "zero2", "fsdp")
 DAILY = [

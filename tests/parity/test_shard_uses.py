@@ -15,7 +15,7 @@ from paceline.place.units import trainable
 from paceline.torch_private import version
 from tests.parity.shard_bed import Gpt, run, worlds_of
 
-pytestmark = pytest.mark.xdist_group("shard uses")  # what they share is made once
+pytestmark = pytest.mark.one_worker  # what they share is made once
 
 
 class Views(nn.Module):

@@ -24,6 +24,8 @@ from paceline.verbs.running import Common, make_task
 from paceline.world import World
 from tests import zoo
 
+pytestmark = pytest.mark.clock
+
 ROOT = Path(__file__).resolve().parents[2]
 SLEEP = 0.01
 

@@ -42,10 +42,10 @@ def test_it_looks_uniform() -> None:
 
 
 def test_a_resume_in_the_middle_of_two_billion_costs_nothing() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     order = Permutation(num_samples=2 * 10**9, seed=1, epoch=0)
     assert len(set(order[10**9 : 10**9 + 64].tolist())) == 64
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 @given(

@@ -52,6 +52,7 @@ def test_the_most_disturbed_part_counts() -> None:
     assert most_of_others(looks[:2], World.alone()) == most_of_others(looks[:1], World.alone()) == 0.0
 
 
+@pytest.mark.clock
 def test_a_busy_program_is_seen_and_a_child_is_not_another() -> None:
     """The first are no children of this process: the shell that starts them ends."""
     before, began = look(), time.monotonic()
