@@ -105,12 +105,13 @@ def fold(self, *, num_micro):
     if self._world.world_size == 1:
         return _fold(self, num_micro=num_micro)
     for layer in self._layers:
-        mean, variance = (part.clone() for part in layer.before)
+        now = layer.before
         for index in sorted(layer.rows):
-            mean.lerp_(layer.rows[index][0], layer.momentum)
-            variance.lerp_(layer.rows[index][1], layer.momentum)
-        self._write(layer, (mean, variance), layer.count + len(layer.rows))
-        layer.rows.clear()
+            there = layer.before
+            for after, weight in layer.rows[index]:
+                now, there = after + (1.0 - weight) * (now - there), after
+        layer.write(now, sum(layer.bumps.values()))
+    self._has_run = False
 
 StatisticsTape.fold = fold
 """,

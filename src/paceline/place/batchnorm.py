@@ -1,8 +1,10 @@
-"""Running statistics of BatchNorm, folded as one process would have: microbatch after microbatch.
+"""Running statistics of BatchNorm, as one process would have them: microbatch after microbatch.
 
-While a step runs, each normalisation writes its batch's own statistics (momentum 1); they are put on a tape in
-the microbatch's row. At the end all rows meet on every rank and are folded in index order, so that neither the
-number of ranks nor the dealing changes a bit.
+No norm is changed: each writes its own statistics, with its own momentum, whenever it is called. A process that runs
+all microbatches in order therefore needs nothing. Where several ranks share them, each microbatch starts from the
+values before the step, and what stands there after each call goes to a tape. Such a write is a line, new = (1 - w) *
+old + w * batch, so that its value on the values of one process is known from its value on others. At the end all
+rows meet on every rank and are folded in index order: neither the number of ranks nor the dealing changes a bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,56 +14,97 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import DesyncError, JobError
+from paceline.place.norm_calls import Call, KernelWatch, is_standard, statistics_of
 from paceline.place.stand_in import is_stand_in
 from paceline.place.views import same
-from paceline.torch_private import BatchNormBase, NormBase, in_backward
+from paceline.torch_private import BatchNormBase, NormBase, in_backward, version
 from paceline.world import World
+
+_RESTS, _TRAINS, _READS, _MOVES = range(4)
+_FLAGS = 4
 
 
 @dataclass
 class _Layer:
     name: str
     module: NormBase
-    momentum: float | None
-    before: tuple[Tensor, Tensor]
+    before: Tensor
     count: Tensor | None
-    rows: dict[int, list[Tensor]] = field(default_factory=dict)
+    momentum: float | None
+    rows: dict[int, list[Call]] = field(default_factory=dict)
+    bumps: dict[int, int] = field(default_factory=dict)
+    is_read: bool = False
+    moves: int = 0
+    started: list[float | None] = field(default_factory=list)
+    watches: list[KernelWatch] = field(default_factory=list)
+    looked: tuple[int, ...] = ()
 
     @property
     def width(self) -> int:
-        return self.before[0].numel() * 2
+        """Mean and variance, and the weight of a call."""
+        return self.before.numel() + 1
 
-    def weight(self, number: int) -> float:
-        """What a call weighs, the `number`-th of the run. Instance norms count none, and torch gives them nothing."""
-        if self.momentum is not None:
-            return self.momentum
-        return 1.0 / number if isinstance(self.module, BatchNormBase) else 0.0
+    @property
+    def is_there(self) -> bool:
+        """Whether it has statistics now: code may take them away for a while."""
+        return self.module.running_mean is not None and not is_stand_in(self.module.running_mean)
 
-    def is_as_recorded(self) -> bool:
-        """Whether nothing has been written since the last recorded call."""
-        *_, mean, variance = [part for parts in self.rows.values() for part in parts] or self.before
-        now = _statistics(self.module)
-        return same(now[0], mean) and same(now[1], variance)
+    def states(self, microbatch: int) -> list[Tensor]:
+        """What has stood there in a microbatch, call after call."""
+        return [self.before, *(after for after, _ in self.rows.get(microbatch, []))]
+
+    def look(self) -> None:
+        """Note what shows whether somebody writes to the statistics after this."""
+        self.looked = self._look()
+
+    def was_touched(self) -> bool:
+        """Whether something has left a trace since."""
+        return self._look() != self.looked
+
+    def write(self, statistics: Tensor, calls: int) -> None:
+        """Set mean and variance, and the count to `calls` after that of the step's start."""
+        module, half = self.module, statistics.numel() // 2
+        if module.running_mean is None or module.running_var is None:
+            return
+        # past autograd: the backward of another microbatch may be still to come, and takes none of these values
+        module.running_mean.data.copy_(statistics[:half].view_as(module.running_mean))
+        module.running_var.data.copy_(statistics[half:].view_as(module.running_var))
+        if module.num_batches_tracked is not None and self.count is not None:
+            module.num_batches_tracked.data.copy_(self.count + calls)
+        self.look()
+
+    def _look(self) -> tuple[int, ...]:
+        parts = (self.module.running_mean, self.module.running_var)
+        return tuple(number for part in parts if part is not None for number in (id(part), version(part)))
 
 
 @dataclass(frozen=True)
 class _Calls:
+    """Of one layer on all ranks, by microbatch: how often it wrote, and how many of those it counted."""
+
     layer: _Layer
     by_microbatch: list[int]
+    bumps: list[int]
 
 
 class StatisticsTape:
-    """The tape of one model. `begin`, then `at(j)` before each microbatch, then `fold`."""
+    """The tape of one model. `begin`, then `at(j)` before each microbatch, then `fold`.
 
-    def __init__(self, *, model: nn.Module, world: World, enabled: bool = True) -> None:
+    `in_order`: this process runs the microbatches that it has one after another, each forward and backward. `exact`:
+    one rank folds as several do, for the same bits.
+    """
+
+    def __init__(
+        self, *, model: nn.Module, world: World, enabled: bool = True, exact: bool = False, in_order: bool = True
+    ) -> None:
         self._world = world
-        self._now = 0
-        self._counts = True
-        self._checked = False
+        self._now, self._counts = 0, True
+        self._has_run = self._is_checked = False
         self._layers = [_layer(name, module) for name, module in running(model)] if enabled else []
+        self._records = world.world_size > 1 or exact or not in_order
         self._handles = [
             handle
-            for layer in self._layers
+            for layer in (self._layers if self._records else [])
             for handle in (
                 layer.module.register_forward_pre_hook(self._before(layer)),
                 layer.module.register_forward_hook(self._after(layer), always_call=True),
@@ -71,74 +114,103 @@ class StatisticsTape:
     def begin(self) -> None:
         """Start a step, or start it again: the statistics are those before it."""
         for layer in self._layers:
-            if layer.rows:
-                self._write(layer, layer.before, 0)
-            layer.before, layer.count = _statistics(layer.module), _tracked(layer.module)
-            layer.momentum = layer.module.momentum
+            if self._has_run:
+                layer.write(layer.before, 0)
+                layer.module.momentum = layer.momentum
+            elif layer.module.running_mean is not None:
+                layer.before, layer.count = statistics_of(layer.module), _tracked(layer.module)
+            layer.momentum, layer.is_read = layer.module.momentum, False
             layer.rows.clear()
+            layer.bumps.clear()
+            layer.look()
+        self._has_run = False
 
     def at(self, microbatch: int, *, counts: bool = True) -> None:
-        """The next forward is of this microbatch, or of one that leaves no trace."""
-        self._now, self._counts = microbatch, counts
+        """The next forward or backward is of this microbatch, or of one that leaves no trace."""
+        is_other = not self._has_run or (counts and microbatch != self._now)
+        if self._records and is_other and counts:
+            for layer in self._layers:
+                self._leave(layer)
+                self._enter(layer, microbatch)
+        self._has_run = True
+        self._now, self._counts = microbatch if counts else self._now, counts
 
     def fold(self, *, num_micro: int) -> None:
         """Leave in every normalisation what one process would have after `num_micro` microbatches.
 
         Raises:
             DesyncError: a layer is in training mode on some ranks and in eval mode on others.
-            JobError: statistics were written by something else than the layer's own forward.
+            JobError: statistics were written or used in a way that no rank alone can follow.
         """
-        if not self._checked:
-            self._refuse_strangers()
-        uses = [calls for calls in self._calls(num_micro) if sum(calls.by_microbatch)]
-        if not uses:
-            return
-        for calls, tape in zip(uses, self._meet(uses), strict=True):
-            layer, half = calls.layer, calls.layer.width // 2
-            mean, variance = (part.clone() for part in layer.before)
-            seen = 0 if layer.momentum is not None or layer.count is None else int(layer.count)
-            for number, row in enumerate(tape.view(-1, layer.width), 1):
-                weight = layer.weight(seen + number)
-                mean.mul_(1.0 - weight).add_(row[:half].to(mean.dtype), alpha=weight)
-                variance.mul_(1.0 - weight).add_(row[half:].to(mean.dtype), alpha=weight)
-            self._write(layer, (mean, variance), sum(calls.by_microbatch))
-            layer.rows.clear()
+        if self._records and self._layers:
+            for layer in self._layers:
+                self._leave(layer, by_value=not self._is_checked)
+            self._is_checked = True
+            uses = [calls for calls in self._calls(num_micro) if any(calls.by_microbatch + calls.bumps)]
+            for calls, tape in zip(uses, self._meet(uses), strict=True):
+                calls.layer.write(_folded(calls, tape), sum(calls.bumps))
+        self._has_run = False
 
     def undo(self) -> None:
         """Leave what was there before the step: it was not taken."""
         for layer in self._layers:
-            self._write(layer, layer.before, 0)
+            layer.write(layer.before, 0)
+        self._has_run = False
 
     def close(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
-    def _calls(self, num_micro: int) -> list[_Calls]:
-        """How often each layer that is being trained ran in each microbatch, on whichever rank that was."""
-        asked = torch.zeros(len(self._layers), num_micro + 2, dtype=torch.int64)
-        for layer, counts in zip(self._layers, asked, strict=True):
-            counts[num_micro + int(layer.module.training)] = 1
-            for index, parts in layer.rows.items():
-                if layer.module.training and index < num_micro:
-                    counts[index] = len(parts) // 2
-        if self._world.world_size > 1 and self._layers:
-            asked = self._world.all_reduce(asked.to(self._world.device), op="max").cpu()
-        for layer, (*_, rests, trains) in zip(self._layers, asked.tolist(), strict=True):
-            if rests and trains:
-                self._refuse_modes(layer)
-        return [_Calls(layer, counts[:-2]) for layer, counts in zip(self._layers, asked.tolist(), strict=True)]
+    def _enter(self, layer: _Layer, microbatch: int) -> None:
+        """Put what one microbatch begins with, or goes on with, in the place of another's."""
+        if layer.rows:
+            layer.write(layer.states(microbatch)[-1], layer.bumps.get(microbatch, 0))
+        if not layer.rows.get(microbatch):
+            layer.moves = layer.moves + 1 if layer.started and layer.started[-1] != layer.module.momentum else 0
+            layer.started = [layer.module.momentum]
 
-    def _refuse_strangers(self) -> None:
-        """By value: `F.batch_norm` writes without a trace. In the first step only, for what it costs."""
-        self._checked = True
-        for layer in self._layers:
-            if (layer.rows or self._world.world_size > 1) and not layer.is_as_recorded():
-                raise JobError(
-                    f"the running statistics of {layer.name} were written by something else than its own forward.",
-                    cause="F.batch_norm(x, layer.running_mean, ...), or code that assigns to them in a forward",
-                    hint="call the layer itself, or --train.buffers broadcast",
-                )
+    def _leave(self, layer: _Layer, *, by_value: bool = False) -> None:
+        """Follow what code around the norm has done: it may put back what it had before a call, and nothing else.
+
+        `by_value`: look closely, since `F.batch_norm` writes without a trace. In the first step only, for what it costs.
+        """
+        if not layer.is_there or not (by_value or layer.was_touched()):
+            return
+        now, states = statistics_of(layer.module), layer.states(self._now)
+        kept = next((place for place in reversed(range(len(states))) if same(states[place], now)), None)
+        if kept is None:
+            raise JobError(
+                f"the running statistics of {layer.name} were written by something else than its own forward.",
+                cause="F.batch_norm(x, layer.running_mean, ...), or code that assigns to them in a forward",
+                hint="call the layer itself, or --train.buffers broadcast",
+            )
+        if kept < len(states) - 1:
+            del layer.rows[self._now][kept:]
+            if layer.count is not None and layer.module.num_batches_tracked is not None:
+                layer.bumps[self._now] = int(layer.module.num_batches_tracked) - int(layer.count)
+        layer.look()
+
+    def _calls(self, num_micro: int) -> list[_Calls]:
+        """What each layer did in each microbatch, on whichever rank that was."""
+        told = torch.zeros(len(self._layers), 2 * num_micro + _FLAGS, dtype=torch.int64)
+        for layer, row in zip(self._layers, told, strict=True):
+            flags = row[2 * num_micro :]
+            flags[_TRAINS if layer.module.training else _RESTS] = 1
+            flags[_READS], flags[_MOVES] = int(layer.is_read), layer.moves
+            for index, calls in layer.rows.items():
+                row[index], row[num_micro + index] = len(calls), layer.bumps.get(index, 0)
+        if self._world.world_size > 1:
+            told = self._world.all_reduce(told.to(self._world.device), op="max").cpu()
+        found = []
+        for layer, row in zip(self._layers, told.tolist(), strict=True):
+            flags = row[2 * num_micro :]
+            if flags[_RESTS] and flags[_TRAINS]:
+                self._refuse_modes(layer)
+            if sum(row[:num_micro]) and num_micro > 1:
+                _refuse_order(layer, is_read=bool(flags[_READS]), moves=flags[_MOVES] > 1)
+            found.append(_Calls(layer, row[:num_micro], row[num_micro : 2 * num_micro]))
+        return found
 
     def _refuse_modes(self, layer: _Layer) -> None:
         modes = self._world.gather_json(layer.module.training)
@@ -151,44 +223,50 @@ class StatisticsTape:
 
     def _meet(self, uses: Sequence[_Calls]) -> list[Tensor]:
         """Every row on every rank. Each row is one rank's alone, so that the sum adds only zeros."""
-        first = uses[0].layer.before[0]
+        if not uses:
+            return []
+        first = uses[0].layer.before
         widths = [[count * calls.layer.width for count in calls.by_microbatch] for calls in uses]
         dtype = torch.promote_types(first.dtype, torch.float32)
         flat = torch.zeros(sum(map(sum, widths)), dtype=dtype, device=first.device)
         tapes = list(flat.split([sum(each) for each in widths]))
         for calls, each, tape in zip(uses, widths, tapes, strict=True):
             for index, row in enumerate(tape.split(each)):
-                if index in calls.layer.rows:
-                    row.copy_(torch.cat(calls.layer.rows[index]))
+                for place, (after, weight) in zip(
+                    row.view(-1, calls.layer.width), calls.layer.rows.get(index, ()), strict=False
+                ):
+                    place[:-1], place[-1] = after, weight
         self._world.all_reduce(flat)
         return tapes
 
     def _before(self, layer: _Layer) -> Callable[[nn.Module, object], None]:
         def hook(module: nn.Module, _: object) -> None:
-            if module.training and not is_stand_in(layer.module.running_mean):
-                layer.module.momentum = 1.0 if self._counts else 0.0
+            if module is not layer.module or not layer.is_there:
+                return
+            if self._counts and not torch.compiler.is_compiling():
+                self._leave(layer)
+            if not is_standard(layer.module):
+                layer.watches.append(KernelWatch(layer.module))
 
         return hook
 
     def _after(self, layer: _Layer) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, _: object, output: object) -> None:
-            if module.training and not is_stand_in(layer.module.running_mean):
-                layer.module.momentum = layer.momentum
-                if self._counts and (
-                    output is not None or in_backward()
-                ):  # checkpointing leaves a repeated one once it has written
-                    layer.rows.setdefault(self._now, []).extend(_statistics(layer.module))
+            if module is not layer.module:  # a copy of the model has the hooks of the first
+                return
+            watch = layer.watches.pop().ended() if layer.watches else None
+            has_run = output is not None or in_backward()  # checkpointing leaves a repeated one once it has written
+            if not (has_run and self._counts and layer.is_there):
+                return
+            calls, bumps, reads = _standard(layer.module) if watch is None else (watch.calls, watch.bumps, watch.reads)
+            layer.is_read = layer.is_read or reads
+            if calls:
+                layer.rows.setdefault(self._now, []).extend(calls)
+                layer.bumps[self._now] = layer.bumps.get(self._now, 0) + bumps
+                if not torch.compiler.is_compiling():
+                    layer.look()
 
         return hook
-
-    @staticmethod
-    def _write(layer: _Layer, statistics: tuple[Tensor, Tensor], calls: int) -> None:
-        with torch.no_grad():
-            assert layer.module.running_mean is not None and layer.module.running_var is not None
-            layer.module.running_mean.copy_(statistics[0])
-            layer.module.running_var.copy_(statistics[1])
-            if layer.module.num_batches_tracked is not None and layer.count is not None:
-                layer.module.num_batches_tracked.copy_(layer.count + calls)
 
 
 def running(model: nn.Module) -> list[tuple[str, NormBase]]:
@@ -200,16 +278,67 @@ def running(model: nn.Module) -> list[tuple[str, NormBase]]:
     ]
 
 
+def _standard(module: NormBase) -> tuple[list[Call], int, bool]:
+    """What a call of one of torch's own has just written, how far it counted, and whether it used what was there.
+
+    A weight below zero is one that is counted: the share of this call among all so far.
+    """
+    counts, tracks = isinstance(module, BatchNormBase), module.track_running_stats
+    takes_batch = module.training or not (counts or tracks)
+    if not takes_batch or (counts and not tracks):
+        return [], 0, not takes_batch
+    weight = 0.0 if module.momentum is None else module.momentum
+    if not counts or module.num_batches_tracked is None:
+        return [(statistics_of(module), weight)], 0, False
+    if module.momentum is None:
+        weight = -1.0 / float(module.num_batches_tracked)
+    return [(statistics_of(module), weight)], 1, False
+
+
+def _folded(calls: _Calls, tape: Tensor) -> Tensor:
+    """One process's statistics after all calls; of the first microbatch they are what its rank had, bit for bit."""
+    layer, rows = calls.layer, iter(tape.view(-1, calls.layer.width))
+    start = layer.before.to(tape.dtype)
+    now, earlier = start, 0
+    for count, bumps in zip(calls.by_microbatch, calls.bumps, strict=True):
+        there = start
+        for _ in range(count):
+            row = next(rows)
+            after, weight = row[:-1], float(row[-1])
+            if now is there:
+                now = after
+            elif weight >= 0.0:
+                now = torch.add(after, now - there, alpha=1.0 - weight)
+            else:
+                number = round(-1.0 / weight)
+                batch = torch.add(there, after - there, alpha=number)
+                now = now + (batch - now) / (number + earlier)
+            there = after
+        earlier += bumps
+    return now
+
+
+def _refuse_order(layer: _Layer, *, is_read: bool, moves: bool) -> None:
+    """What depends on the microbatches before it, which other ranks run at the same time."""
+    if is_read:
+        raise JobError(
+            f"{layer.name} runs in eval mode and in training mode in one step: what it shows in eval mode depends on the "
+            "microbatches before it, which other ranks run at the same time.",
+            cause="a pass in eval mode within a training forward (pseudo-labels, an adversarial step)",
+            hint="--train.buffers sync_bn, which has the same statistics on every rank at every moment, or --ranks 1",
+        )
+    if moves:
+        raise JobError(
+            f"the forward moves the momentum of {layer.name} from call to call: on several ranks it would have moved "
+            "another number of times than in one process.",
+            cause="a momentum that decays in the forward",
+            hint="set it by step or epoch (Job(on_eval=...)), --train.buffers sync_bn, or --ranks 1",
+        )
+
+
 def _layer(name: str, module: NormBase) -> _Layer:
-    return _Layer(name, module, module.momentum, _statistics(module), _tracked(module))
-
-
-def _statistics(module: NormBase) -> tuple[Tensor, Tensor]:
-    assert module.running_mean is not None and module.running_var is not None
-    return module.running_mean.detach().clone(), module.running_var.detach().clone()
+    return _Layer(name, module, statistics_of(module), _tracked(module), module.momentum)
 
 
 def _tracked(module: NormBase) -> Tensor | None:
-    if module.num_batches_tracked is None or not isinstance(module, BatchNormBase):
-        return None
-    return module.num_batches_tracked.detach().clone()
+    return None if module.num_batches_tracked is None else module.num_batches_tracked.detach().clone()

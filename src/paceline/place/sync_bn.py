@@ -5,7 +5,9 @@ joint mean, over the ranks, forward and backward: a mean of squares less a squar
 Every rank takes part in every round, also one without a sample.
 """
 
+import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,8 +50,9 @@ class _Synchronised:
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self._module
-        if not module.training:
+        if not module.training or self._world.world_size == 1:
             return self._alone(x)
+        kind, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))  # a count of samples has many digits
         dims = [d for d in range(x.dim()) if d != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
         local = x.new_full((1,), x.numel() / x.shape[1])
@@ -63,16 +66,25 @@ class _Synchronised:
         y = (x - mean.view(shape)) * torch.rsqrt(variance.view(shape) + module.eps)
         if module.affine:
             y = y * module.weight.view(shape) + module.bias.view(shape)
-        return y
+        return y.to(kind)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Synchronised":
+        """A copy of the model has norms of its own, which meet as these do: ranks are never copied."""
+        module = copy.copy(self)
+        module._module = copy.deepcopy(self._module, memo)
+        module._alone = partial(type(module._module).forward, module._module)
+        return module
 
     def _remember(self, mean: Tensor, variance: Tensor) -> None:
         module = self._module
-        if module.running_mean is None or module.running_var is None:
+        if module.running_mean is None or module.running_var is None or not module.track_running_stats:
             return
         with torch.no_grad():
             if module.num_batches_tracked is not None:
                 module.num_batches_tracked.add_(1)
-            weight = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked or 1)
+            weight = module.momentum
+            if weight is None:
+                weight = 0.0 if module.num_batches_tracked is None else 1.0 / float(module.num_batches_tracked)
             module.running_mean.lerp_(mean, weight)
             module.running_var.lerp_(variance, weight)
 

@@ -139,8 +139,10 @@ class _Work:
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
         """Only the last one of all may be the last of some parameter."""
+        index, num_samples = self.micro[microbatch]
+        self._parts.tape.at(index, counts=num_samples > 0)
         self.last -= 1
-        self._parts.reducer.before_backward(last=self.last == 0, counts=self.micro[microbatch][1] > 0)
+        self._parts.reducer.before_backward(last=self.last == 0, counts=num_samples > 0)
 
     def after_backward(self, *, stage: int, microbatch: int) -> None:
         """Hand what came of it to the reducer."""

@@ -1,0 +1,310 @@
+"""BatchNorm in every situation that a forward puts it into: as ten lines of plain PyTorch, on one rank and on several."""
+
+import copy
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.errors import JobError
+from paceline.feed.feed import make_feed
+from paceline.feed.types import Cut
+from paceline.job import Job
+from paceline.order.cursor import Cursor
+from paceline.place.meeting import thread_worlds
+from paceline.place.sync_bn import synchronise
+from paceline.plan.settle import Cluster, Facts, settle
+from paceline.prove.reference import Reference, Spec
+from paceline.spec.layout import parse_layout
+from paceline.spec.settings import Settings, Train
+from paceline.spec.update import Update
+from paceline.train.built import Built, build
+from paceline.world import World
+
+# A few units in the last place of float64 in each of a handful of additions, on weights that a few steps have moved.
+LAST_PLACES = 2.0**-40
+STEPS, BATCH, MICRO = 4, 24, 4
+
+
+class Ghost(nn.BatchNorm1d):
+    """Each half of the batch by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([super(Ghost, self).forward(half) for half in x.chunk(2)])
+
+
+class Direct(nn.BatchNorm1d):
+    """The same with torch's function, which counts no batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.running_mean, self.running_var, self.weight, self.bias
+        if not self.training:
+            return F.batch_norm(x, *own, False, 0.0, self.eps)
+        return torch.cat([F.batch_norm(half, *own, True, self.momentum or 0.0, self.eps) for half in x.chunk(2)])
+
+
+class Formula(nn.BatchNorm1d):
+    """Statistics by a formula of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for buffer, now in ((self.running_mean, x.mean(0)), (self.running_var, x.var(0))):
+                    assert buffer is not None and self.momentum is not None
+                    buffer.mul_(1 - self.momentum).add_(self.momentum * now)
+        return F.layer_norm(x, x.shape[1:], self.weight, self.bias)
+
+
+class Outer(nn.BatchNorm1d):
+    """A norm that holds another one and calls it first."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, dtype=torch.float64)
+        self.inner = nn.BatchNorm1d(width, momentum=0.3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner(x))
+
+
+class Net(nn.Module):
+    """Linear, norm, Linear; `way` is what the forward does with the norm, and its second output is trained on too."""
+
+    def __init__(self, way: str, norm: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 8, dtype=torch.float64), norm(8)
+        self.last, self.way = nn.Linear(8, 3, dtype=torch.float64), way
+        if way == "frozen":
+            self.norm.eval()
+
+    def train(self, mode: bool = True) -> "Net":
+        super().train(mode)
+        if self.way == "frozen":
+            self.norm.eval()
+        return self
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+    def resting(self, x: Tensor) -> Tensor:
+        self.norm.eval()
+        with torch.no_grad():
+            found = self.inner(x + 0.1)
+        self.norm.train()
+        return found
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        extra = torch.zeros(len(x), 3, dtype=x.dtype)
+        if not self.training:
+            return self.inner(x), extra
+        if self.way == "eval before":
+            extra = self.resting(x)
+        if self.way == "momentum set":
+            self.norm.momentum = 0.25
+        if self.way == "momentum decayed":
+            self.norm.momentum *= 0.7
+        if self.way == "put back":
+            kept = [buffer.clone() for buffer in self.norm.buffers()]
+            extra = self.inner(x * 2).detach()
+            for buffer, value in zip(self.norm.buffers(), kept, strict=True):
+                buffer.copy_(value)
+        if self.way == "checkpointed":
+            out = checkpoint(self.inner, x, use_reentrant=False)
+        else:
+            out = self.inner(x)
+        if self.way == "eval after":
+            extra = self.resting(x)
+        if self.way == "untracked":
+            self.norm.track_running_stats = False
+            extra = self.inner(x - 1).detach()
+            self.norm.track_running_stats = True
+        if self.way == "second momentum":
+            kept, self.norm.momentum = self.norm.momentum, 0.01
+            extra = self.inner(x * 2).detach()
+            self.norm.momentum = kept
+        if self.way == "copied":
+            extra = copy.deepcopy(self.norm)(self.first(x * 2)).detach()[:, :3]
+        return out, extra
+
+
+def norm(width: int, kind: type[nn.BatchNorm1d] = nn.BatchNorm1d, **options: Any) -> nn.Module:
+    return kind(width, dtype=torch.float64, **options)
+
+
+READS = ("eval before", "eval after", "momentum decayed")  # what is known only in one process's order
+WAYS: dict[str, Callable[..., nn.Module]] = {
+    **dict.fromkeys(READS, norm),
+    **dict.fromkeys(
+        ("plain", "untracked", "momentum set", "second momentum", "put back", "copied", "frozen", "checkpointed"), norm
+    ),
+    "momentum 0": partial(norm, momentum=0.0),
+    "momentum None": partial(norm, momentum=None),
+    "ghost": partial(norm, kind=Ghost),
+    "ghost, counted": partial(norm, kind=Ghost, momentum=None),
+    "ghost by function": partial(norm, kind=Direct),
+    "by formula": partial(norm, kind=Formula),
+    "instance": lambda width: nn.Sequential(
+        nn.Unflatten(1, (4, 2)), nn.InstanceNorm1d(4, track_running_stats=True, dtype=torch.float64), nn.Flatten()
+    ),
+    "nested": Outer,
+}
+
+
+def loss(output: tuple[Tensor, Tensor], batch: Any) -> tuple[Tensor, int]:
+    return F.cross_entropy(output[0] + output[1], batch[1], reduction="sum"), len(batch[1])
+
+
+def job_of(way: str) -> Job:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(96, 6, generator=generator, dtype=torch.float64) * 2 + 1
+    return Job(
+        model=lambda: Net(way, WAYS[way]),
+        loss=loss,
+        train_data=torch.utils.data.TensorDataset(x, torch.randint(0, 3, (96,), generator=generator)),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        global_batch_size=BATCH,
+    )
+
+
+def built(job: Job, replicas: int, *, micro: int, buffers: Any = "fold") -> Built:
+    plan = settle(
+        layout=parse_layout("threads" if replicas > 1 else "single"),
+        update=Update(),
+        cluster=Cluster(ranks=replicas, cores=1),
+        facts=Facts(global_batch_size=BATCH, micro_batch_size=micro),
+    )
+    return build(job=job, settings=Settings(train=Train(buffers=buffers)), plan=plan, world=World.alone())
+
+
+def trained(made: Built, *, micro: int) -> dict[str, Tensor]:
+    """A few steps of ours."""
+    cut = Cut(global_batch_size=BATCH, micro_batch_size=micro)
+    feed = iter(make_feed(data=made.job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
+    try:
+        for _ in range(STEPS):
+            made.step.run(next(feed))
+    finally:
+        made.close()
+    return {name: tensor.detach().clone() for name, tensor in made.model.state_dict().items()}
+
+
+def plain(job: Job, *, micro: int, joined: int = 1) -> dict[str, Tensor]:
+    """Ten lines of PyTorch; the reference gives the order of samples and the seed of the start alone."""
+    source = Reference(
+        job=job, spec=Spec(seed=0, global_batch_size=BATCH, micro_batch_size=micro * joined), cast=lambda x: x
+    )
+    data, model = source.reading, source.model.train()
+    optimizer = job.optimizer(list(model.named_parameters()))
+    for step in range(STEPS):
+        samples = data.batch(epoch=0, position=step * BATCH, size=BATCH)
+        optimizer.zero_grad()
+        for start in range(0, BATCH, micro * joined):
+            batch = data.read(epoch=0, part=samples[start : start + micro * joined])
+            loss(model(batch[0]), batch)[0].backward()
+        for parameter in model.parameters():
+            parameter.grad = None if parameter.grad is None else parameter.grad / BATCH
+        optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("micro", [BATCH, MICRO])
+@pytest.mark.parametrize("way", WAYS)
+def test_one_rank_is_plain_pytorch_bit_for_bit(way: str, micro: int) -> None:
+    job = job_of(way)
+    found, right = trained(built(job, 1, micro=micro), micro=micro), plain(job, micro=micro)
+    assert [name for name, value in right.items() if not torch.equal(value, found[name])] == []
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in READS])
+def test_several_ranks_are_one_process(way: str, replicas: int) -> None:
+    job = job_of(way)
+    found, right = trained(built(job, replicas, micro=MICRO), micro=MICRO), plain(job, micro=MICRO)
+    for name, value in right.items():
+        torch.testing.assert_close(found[name], value, rtol=LAST_PLACES, atol=LAST_PLACES, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+@pytest.mark.parametrize("way", READS)
+def test_what_hangs_on_the_order_is_refused_by_name_on_several_ranks(way: str) -> None:
+    with pytest.raises(JobError, match=r"norm (runs in eval mode and in training mode)|momentum of norm"):
+        trained(built(job_of(way), 2, micro=MICRO), micro=MICRO)
+
+
+def played(
+    models: list[nn.Module], parts: list[Tensor], *, calls: Callable[[nn.Module, Tensor], Tensor]
+) -> list[Tensor]:
+    """Each replica in a thread: forward and backward of its part; returns the gradients of its input."""
+    worlds = thread_worlds(replicas=len(models), world=World.alone(), timeout_seconds=30)
+    found: list[Any] = [None] * len(models)
+
+    def run(rank: int) -> None:
+        synchronise(models[rank], world=worlds[rank])
+        x = parts[rank].clone().requires_grad_()
+        calls(models[rank], x).square().sum().backward()
+        found[rank] = x.grad
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(models))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def with_eval_pass(model: nn.Module, x: Tensor) -> Tensor:
+    model.eval()
+    resting = model(x).detach()
+    return model.train()(x) * resting
+
+
+def untracked(model: nn.Module, x: Tensor) -> Tensor:
+    norm = next(part for part in model.modules() if isinstance(part, nn.BatchNorm1d))
+    norm.track_running_stats = False
+    first = model(x * 3)
+    norm.track_running_stats = True
+    return first + model(x)
+
+
+def decaying(model: nn.Module, x: Tensor) -> Tensor:
+    norm = next(part for part in model.modules() if isinstance(part, nn.BatchNorm1d))
+    norm.momentum = 0.5 * (norm.momentum or 1.0)
+    return model(x) + model(x * 2)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.0, None])
+@pytest.mark.parametrize("calls", [lambda model, x: model(x), with_eval_pass, untracked, decaying])
+@pytest.mark.parametrize("sizes", [(8, 8), (5, 3, 4)])
+def test_norms_that_meet_are_one_norm_of_the_joined_batch(sizes: tuple[int, ...], calls: Any, momentum: Any) -> None:
+    whole = torch.randn(sum(sizes), 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 3 + 2
+    make = partial(nn.BatchNorm1d, 3, momentum=momentum, dtype=torch.float64)
+    models, right, x = [make() for _ in sizes], make(), whole.clone().requires_grad_()
+    for _ in range(2):
+        grads = played(models, list(whole.split(list(sizes))), calls=calls)
+        x.grad = None
+        calls(right, x).square().sum().backward()
+        assert x.grad is not None
+        torch.testing.assert_close(torch.cat(grads), x.grad, rtol=LAST_PLACES, atol=LAST_PLACES)
+        for model in models:
+            for name, value in right.named_buffers():
+                torch.testing.assert_close(model.get_buffer(name), value, rtol=LAST_PLACES, atol=LAST_PLACES)
+
+
+def test_a_copy_of_a_norm_that_meets_has_statistics_of_its_own() -> None:
+    model = nn.BatchNorm1d(3)
+    synchronise(model, world=thread_worlds(replicas=2, world=World.alone(), timeout_seconds=5)[0])
+    other = copy.deepcopy(model)
+    other.eval()(torch.randn(4, 3))
+    other.forward._remember(torch.ones(3), torch.ones(3))  # type: ignore[attr-defined]
+    assert float(other.running_mean.sum()) > 0 and float(model.running_mean.sum()) == 0  # type: ignore[union-attr]
+
+
+def test_norms_that_meet_alone_are_torchs_own() -> None:
+    model, right = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    synchronise(model, world=World.alone())
+    x = torch.randn(7, 3)
+    assert torch.equal(model(x), right(x)) and torch.equal(model.running_var, right.running_var)  # type: ignore[arg-type]
