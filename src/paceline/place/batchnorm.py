@@ -173,7 +173,7 @@ class StatisticsTape:
     def _leave(self, layer: _Layer, *, by_value: bool = False) -> None:
         """Follow what code around the norm has done: it may put back what it had before a call, and nothing else.
 
-        `by_value`: look closely, since `F.batch_norm` writes without a trace. In the first step only, for what it costs.
+        `by_value`: look closely, since `F.batch_norm` leaves no trace. In the first step only, for what it costs.
         """
         if not layer.is_there or not (by_value or layer.was_touched()):
             return
@@ -322,8 +322,8 @@ def _refuse_order(layer: _Layer, *, is_read: bool, moves: bool) -> None:
     """What depends on the microbatches before it, which other ranks run at the same time."""
     if is_read:
         raise JobError(
-            f"{layer.name} runs in eval mode and in training mode in one step: what it shows in eval mode depends on the "
-            "microbatches before it, which other ranks run at the same time.",
+            f"{layer.name} runs in eval mode and in training mode in one step: what it shows in eval mode depends on "
+            "the microbatches before it, which other ranks run at the same time.",
             cause="a pass in eval mode within a training forward (pseudo-labels, an adversarial step)",
             hint="--train.buffers sync_bn, which has the same statistics on every rank at every moment, or --ranks 1",
         )

@@ -35,14 +35,14 @@ class KernelWatch(TorchFunctionMode):
     """
 
     def __init__(self, module: NormBase) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._module, self._start = module, statistics_of(module)
         self._count = self._tracked()
         self.calls: list[Call] = []
         self.bumps, self.reads = 0, False
         self._is_on = not torch.compiler.is_compiling()
         if self._is_on:
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def ended(self) -> "KernelWatch":
         """The call is over."""
