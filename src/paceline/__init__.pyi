@@ -15,13 +15,13 @@ from paceline.job import Job as Job
 from paceline.prove.record import record as record
 from paceline.train.placing import place as place
 from paceline.train.run import Run as Run
-from paceline.verbs.compare import compare as compare
-from paceline.verbs.evaluate import evaluate as evaluate
-from paceline.verbs.plan import plan as plan
+from paceline.verbs.functions import compare as compare
+from paceline.verbs.functions import evaluate as evaluate
+from paceline.verbs.functions import plan as plan
+from paceline.verbs.functions import simulate as simulate
+from paceline.verbs.functions import train as train
+from paceline.verbs.functions import verify as verify
 from paceline.verbs.report import report as report
-from paceline.verbs.simulate import simulate as simulate
-from paceline.verbs.train import train as train
-from paceline.verbs.verify import verify as verify
 from paceline.world import World as World
 
 __version__: str

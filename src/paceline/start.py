@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -107,7 +107,7 @@ def _run(request: Request, on_start: Callable[[Path], Callable[[], None]] | None
         folder=folder,
         ranks=request.ranks,
         saves=request.saves,
-        inherited=() if held is None else (held.handle,),
+        inherited=_inherited(held, payload),
     )
     code, failure = agent.run(tick)
     tick()
@@ -116,6 +116,12 @@ def _run(request: Request, on_start: Callable[[Path], Callable[[], None]] | None
             write_json(folder / FIRST_FAILURE, asdict(failure))
     seconds = time.monotonic() - began
     return Outcome(exit_code=code, failure=failure, attempt_folder=folder, seconds=seconds, ranks=request.ranks)
+
+
+def _inherited(held: Hold | None, payload: Mapping[str, Any]) -> list[int]:
+    """Return the open files that the ranks keep: the run's lock, and a job that was given as an object."""
+    handles = [None if held is None else held.handle, payload.get("job_handle")]
+    return [handle for handle in handles if handle is not None]
 
 
 def _lost_server(outcome: Outcome, request: Request) -> bool:

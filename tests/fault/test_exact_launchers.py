@@ -107,7 +107,7 @@ REFUSED = {
     "another folder": "os.makedirs('inner', exist_ok=True); os.chdir('inner')",
     "a run before": "with pl.Run(make_job(), run_dir='first', settings={'train.steps': 1}) as run:\n"
     "    for batch in run.batches(): run.step(batch)",
-    "the verb": "pl.train('job.py', overrides=['--train.exact']); sys.exit()",
+    "the verb": "pl.train('job.py', settings={'train.exact': True}); sys.exit()",
 }
 
 

@@ -8,6 +8,7 @@ from paceline.errors import JobError, UsageError
 from paceline.spec.words import closest, did_you_mean
 
 FACTORY, OBJECT = "make_job", "job"
+GIVEN = "object"  # `object:NAME` stands for a job that was given as an object of Python
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class JobRef:
     @property
     def short(self) -> str:
         """The name of its run folder."""
-        return self.path.stem if self.path is not None else str(self.module).rpartition(".")[2]
+        return self.path.stem if self.path is not None else short_name(str(self.module))
 
 
 def parse_jobref(text: str) -> JobRef:
@@ -35,7 +36,15 @@ def parse_jobref(text: str) -> JobRef:
         UsageError: no such file, or no name where one is needed.
         JobError: a syntax error, or nothing in the file is a job.
     """
-    place, _, name = text.partition(":")
+    if not text.strip():
+        raise UsageError("the job is empty: an unset variable?", hint="job.py, job.py:name or pkg.module:name")
+    place, _, name = split_jobref(text)
+    if place == GIVEN:
+        raise UsageError(
+            f"the job {name!r} is an object of Python, which no command can import.",
+            cause="its run was started from Python with a Job, not with the file of one",
+            hint="pl.evaluate(run, job=job) and pl.train(job, run_dir=run) take the object again",
+        )
     if not place.endswith(".py") and "/" not in place and not Path(place).exists():
         if all(part.isidentifier() for part in place.split(".")) and place:
             return JobRef(module=place, name=name or None)
@@ -50,6 +59,25 @@ def parse_jobref(text: str) -> JobRef:
     ref = JobRef(path=path, name=name or None)
     _check(ref)
     return ref
+
+
+def split_jobref(text: str) -> tuple[str, str, str]:
+    """Return the place, the colon if there is one, and the name; a path may have colons of its own."""
+    if text.endswith(".py"):
+        return text, "", ""
+    file, suffix, name = text.rpartition(".py:")
+    return (f"{file}.py", ":", name) if suffix else text.partition(":")
+
+
+def short_name(text: str) -> str:
+    """Return what a job's run folders are called: the file's stem, the module's last part or the object's name."""
+    place, _, name = split_jobref(text)
+    if place == GIVEN:
+        return name
+    if place.endswith(".py") or "/" in place:
+        return Path(place).stem
+    parts = place.split(".")
+    return parts[-1] if all(part.isidentifier() for part in parts) else place
 
 
 def job_defaults(ref: JobRef) -> dict[str, str] | None:

@@ -126,6 +126,11 @@ def _layer(
     return found
 
 
+def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings by their dotted names; names that are dotted already stay."""
+    return dict(_flat(tree, ""))
+
+
 def given(values: Mapping[str, str]) -> dict[str, Any]:
     """Settings that are there as text, as they would be typed: `5,6` of a list is its items."""
     return {name: _plain(name, value) for name, value in values.items()}

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.spec.jobref import short_name, split_jobref
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -25,6 +27,8 @@ class Task:
     allow: tuple[str, ...] = ()
     faults: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+    job_handle: int | None = None
+    """An open file that holds the job, where it was given as an object of Python; of this run's processes alone."""
 
     def given_in(self, folder: Path) -> "Task":
         """The same with paths that hold wherever the process goes; relative ones were given in `folder`."""
@@ -32,7 +36,7 @@ class Task:
         def held(text: str) -> str:
             return str(folder / text) if text else text
 
-        place, colon, name = self.job.partition(":")
+        place, colon, name = split_jobref(self.job)
         options = {**self.options}
         if "checkpoint" in options:
             options["checkpoint"] = held(str(options["checkpoint"]))
@@ -43,6 +47,11 @@ class Task:
             resume=self.resume if self.resume in (None, "newest") else held(str(self.resume)),
             options=options,
         )
+
+    @property
+    def short_job(self) -> str:
+        """The job in a word: the name of its run folders."""
+        return short_name(self.job)
 
     def as_json(self) -> dict[str, Any]:
         """For the file that crosses to the workers."""

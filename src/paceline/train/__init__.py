@@ -2,4 +2,4 @@
 
 from paceline.plugins import call_package
 
-call_package(__name__, as_if="paceline.verbs.train:train")
+call_package(__name__, as_if="paceline.verbs.functions:train")

@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.job import Job, load_job, refuse_job
+from paceline.job_transfer import receive_job
 from paceline.measure.backends import built_in
 from paceline.plan.machine import usable_cores
 from paceline.plan.settle import Cluster, Facts, Plan, settle
@@ -41,6 +42,8 @@ class Ready:
 def prepare(task: Task, *, job: Job | None = None) -> Ready:
     """Load the job, merge its settings under what was asked, and settle the plan."""
     asked = Asked(values=dict(task.settings), origins=dict(task.origins))
+    if job is None and task.job_handle is not None:
+        job = receive_job(task.job_handle)
     if job is None:
         params = {name[4:]: value for name, value in asked.values.items() if name.startswith("job.")}
         here = Path.cwd()
@@ -136,7 +139,7 @@ def with_folder(task: Task, *, make: bool = True) -> Task:
     """The task with a run folder, and what to go on from. In a world that others made rank 0 knows, and tells."""
     if not make:
         return task
-    name = Path(task.job.partition(":")[0]).stem
+    name = task.short_job
     run, start = choose_run(name, run=task.run, resume=task.resume)
     run = run or new_run(name)
     run.path.mkdir(parents=True, exist_ok=True)

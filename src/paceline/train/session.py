@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ class Session:
         write_json(self.run.path / "job.json", asked_of(self.ready.job))
         write_decided(self.run.path, {**plan.as_json(), **self._planned()})
         write_json(self.run.path / "env.json", environment(task.job))
-        write_json(self.run.task, task.as_json())
+        write_json(self.run.task, replace(task, job_handle=None).as_json())
         for event in events:
             self.stream.emit(event)
         self.stream.emit(

@@ -15,6 +15,8 @@ def command_again(task: Task, joined: Joined | None = None) -> str:
 
     In a world that a launcher made the launcher comes first; how machines meet is not known here.
     """
+    if task.job_handle is not None:
+        return f"pl.train(job, run_dir={task.run!r}, ...) with the same arguments"
     words = ["paceline", "train", task.job, "--run-dir", task.run]
     if joined is None:
         words += ["--ranks", str(task.ranks)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.launch.environments import detect
+from paceline.spec.jobref import parse_jobref
 from paceline.spec.task import Task
 from paceline.spec.words import many
 from paceline.store.checkpoints import BEST, marked
@@ -25,7 +26,9 @@ def evaluate(
     if split not in ("eval", "test"):
         raise UsageError(f"{split!r} is no split.", hint="--split eval | test")
     folder, checkpoint = find_run(run, trains=True)
-    task = saved_task(folder.path)
+    task = replace(saved_task(folder.path), job_handle=common.job_handle)
+    if common.job_handle is None:
+        parse_jobref(task.job)
     if best:
         checkpoint = marked(folder.checkpoints, BEST)
         if checkpoint is None:

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.errors import ExitCode, LayoutError, PacelineError, UsageError, raise_all
 from paceline.plan.mesh import mesh_of
 from paceline.prove.finding import FLOOR, judged
-from paceline.spec.jobref import parse_jobref
+from paceline.spec.jobref import GIVEN, short_name
 from paceline.spec.layout import Kind, parse_layout
 from paceline.spec.task import Task
 from paceline.spec.words import many
@@ -24,10 +24,7 @@ _REFUSED, _FAILED = "refused", "failed"
 _THREADS = "replicas are threads: what lies between steps, without activations and what they tell each other"
 _WARM = 1  # steps that are not timed
 _BESIDE = 5  # steps that a rank may take beside those that are timed: to watch a schedule, to look at memory
-_PROOF = (
-    "Verdicts are of the losses, against {first}. The proof, with gradients and weights: "
-    "paceline verify {job} --layout {other} --ranks {ranks}"
-)
+_PROOF = "Verdicts are of the losses, against {first}. The proof, with gradients and weights: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +68,7 @@ def compare_layouts(
     measured = _judged([refused[name] if name in refused else _measured(name, *found[name], steps) for name in layouts])
     proof = _proof(measured, job)
     over = page is not None and Path(page).exists()
-    written = None if page is None else write_layouts(measured, job=parse_jobref(job).short, to=Path(page), proof=proof)
+    written = None if page is None else write_layouts(measured, job=short_name(job), to=Path(page), proof=proof)
     last = [] if written is None else ["", page_line(written, over=over)]
     said = "\n".join([text(measured), *([proof] if proof else []), *last])
     return Layouts(
@@ -99,7 +96,9 @@ def _proof(measured: Sequence[Measured], job: str) -> str:
     if not others:
         return ""
     other = others[0]
-    return _PROOF.format(first=ran[0].name, job=job, other=other.name, ranks=other.ranks)
+    if job.startswith(f"{GIVEN}:"):
+        return f"{_PROOF.format(first=ran[0].name)}pl.verify(job, layout={other.name!r}, ranks={other.ranks})"
+    return f"{_PROOF.format(first=ran[0].name)}paceline verify {job} --layout {other.name} --ranks {other.ranks}"
 
 
 def _tasks(

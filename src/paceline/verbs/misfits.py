@@ -24,6 +24,19 @@ def unknown_parameters(known: dict[str, str] | None, asked: Asked) -> list[Pacel
     ]
 
 
+def parameters_of_object(asked: Asked) -> list[PacelineError]:
+    """Settings of `job.` for a job that is an object already."""
+    return [
+        UsageError(
+            f"{name} is a parameter of a job, and this job is made already.",
+            where=asked.origins.get(name, ""),
+            hint=f"make_job({name[4:]}={value!r})",
+        )
+        for name, value in asked.values.items()
+        if name.startswith("job.")
+    ]
+
+
 def misplaced(verb: str, flag: str, value: str) -> tuple[str, str] | None:
     """Likely cause and line to type, where an option of an update rule was typed as one of the verb's."""
     name = flag.removeprefix("--")

@@ -37,7 +37,7 @@ from paceline.survive.failure import Failure
 from paceline.talk import say
 from paceline.verbs.again import command_again, command_with
 from paceline.verbs.machine import choose_device, choose_ranks, refuse_nested
-from paceline.verbs.misfits import unknown_parameters
+from paceline.verbs.misfits import parameters_of_object, unknown_parameters
 from paceline.watch.console import Tail
 from paceline.watch.sinks import check_names
 
@@ -56,6 +56,8 @@ class Common:
     faults: str = ""
     dry_run: bool = False
     quiet: bool = False
+    job_handle: int | None = None
+    """Of `open_job_file`, where the job is an object of Python."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
         PacelineError, Problems: with everything that is wrong.
     """
     problems: list[PacelineError] = []
-    ref = _collect(problems, lambda: parse_jobref(job))
+    ref = None if common.job_handle is not None else _collect(problems, lambda: parse_jobref(job))
     asked = _collect(problems, lambda: read_asked(file=common.config, overrides=overrides)) or Asked()
     settings = _collect(problems, lambda: merge(asked))
     if settings is not None:
@@ -105,6 +107,8 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
     if threads:
         refuse_nested(joined, faults, problems)
     problems += refuse_joined(update, kind=joined and joined.kind)
+    if common.job_handle is not None:
+        problems += parameters_of_object(asked)
     if ref is not None:
         problems += unknown_parameters(job_defaults(ref), asked)
     if layout is not None and layout.ranks and common.ranks is None and (joined is None or threads):
@@ -126,6 +130,7 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
         settings=asked.values,
         origins=asked.origins,
         faults=common.faults,
+        job_handle=common.job_handle,
     )
 
 
@@ -148,7 +153,7 @@ def with_run(task: Task, *, resume: str | None) -> Task:
     joined = detect(os.environ)
     if joined is not None and joined.rank != 0:
         return task
-    name = parse_jobref(task.job).short
+    name = task.short_job
     run, start = choose_run(name, run=task.run, resume=resume)
     if run is None:
         return replace(task, run=str(new_run(name).path))

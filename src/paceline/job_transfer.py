@@ -1,0 +1,91 @@
+"""A `Job` that was made in Python, on its way to the processes that run it.
+
+A job from a file is imported by every rank. A job that exists only as an object, in a script or a notebook, is written
+to an anonymous file in memory whose handle the ranks inherit. Nothing is read from a path, so no file of a stranger can
+take its place. cloudpickle carries lambdas, local functions and classes of `__main__` by value, and the rest by name.
+"""
+
+import io
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+
+import cloudpickle
+import torch
+
+from paceline.errors import JobError
+from paceline.job import Job, refuse_job
+
+_CHUNK = 1 << 26
+_END_OF_PATH = b"\n"
+
+
+@contextmanager
+def open_job_file(job: Job) -> Iterator[int]:
+    """Write the job to an anonymous file and give the handle that `receive_job` reads; it is closed afterwards.
+
+    Raises:
+        JobError: the job holds something that cannot be sent to another process; the field is named.
+    """
+    refuse_job(job, where=job.name or "the Job")
+    content = _dumps(job)
+    with os.fdopen(os.memfd_create("paceline-job"), "wb") if _has_memfd() else tempfile.TemporaryFile() as file:
+        file.write(json.dumps([os.path.abspath(place) for place in sys.path]).encode() + _END_OF_PATH)  # noqa: PTH100
+        file.write(content)
+        file.flush()
+        yield file.fileno()
+
+
+def receive_job(handle: int) -> Job:
+    """Return the job that `open_job_file` wrote, in a process that inherited its handle."""
+    path, _, content = _read(handle).partition(_END_OF_PATH)
+    sys.path += [place for place in json.loads(path) if place not in sys.path]
+    job = torch.load(io.BytesIO(content), weights_only=False)  # our own bytes: see above
+    assert isinstance(job, Job)
+    return job
+
+
+def _has_memfd() -> bool:
+    return hasattr(os, "memfd_create")
+
+
+def _dumps(value: object) -> bytes:
+    """Return the value's bytes; tensors that share memory share it again where they are read."""
+    try:
+        to = io.BytesIO()
+        torch.save(value, to, pickle_module=cloudpickle)
+        return to.getvalue()
+    except Exception as error:  # each type may raise anything when it refuses to be pickled
+        if not isinstance(value, Job):
+            raise
+        raise _cannot_be_sent(value, error) from error
+
+
+def _cannot_be_sent(job: Job, error: Exception) -> JobError:
+    """Name the first field that cannot be sent alone."""
+    guilty = "the job"
+    for one in fields(job):
+        try:
+            _dumps(getattr(job, one.name))
+        except Exception as own:  # as above
+            guilty, error = f"{one.name}=", own
+            break
+    return JobError(
+        f"this Job cannot be sent to the processes that run it: {guilty} holds something that stays in its process.",
+        cause=f"{type(error).__name__}: {error}".splitlines()[0],
+        hint="open files, locks and connections inside a function: train_data=lambda: MyData(path); "
+        'or give the file: pl.verify("job.py")',
+    )
+
+
+def _read(handle: int) -> bytes:
+    """Read without moving the position, which all ranks share."""
+    parts, at = list[bytes](), 0
+    while part := os.pread(handle, _CHUNK, at):
+        parts.append(part)
+        at += len(part)
+    return b"".join(parts)

@@ -1,0 +1,50 @@
+"""What a verb found, for Python: the keys of its `--json` as attributes."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+class Result(Mapping[str, Any]):
+    """Holds the keys of a verb's `--json`, as attributes and as a mapping; printed, it is what the command prints.
+
+    Objects in the JSON are results themselves, so that `found.first_difference.step` and `found.plans[0].layout` work.
+    """
+
+    def __init__(self, value: Mapping[str, Any], *, text: str = "") -> None:
+        self._value = dict(value)
+        self._text = text
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._value:
+            raise AttributeError(f"this result has no {name!r}; it has {', '.join(map(str, self._value))}")
+        return _opened(self._value[name])
+
+    def __getitem__(self, name: str) -> Any:
+        return _opened(self._value[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._value)
+
+    def __len__(self) -> int:
+        return len(self._value)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *map(str, self._value)]
+
+    def __str__(self) -> str:
+        return self._text or repr(self)
+
+    def __repr__(self) -> str:
+        return f"Result({', '.join(f'{name}={value!r}' for name, value in self._value.items())})"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain dictionaries and lists, as `--json` prints them."""
+        return dict(self._value)
+
+
+def _opened(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return Result(value)
+    if isinstance(value, list | tuple):
+        return [_opened(item) for item in value]
+    return value
