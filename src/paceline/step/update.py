@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.errors import NonFiniteError
+from paceline.errors import JobError, NonFiniteError
 from paceline.place.units import Named
 from paceline.step.result import StepResult
 from paceline.torch_private import lerp_all
@@ -129,7 +129,7 @@ class Update:
     def follow(self) -> None:
         """Move the schedules on by a step, taken or not."""
         for schedule in self.schedules:
-            schedule.step()
+            move_on(schedule)
 
     def refuse_empty(self, *, step: int, loss: float, counts: Mapping[str, float]) -> None:
         """A share without a target makes no update; a whole batch without one is an error.
@@ -212,6 +212,27 @@ class Update:
             self.scaler.update()
         if follow:
             self.follow()
+
+
+def move_on(schedule: Any) -> None:
+    """Move a schedule on by a step.
+
+    Raises:
+        JobError: it has no more steps.
+    """
+    try:
+        schedule.step()
+    except ValueError as error:
+        raise schedule_error(schedule, cause=str(error).partition("\n")[0]) from error
+
+
+def schedule_error(schedule: Any, *, cause: str) -> JobError:
+    """Return what to say of a schedule that ends before the run does."""
+    return JobError(
+        f"lr_schedule= gave {type(schedule).__name__}, which ends before the run does.",
+        cause=cause,
+        hint="give lr_schedule= as many steps as the run has (--train.steps), or a schedule without an end",
+    )
 
 
 class LateCheck:

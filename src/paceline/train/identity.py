@@ -6,8 +6,10 @@ from typing import Any
 from paceline.errors import ResumeError
 from paceline.start import EXACT_KERNELS
 from paceline.train.options import optimizer_difference
+from paceline.train.schedules import schedule_difference
 
 _BEFORE = {"update": "sync", "compress": "none"}  # of runs that did not say
+_LATER = frozenset({"max_grad_norm", "ema"})  # of which earlier runs have no word
 _CAUSE = "another setting, another job file, or other data"
 
 
@@ -24,9 +26,8 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow: S
         now = {**now, "data": {**now["data"], "fingerprint": saved["data"]["fingerprint"]}}
     if not (saved.get("exact") and now["exact"] and "kernels" in saved):
         now = {name: value for name, value in now.items() if name != "kernels"}
-    differing = {
-        name: _difference(name, saved.get(name, _BEFORE.get(name)), now[name]) for name in now if name not in allow
-    }
+    compared = [name for name in now if name not in allow and (name in saved or name not in _LATER)]
+    differing = {name: _difference(name, saved, now) for name in compared}
     changed = [name for name, text in differing.items() if text]
     if changed:
         lines = [f"{name}: {differing[name]}" for name in changed]
@@ -37,10 +38,14 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow: S
         raise ResumeError(f"this is not the run that was saved: {'; '.join(lines)}.", cause=cause, hint=hint)
 
 
-def _difference(name: str, saved: Any, now: Any) -> str:
+def _difference(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    was, has = saved.get(name, _BEFORE.get(name)), now[name]
     if name == "optimizer":
-        return optimizer_difference(saved, now)
-    return "" if saved == now else f"was {_short(saved)}, is {_short(now)}"
+        return optimizer_difference(was, has)
+    if name == "schedule":
+        differs = bool(optimizer_difference(saved.get("optimizer"), now["optimizer"]))
+        return schedule_difference(was, has, lr_differs=differs)
+    return "" if was == has else f"was {_short(was)}, is {_short(has)}"
 
 
 def _short(value: Any) -> str:

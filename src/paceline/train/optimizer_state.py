@@ -1,6 +1,6 @@
 """The optimizers' state by name: tensors that follow their parameter are cut as it is, the rest is written once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,8 @@ from paceline.place.units import Named
 from paceline.store.pieces import Stored
 from paceline.store.tensors import Writable
 from paceline.train.convert import from_bytes, to_bytes
-from paceline.train.options import KERNELS, kept_now
-from paceline.train.plain import from_plain, to_plain
+from paceline.train.options import KERNELS
+from paceline.train.plain import from_plain, to_plain, without_anew
 from paceline.train.slices import own_pieces, read_part, speaker
 from paceline.train.together import merged
 from paceline.world import World
@@ -114,20 +114,17 @@ def plains(
     return found
 
 
-def load_options(
-    optimizer: Optimizer,
-    groups: Sequence[Mapping[str, Any]],
-    *,
-    then: Sequence[Mapping[str, Any]] | None,
-    now: Sequence[Mapping[str, Any]],
-) -> None:
-    """The saved options of each group, without those that the job has changed since."""
-    if len(groups) != len(optimizer.param_groups):
-        return  # accepted by the user: other groups are the job's own
-    for index, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        kept = kept_now(group, then=then[index], now=now[index]) if then is not None else set()
-        found = without_none(from_plain(saved["options"]), group)
-        group.update({key: value for key, value in found.items() if key not in {*kept, *KERNELS}})
+def load_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], *, kept: Sequence[Collection[str]]) -> None:
+    """The saved options of each group, without those in `kept`; what can't be written stays as the job makes it."""
+    for group, saved, own in zip(optimizer.param_groups, groups, kept, strict=True):
+        for key, value in from_plain(without_anew(saved["options"])).items():
+            if key not in KERNELS and key not in own:
+                group[key] = _beside(value, group.get(key))
+
+
+def _beside(value: Any, present: Any) -> Any:
+    """A tensor goes where the present one is: an optimizer that is captured has its rate on the device."""
+    return value.to(present.device) if isinstance(value, Tensor) and isinstance(present, Tensor) else value
 
 
 def load_state(optimizer: Optimizer, plain: Mapping[str, Any], stored: Stored, *, shares: Shares, prefix: str) -> None:
@@ -158,11 +155,6 @@ def _loaded(stored: Stored, key: str, part: Part) -> Tensor:
     if stored.shape(key) == part.shape:
         return read_part(stored, key, part=part)
     return from_bytes(stored[key])
-
-
-def without_none(options: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved options, where a value that was made anew keeps its present one."""
-    return {key: current.get(key) if value is None else value for key, value in options.items()}
 
 
 def _placed(key: str, value: Any, parameter: nn.Parameter) -> Any:

@@ -29,6 +29,7 @@ from paceline.train.identity import check_identity
 from paceline.train.listing import list_model
 from paceline.train.optimizer_state import Shares, group_names
 from paceline.train.phases import write_together
+from paceline.train.schedules import describe_saved, describe_schedules
 from paceline.train.sites import is_writer, load_sites, mean_in_place, of_site, site_files
 from paceline.train.stashed import load_stash, stash_files
 from paceline.train.state import Trained, files_of, grid_state, load_ema, load_grid, load_model, load_update
@@ -53,7 +54,7 @@ def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, A
     trained = trained_of(built)
     groups = group_names(built.update.optimizers, trained.shares)
     optimizers = [
-        {"kind": type(o).__name__, "groups": [len(names) for names in held], "options": options}
+        {"kind": type(o).__name__, "groups": [len(names) for names in held], "options": options, "names": held}
         for o, held, options in zip(built.update.optimizers, groups, built.given, strict=True)
     ]
     return {
@@ -63,6 +64,9 @@ def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, A
         "global_batch_size": built.plan.global_batch_size,
         "micro_batch_size": built.plan.micro_batch_size,
         "optimizer": optimizers,
+        "schedule": describe_schedules(built.update.schedules, built.update.optimizers, built.given),
+        "max_grad_norm": built.settings.train.max_grad_norm,
+        "ema": built.job.ema,
         "exact": built.settings.train.exact,
         "kernels": kernels(),
         "precision": built.settings.train.precision,
@@ -186,6 +190,15 @@ def find_checkpoint(folder: Path, *, asked: Path | None, world: World) -> tuple[
     return load(Path(chosen)), events
 
 
+def began_as(loaded: Loaded) -> Mapping[str, Any]:
+    """The identity of the run that saved; what earlier versions did not record is read from the state beside it."""
+    state = loaded.state
+    names = [{"names": [group["names"] for group in one["groups"]]} for one in state["optimizers"]]
+    said = state["identity"]
+    optimizers = [{**own, **one} for own, one in zip(names, said["optimizer"], strict=False)]
+    return {"schedule": describe_saved(state["schedules"]), **said, "optimizer": optimizers}
+
+
 def restore(loaded: Loaded, *, built: Built, identity: Mapping[str, Any], allow: Sequence[str]) -> Cursor:
     """Give model, optimizers, schedules and grid their state; returns the cursor. Every rank calls this.
 
@@ -200,13 +213,13 @@ def restore(loaded: Loaded, *, built: Built, identity: Mapping[str, Any], allow:
     except CheckpointError as error:
         problems.append(error)
     try:
-        check_identity(loaded.state["identity"], identity, allow=[*allow, *(["model"] if problems else [])])
+        check_identity(began_as(loaded), identity, allow=[*allow, *(["model"] if problems else [])])
     except ResumeError as error:
         problems.append(error)
     raise_all(problems)
     same = loaded.state["identity"].get("update") == identity["update"]
     mine = of_site(loaded, built, is_same=same)
-    load_update(mine, trained, given=built.given)
+    load_update(mine, trained, began=began_as(loaded), now=identity)
     load_grid(built.grid, loaded.state.get("grid", {}))
     load_stash(loaded, built.step, built.weights, is_same=same)
     load_sites(mine, built, is_same=same)

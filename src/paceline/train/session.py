@@ -42,6 +42,7 @@ from paceline.train.length import Progress, length_of, often
 from paceline.train.loop import Loop
 from paceline.train.ready import Ready, as_first_cut
 from paceline.train.saving import Saver, find_checkpoint, goes_on, identity, restore, write_final
+from paceline.train.schedules import refuse_short
 from paceline.train.shortage import Before, naming_memory
 from paceline.train.wishes import asked_of, notes, nothing_left, stopped_early
 from paceline.watch.sinks import CURVES, make_sinks
@@ -76,6 +77,8 @@ class Session:
         self._feed = self._make_feed(cursor)
         self.stream = self._make_stream()
         self.loop = self._make_loop(cursor, loaded, target)
+        if ready.task.verb == "train":
+            refuse_short(self.built.update.schedules, total_steps=self.loop.total_steps)
         self._announce(cursor, loaded, events)
 
     def finish(self) -> int:

@@ -23,8 +23,9 @@ from paceline.train.apart import Unlisted, extra_state, load_extra_state, tensor
 from paceline.train.convert import DTYPES, described, first_names, once
 from paceline.train.listing import Listing, list_model
 from paceline.train.optimizer_state import Shares, load_options, load_state, own_state, plains
-from paceline.train.options import Options, replay
+from paceline.train.options import changed_keys, kept_now
 from paceline.train.plain import from_plain, to_plain, without_anew
+from paceline.train.schedules import changed_schedules, load_schedule, moved_options, replay
 from paceline.train.slices import own_pieces, read_part, speaker
 from paceline.train.together import merged, together
 from paceline.world import World
@@ -156,38 +157,71 @@ def _load_tensors(
     trained.unlisted.restore(loaded.files.get(BUFFERS, Stored([])), trained.weights)
 
 
-def load_update(loaded: Loaded, trained: Trained, *, given: Options) -> None:
+def load_update(loaded: Loaded, trained: Trained, *, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Give optimizers, schedules, scaler and average their state back. Every rank calls this.
 
-    `given` are the options that the job gives now; where the checkpoint's run began with others, these hold.
+    `began` is the identity of the run that saved, `now` of this one: what was changed since holds as it is now.
     """
-    together(trained.world, lambda: _load_update(loaded, trained, given))
+    together(trained.world, lambda: _load_update(loaded, trained, began, now))
 
 
-def _load_update(loaded: Loaded, trained: Trained, given: Options) -> None:
+def _load_update(loaded: Loaded, trained: Trained, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     state, update = loaded.state, trained.update
-    for kind, now in (("optimizers", update.optimizers), ("schedules", update.schedules)):
-        if len(state[kind]) != len(now):
-            raise CheckpointError(
-                f"the checkpoint holds {len(state[kind])} {kind}, the job makes {len(now)}.",
-                where=str(loaded.path),
-                cause="optimizer= or lr_schedule= of the job was changed, added or taken out since",
-                hint="the job as it was, or start anew with another --run-dir",
-            )
-    began = [saved.get("options") for saved in state.get("identity", {}).get("optimizer", [])]
+    if len(state["optimizers"]) != len(update.optimizers):
+        raise CheckpointError(
+            f"the checkpoint holds {len(state['optimizers'])} optimizers, the job makes {len(update.optimizers)}.",
+            where=str(loaded.path),
+            cause="optimizer= of the job was changed since",
+            hint="the job as it was, or start anew with another --run-dir",
+        )
     for index, (optimizer, plain) in enumerate(zip(update.optimizers, state["optimizers"], strict=True)):
-        then = began[index] if index < len(began) else None
-        changed = then is not None and then != given[index]
+        changes = _Changes.of(index, began, now)
         for schedule in update.schedules[index : index + 1]:
-            _load_schedule(schedule, state["schedules"][index], steps=loaded.step if changed else None)
+            if changes.is_moved:
+                replay(schedule, steps=loaded.step)
+            else:
+                load_schedule(schedule, state["schedules"][index])
         if plain["kind"] == type(optimizer).__name__:
-            load_options(optimizer, plain["groups"], then=then if changed else None, now=given[index])
+            if len(plain["groups"]) == len(optimizer.param_groups):  # else accepted by the user: the job's own groups
+                kept = [changes.kept(number, group) for number, group in enumerate(optimizer.param_groups)]
+                load_options(optimizer, plain["groups"], kept=kept)
             stored = loaded.files.get(OPTIMIZER, Stored([]))
             load_state(optimizer, plain, stored, shares=trained.shares, prefix=f"{index}/")
     if update.scaler is not None and state.get("scaler"):
         update.scaler.load_state_dict(from_plain(state["scaler"]))
     if update.ema is not None:
         load_ema(loaded, update.ema, weights=trained.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Changes:
+    """What was changed of one optimizer and its schedule since the run began: options then and now by group."""
+
+    then: Sequence[Mapping[str, Any]]
+    now: Sequence[Mapping[str, Any]]
+    has_new_schedule: bool
+
+    @classmethod
+    def of(cls, index: int, began: Mapping[str, Any], now: Mapping[str, Any]) -> "_Changes":
+        has = now["optimizer"][index]["options"]
+        saved = began["optimizer"]
+        was = saved[index].get("options", has) if index < len(saved) else has
+        schedules = began["schedule"][index : index + 1], now["schedule"][index : index + 1]
+        is_new = len(schedules[0]) != len(schedules[1]) or any(changed_schedules(*schedules))
+        return cls(then=was if len(was) == len(has) else has, now=has, has_new_schedule=is_new)
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether the schedule goes its way again from the beginning."""
+        options = zip(self.then, self.now, strict=True)
+        return self.has_new_schedule or any(changed_keys(then, now) for then, now in options)
+
+    def kept(self, number: int, group: Mapping[str, Any]) -> set[str]:
+        """The options that hold as they are now."""
+        if not self.is_moved:
+            return set()
+        moved = moved_options(group) if self.has_new_schedule else set()
+        return kept_now(group, then=self.then[number], now=self.now[number]) | moved
 
 
 def load_ema(loaded: Loaded, ema: Ema, *, weights: Holding) -> None:
@@ -283,11 +317,3 @@ def _check_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> 
             cause="every trainable parameter belongs in exactly one group",
             hint="build the groups from the (name, parameter) pairs that the factory is given",
         )
-
-
-def _load_schedule(schedule: Any, plain: Any, *, steps: int | None) -> None:
-    """Its state, or, where it moves options that were changed, its way from the beginning."""
-    if steps is not None:
-        replay(schedule, steps=steps)
-        return
-    schedule.load_state_dict({**schedule.state_dict(), **from_plain(plain)})

@@ -1,0 +1,25 @@
+"""Numbers in whatever type they come: Python's own, NumPy's, or a tensor of one element."""
+
+from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+
+def as_number(value: Any) -> int | float | None:
+    """Return the Python number that `value` is, or None where it is no real number."""
+    if isinstance(value, Tensor):
+        return None if value.numel() != 1 or value.is_complex() else value.item()
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.item() if value.size == 1 else None
+    if isinstance(value, int | float):
+        return value
+    return float(value) if isinstance(value, Real | Decimal) else None
+
+
+def as_count(value: Any) -> int | None:
+    """Return the whole number that `value` is, or None where it is none; True and False are none."""
+    number = as_number(value)
+    return number if isinstance(number, int) and not isinstance(number, bool) else None
