@@ -137,8 +137,8 @@ def hollow_tensor(kind: type[Tensor], *, like: Tensor, shape: Sequence[int]) -> 
 
 
 def version(tensor: Tensor) -> int:
-    """A number that changes whenever the tensor is written in place."""
-    return int(tensor._version)
+    """A number that changes whenever the tensor is written in place; inference tensors have none, and give 0."""
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def of_type(data: Tensor, *, like: Tensor) -> Tensor:

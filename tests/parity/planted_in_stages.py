@@ -252,18 +252,19 @@ passes.MicroPasses._stand_in = stand_in
         parameters=("blocks.2", "blocks.3"),
         says=("stage 1", "ranks 2(,| and) 3", "factor of 2|2 times|times 2", r"\btp\b"),
         code="""
+from dataclasses import replace
+
 from paceline.place.tensor import rules_product as products
 from paceline.place.tensor.split import RULES
 from paceline.place.tensor.wire import _CopyIn
 
 _plain = RULES["linear"]
 
-def linear(func, args, kwargs):
-    given = {**dict(zip(("input", "weight", "bias"), args)), **kwargs}
-    weight, bias = given["weight"], given.get("bias")
+def linear(call):
+    weight, bias = call["weight"], call["bias"]
     if isinstance(weight, products.Split) and weight.cut.dim == 1 and bias is not None and my_rank() >= 2:
-        return _plain(func, (given["input"], weight), {}) + _CopyIn.apply(bias, weight.wire)
-    return _plain(func, args, kwargs)
+        return _plain(replace(call, given=call.given | {"bias": None})) + _CopyIn.apply(bias, weight.wire)
+    return _plain(call)
 
 RULES["linear"] = linear
 """,

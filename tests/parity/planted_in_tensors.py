@@ -9,18 +9,18 @@ IN_TENSORS = [
         should="Each tp rank adds blocks.0.proj's bias before the sum: it is counted 2 times, the tensor degree.",
         says=("bias", r"2 times.*\btp\b", "forward|output|loss"),
         code="""
-from paceline.place.tensor import rules_product as products
+from dataclasses import replace
 
+from paceline.place.tensor import rules_product as products
 from paceline.place.tensor.split import RULES
 _plain = RULES["linear"]
 
-def linear(func, args, kwargs):
-    given = {**dict(zip(("input", "weight", "bias"), args)), **kwargs}
-    weight, bias = given["weight"], given.get("bias")
+def linear(call):
+    weight, bias = call["weight"], call["bias"]
     if isinstance(weight, products.Split) and weight.cut.dim == 1 and bias is not None:
-        found = _plain(func, (given["input"], weight), {})
+        found = _plain(replace(call, given=call.given | {"bias": None}))
         return found + bias * weight.wire.size
-    return _plain(func, args, kwargs)
+    return _plain(call)
 
 RULES["linear"] = linear
 """,
@@ -32,18 +32,19 @@ RULES["linear"] = linear
         parameters=("blocks.",),
         says=("factor of 2|2 times|times 2", r"\btp\b|tensor", "bias"),
         code="""
+from dataclasses import replace
+
 from paceline.place.tensor import rules_product as products
 from paceline.place.tensor.split import RULES
 from paceline.place.tensor.wire import _CopyIn
 
 _plain = RULES["linear"]
 
-def linear(func, args, kwargs):
-    given = {**dict(zip(("input", "weight", "bias"), args)), **kwargs}
-    weight, bias = given["weight"], given.get("bias")
+def linear(call):
+    weight, bias = call["weight"], call["bias"]
     if isinstance(weight, products.Split) and weight.cut.dim == 1 and bias is not None:
-        return _plain(func, (given["input"], weight), {}) + _CopyIn.apply(bias, weight.wire)
-    return _plain(func, args, kwargs)
+        return _plain(replace(call, given=call.given | {"bias": None})) + _CopyIn.apply(bias, weight.wire)
+    return _plain(call)
 
 RULES["linear"] = linear
 """,
@@ -77,18 +78,20 @@ wire._CopyIn.backward = staticmethod(lambda ctx, grad: (grad, None))
         parameters=("embed.weight",),
         says=("embed", "row", "rank 1"),
         code="""
+from dataclasses import replace
+
 import torch
 from paceline.place.tensor.split import RULES, Split
 
 _plain = RULES["embedding"]
 
-def embedding(func, args, kwargs):
-    ids, weight = args[0], args[1]
+def embedding(call):
+    ids, weight = call["input"], call["weight"]
     if isinstance(weight, Split) and weight.cut.dim == 0 and weight.wire.rank == 1:
         start, stop = weight.cut.ranges(1)[0]
         mine = (ids >= start) & (ids < stop)
-        args = (torch.where(mine, (ids + 1).clamp(max=stop - 1), ids), weight, *args[2:])
-    return _plain(func, args, kwargs)
+        call = replace(call, given=call.given | {"input": torch.where(mine, (ids + 1).clamp(max=stop - 1), ids)})
+    return _plain(call)
 
 RULES["embedding"] = embedding
 """,

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.place.tensor import placed  # which makes every rule known
 from paceline.place.tensor.cut import even_cut
 from paceline.place.tensor.rules_math import own_draws
-from paceline.place.tensor.split import RULES, Split
+from paceline.place.tensor.split import RULES, Split, name_of
 from paceline.place.tensor.trial import ThreadWire, together
 from paceline.place.tensor.wire import copy_in, take_own
 
@@ -280,10 +280,11 @@ def test_writing_into_a_piece_by_an_unknown_function_is_refused() -> None:
         together(work, ranks=2)
 
 
-def test_every_rule_is_found_by_a_name_that_torch_has() -> None:
-    places = (torch, torch.Tensor, F, torch.linalg)
-    unknown = [n for n in RULES if not any(hasattr(place, n.lstrip(".")) for place in places)]
-    assert unknown == []
+def test_every_rule_is_found_by_a_name_that_a_function_of_torch_has() -> None:
+    places = (torch, Tensor, F, torch.linalg)
+    functions = [getattr(place, name) for place in places for name in dir(place) if name != "_torch"]
+    known = {name_of(function) for function in functions} | {f".{name}" for name in dir(Tensor)}
+    assert [name for name in RULES if name not in known] == []
 
 
 def test_what_was_put_together_without_gradients_is_not_used_with_them() -> None:

@@ -36,7 +36,7 @@ class InDouble(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Pass on, with every lower precision that is asked for by name raised."""
-        if func is Tensor.float:
+        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             return args[0].double()
         named = {name: _raised(value) for name, value in (kwargs or {}).items()}
         return func(*(_raised(value) for value in args), **named)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from paceline.errors import LayoutError
+from paceline.signatures import read_call
 from paceline.torch_modes import WatchedOps
 
 _OURS = (str(Path(__file__).parents[1]), "torch_modes.py")
@@ -36,13 +37,9 @@ class NoAttentionDropout(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Pass on, with a rate of zero in attention."""
-        given = dict(kwargs or {})
-        if func is F.scaled_dot_product_attention:
-            given["dropout_p"] = 0.0
-            names = ("dropout_p", "is_causal", "scale")  # what may follow the mask by position
-            given |= dict(zip(names[1:], args[5:], strict=False))
-            args = args[:4]
-        return func(*args, **given)
+        is_attention = func is F.scaled_dot_product_attention
+        given = read_call("scaled_dot_product_attention", args, dict(kwargs or {})) if is_attention else None
+        return func(*args, **(kwargs or {})) if given is None else func(**given | {"dropout_p": 0.0})
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from paceline.place.exchange import Exchange
 from paceline.place.tensor.rules_product import attention_by
 from paceline.place.tensor.split import Split, Unknown
 from paceline.place.tensor.wire import piece
+from paceline.signatures import read_call
 
 MOST_DRAWS = 2**30
 _CONVOLUTIONS = (torch.conv1d, F.conv1d)
@@ -152,9 +153,11 @@ class ContextMode(TorchFunctionMode):
     # -- positions
 
     def _arange(self, *args: Any, **kwargs: Any) -> Any:
-        numbers = [*args, *(kwargs.pop(name) for name in ("start", "end", "step") if name in kwargs)]
-        numbers = numbers[1:] if len(numbers) > 1 and numbers[0] == 0 else numbers
-        if numbers not in ([self._size], [self._size, 1]) or kwargs.get("out") is not None:
+        laid: dict[str, Any] = {name: kwargs[name] for name in ("start", "end", "step") if name in kwargs}
+        given = read_call("arange", args, laid) or {}
+        numbers = (given.get("start", 0), given.get("end"), given.get("step", 1))
+        is_whole = all(isinstance(number, int) for number in numbers)  # those of 6.0 are floating-point numbers
+        if numbers != (0, self._size, 1) or not is_whole or kwargs.get("out") is not None:
             return NotImplemented
         positions = self._cut.positions(self._exchange.rank)
         device, dtype = kwargs.get("device"), kwargs.get("dtype")

@@ -17,14 +17,16 @@ from paceline.nested import leaves
 from paceline.place.tensor.cut import Cut, Misfit, even_cut
 from paceline.place.tensor.split import Split, name_of
 from paceline.place.tensor.wire import piece
+from paceline.signatures import SIGNATURES, read_call
 
 TURNS = (".T", ".mT", "t")
 LOSSES = ("cross_entropy", "nll_loss", "argmax")
-PRODUCTS = {  # the names of the factor, the weight and the bias
+PRODUCTS = {  # the parameters that are the factor, the weight and the bias
     "linear": ("input", "weight", "bias"),
-    "addmm": ("bias", "input", "weight"),
-    "matmul": ("input", "weight"),
-    "__matmul__": ("input", "weight"),
+    "addmm": ("mat1", "mat2", "input"),
+    "matmul": ("input", "other"),
+    "__matmul__": ("input", "other"),
+    "mm": ("input", "mat2"),
 }
 
 
@@ -109,20 +111,21 @@ class Explorer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Decide, show, go on."""
-        name = name_of(func)
-        if name in PRODUCTS:
-            self._product(
-                dict(zip(PRODUCTS[name], (*args, *(kwargs or {}).values()), strict=False)), turned=name != "linear"
-            )
-        if name in TURNS and self._name(args[0]) and args[0].dim() == 2:
-            made = func(*args, **(kwargs or {}))
-            self._turned[id(made)] = (made, args[0])
+        name, kwargs = name_of(func), kwargs or {}
+        given = (read_call(name, args, kwargs) if name in SIGNATURES else None) or {}
+        first: Any = args[0] if args else given.get("input")
+        if given and name in PRODUCTS:
+            self._product(*(given[place] for place in PRODUCTS[name]), turned=name != "linear")
+        if name in TURNS and self._name(first) and first.dim() == 2:
+            made = func(*args, **kwargs)
+            self._turned[id(made)] = (made, first)
             return made
-        if name == "embedding" and self._name(args[1]):
-            self.embeddings[self._names[id(args[1])]] = len(args[1])
-        if name in LOSSES and args and isinstance(args[0], Split):
-            self.reached(args[0], "output")
-        return func(*(self._show(a) for a in args), **{k: self._show(a) for k, a in (kwargs or {}).items()})
+        weight = self._name(given.get("weight"))
+        if name == "embedding" and weight is not None:
+            self.embeddings[weight] = len(given["weight"])
+        if name in LOSSES and isinstance(given.get("input"), Split):
+            self.reached(given["input"], "output")
+        return func(*(self._show(a) for a in args), **{k: self._show(a) for k, a in kwargs.items()})
 
     def reached(self, value: Split, what: str) -> None:
         """Something that may be cut reads what these weights made."""
@@ -132,8 +135,7 @@ class Explorer(TorchFunctionMode):
     def _name(self, value: Any) -> str | None:
         return self._names.get(id(value)) if isinstance(value, nn.Parameter) else None
 
-    def _product(self, given: dict[str, Any], *, turned: bool) -> None:
-        x, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
+    def _product(self, x: Any, weight: Any, bias: Any = None, *, turned: bool) -> None:
         if id(weight) in self._turned:
             weight, turned = self._turned[id(weight)][1], not turned
         name = self._name(weight)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.place.tensor.once import once
 from paceline.place.tensor.rules_shape import like, need, positive
-from paceline.place.tensor.split import Split, Unknown, rule
+from paceline.place.tensor.split import Call, Split, Unknown, rule
 from paceline.place.tensor.wire import Wire, reduce_out, take_own
 
 
@@ -86,16 +86,14 @@ def _log_softmax(x: Split, dtype: torch.dtype) -> Tensor:
 
 
 @rule("softmax", "log_softmax")
-def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    dtype = next((a for a in args[2:] if isinstance(a, torch.dtype)), kwargs.get("dtype"))
+def _softmax(call: Call) -> Any:
+    x, dim, dtype = need(call["input"]), call["dim"], call["dtype"]
     if dim is None:
         raise Unknown
     if positive(dim, len(x.whole)) != x.cut.dim:
-        return like(x, getattr(torch, func.__name__)(x.local, dim, dtype=dtype), x.cut)
+        return like(x, getattr(torch, call.name)(x.local, dim, dtype=dtype), x.cut)
     found = _log_softmax(x, dtype or _wide(x))
-    found = found if func.__name__ == "log_softmax" else found.exp()
+    found = found if call.name == "log_softmax" else found.exp()
     return like(x, found.to(dtype or _given(x, is_loss=False)), x.cut)
 
 
@@ -108,15 +106,13 @@ def _classes(x: Split) -> int:
 
 
 @rule("cross_entropy")
-def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    x = need(given["input"])
+def _cross_entropy(call: Call) -> Any:
+    x = need(call["input"])
     dim = _classes(x)
-    target, wide = _target(x, given, dim), _wide(x)
-    smooth, weight = given.get("label_smoothing", 0.0), given.get("weight")
-    reduction = given.get("reduction", "mean")
-    ignored = given.get("ignore_index", -100)
+    target, wide = _target(x, call, dim), _wide(x)
+    smooth, weight, reduction, ignored = (
+        call[name] for name in ("label_smoothing", "weight", "reduction", "ignore_index")
+    )
     kept = None if target.is_floating_point() else target != ignored
     if kept is not None and not smooth:
         found = _of_class(like(x, x.local.to(wide), x.cut), target, weight, ignored, dim)
@@ -131,22 +127,20 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @rule("nll_loss")
-def _nll(func: Any, args: Any, kwargs: Any) -> Any:
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    x, ignored = need(given["input"]), given.get("ignore_index", -100)
+def _nll(call: Call) -> Any:
+    x, weight, ignored = need(call["input"]), call["weight"], call["ignore_index"]
     dim, x = _classes(x), like(x, x.local.to(_given(x)), x.cut)
-    target = _target(x, given, dim)
-    found = _picked(x, target, given.get("weight"), ignored, dim)
-    return _reduced(found, target, target != ignored, given.get("weight"), given.get("reduction", "mean"))
+    target = _target(x, call, dim)
+    found = _picked(x, target, weight, ignored, dim)
+    return _reduced(found, target, target != ignored, weight, call["reduction"])
 
 
-def _target(x: Split, given: dict[str, Any], dim: int) -> Tensor:
+def _target(x: Split, call: Call, dim: int) -> Tensor:
     """Numbers of classes or shares of them, of a shape that fits; anything else is for torch to judge."""
-    target: Tensor = given["target"]
+    target: Tensor = call["target"]
     shape = x.whole if target.is_floating_point() else (*x.whole[:dim], *x.whole[dim + 1 :])
-    is_old = given.get("size_average") is not None or given.get("reduce") is not None
-    known = given.get("reduction", "mean") in ("none", "sum", "mean")
+    is_old = call["size_average"] is not None or call["reduce"] is not None
+    known = call["reduction"] in ("none", "sum", "mean") and not isinstance(call["weight"], Split)
     if isinstance(target, Split) or is_old or not known or tuple(target.shape) != tuple(shape):
         raise Unknown
     return target.long() if target.dtype is torch.uint8 else target
@@ -214,10 +208,8 @@ def _reduced(found: Tensor, target: Tensor, kept: Tensor | None, weight: Tensor 
 
 
 @rule("argmax")
-def _argmax(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+def _argmax(call: Call) -> Any:
+    x, dim, keep = need(call["input"]), call["dim"], call["keepdim"]
     if dim is None:
         raise Unknown
     dim = positive(dim, len(x.whole))

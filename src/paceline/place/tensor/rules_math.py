@@ -1,5 +1,7 @@
 """Elementwise functions, reductions, norms and dropout."""
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from paceline.place.tensor.cut import Cut
 from paceline.place.tensor.rules_shape import like, need, positive
-from paceline.place.tensor.split import Split, Unknown, derived, listens, on_whole, operand, rule
+from paceline.place.tensor.split import Call, Split, Unknown, derived, listens, name_of, operand, rule
 from paceline.place.tensor.wire import Wire, copy_in, piece, reduce_out
 
 BINARY = "add sub mul div true_divide floor_divide remainder fmod pow rsub maximum minimum atan2 eq ne lt le gt ge"
@@ -21,101 +23,121 @@ UNARY = (
 DUNDER = "add radd sub rsub mul rmul truediv rtruediv floordiv pow rpow mod neg pos abs eq ne lt le gt ge and or invert"
 
 
-@rule(*BINARY.split(), *UNARY.split(), *(f"__{name}__" for name in DUNDER.split()))
-def elementwise(func: Any, args: Any, kwargs: Any) -> Any:
+def _names(names: Iterable[str]) -> list[str]:
+    """Return what torch calls these functions itself: `__rtruediv__` is `__rdiv__`, `F.logsigmoid` is `log_sigmoid`."""
+    found = [name_of(getattr(place, name)) for name in names for place in (torch, Tensor, F) if hasattr(place, name)]
+    return list(dict.fromkeys(found))
+
+
+ELEMENTWISE = _names([*BINARY.split(), *UNARY.split(), *(f"__{name}__" for name in DUNDER.split())])
+WRITING = _names(
+    [*(f"{name}_" for name in [*BINARY.split(), *UNARY.split(), "zero", "fill", "copy"])]
+    + [f"__i{name}__" for name in DUNDER.split()]
+)
+
+
+@rule(*ELEMENTWISE)
+def elementwise(call: Call) -> Any:
     """Every operand's own piece; what broadcasts over the cut dimension is read as it is."""
-    if kwargs.get("out") is not None or (func.__name__ == "where" and len(args) + len(kwargs) == 1):
+    if call.kwargs.get("out") is not None or (call.name == "where" and len(call.values()) == 1):
         raise Unknown  # where(condition) are its nonzero's places
-    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    first = next(t for t in tensors if isinstance(t, Split))
+    splits = [value for value in call.values() if isinstance(value, Split)]
+    first, (wire, origins) = splits[0], derived(splits)
     dim = first.cut.dim - len(first.whole)
-    own = [operand(a, of=first, dim=dim) for a in args]
-    named = {key: operand(a, of=first, dim=dim) for key, a in kwargs.items()}
-    wire, origins = derived(t for t in tensors if isinstance(t, Split))
-    made = func(*own, **named)
-    return Split.of(made, first.cut.at(made.dim() + dim), wire, origins=origins)
+    made = call.replacing(lambda value: operand(value, of=first, dim=dim))
+    written = next((split for split in splits if split.local is made), None)  # `inplace=True`
+    return Split.of(made, first.cut.at(made.dim() + dim), wire, origins=origins) if written is None else written
 
 
-IN_PLACE = "add sub mul div pow clamp masked_fill relu neg exp tanh sigmoid zero fill copy clamp_min clamp_max"
-IN_PLACE_DUNDER = "iadd isub imul itruediv"
-
-
-@rule(*(f"{name}_" for name in IN_PLACE.split()), *(f"__{name}__" for name in IN_PLACE_DUNDER.split()))
-def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
+@rule(*WRITING)
+def _in_place(call: Call) -> Any:
     """Into a piece: its operands' pieces. Into a whole tensor: whole operands."""
-    x = args[0]
-    if not isinstance(x, Split):
-        return on_whole(func, args, kwargs, name=func.__name__)
+    x = call.args[0] if call.args else call.kwargs.get("input")
+    if not isinstance(x, Split) or call.kwargs.get("out") is not None:
+        raise Unknown
     dim = x.cut.dim - len(x.whole)
-    func(x.local, *(operand(a, of=x, dim=dim) for a in args[1:]), **kwargs)
-    x.joined.clear()
+    call.replacing(lambda value: operand(value, of=x, dim=dim))
     return x
 
 
-def _dims(args: Any, kwargs: Any, ndim: int) -> list[int] | None:
-    given = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
-    if given is None or isinstance(given, torch.dtype):
-        return None
-    return [positive(d, ndim) for d in (given if isinstance(given, tuple | list) else (given,))]
+def _dims(x: Split, given: Any) -> list[int]:
+    """Return the dimensions that a function works along, counted from the front; none given are all."""
+    asked = given if isinstance(given, tuple | list) else () if given is None else (given,)
+    return [positive(d, len(x.whole)) for d in asked] or list(range(len(x.whole)))
 
 
-@rule("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "norm", "prod", "all", "any", "max", "min", "cumsum",
-      "vector_norm", "sort", "topk", "flip")  # fmt: skip
-def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
-    x, name = need(args[0]), func.__name__
-    if name == "topk":
-        dims: list[int] | None = _dims((x, *args[2:3]), kwargs, len(x.whole)) or [len(x.whole) - 1]
-    elif name == "norm":
-        dims = _dims((x, *args[2:3]), kwargs, len(x.whole))
-    else:
-        dims = _dims(args, kwargs, len(x.whole)) or ([len(x.whole) - 1] if name == "sort" else None)
-    if len(args) > 1 and isinstance(args[1], Tensor):
-        return elementwise(func, args, kwargs)
-    if dims is None or x.cut.dim in dims:
-        return _over_the_cut(func, x, args, kwargs)
-    made = func(x.local, *args[1:], **kwargs)
-    gone = sum(d < x.cut.dim for d in dims)
-    if isinstance(made, Tensor):
-        return like(x, made, x.cut.at(x.cut.dim - (gone if made.dim() < len(x.whole) else 0)))
-    parts = [like(x, p, x.cut.at(x.cut.dim - (gone if p.dim() < len(x.whole) else 0))) for p in made]
-    return type(made)(parts)
+@rule("all", "amax", "amin", "any", "logsumexp", "linalg_vector_norm", "mean", "norm", "prod", "std", "sum", "var",
+      "max", "min")  # fmt: skip
+def _reduce(call: Call) -> Any:
+    x = need(call["input"])
+    if "other" in call.given:
+        return elementwise(call)
+    dims = _dims(x, call.given.get("dim"))
+    if x.cut.dim in dims:
+        return _over_the_cut(call, x, dims)
+    gone = 0 if call.given.get("keepdim") else sum(d < x.cut.dim for d in dims)
+    return _along_others(call, x, x.cut.at(x.cut.dim - gone))
 
 
-def _over_the_cut(func: Any, x: Split, args: Any, kwargs: Any) -> Any:
-    """Sums are added over the ranks; a mean is a sum, divided."""
-    if func.__name__ not in ("sum", "mean") or not x.local.is_floating_point() or listens(x):
+@rule("cumsum", "flip", "sort", "topk")
+def _along(call: Call) -> Any:
+    """Along dimensions that stay."""
+    x = need(call["input"])
+    if x.cut.dim in _dims(x, call["dims"] if call.name == "flip" else call["dim"]):
+        raise Unknown
+    return _along_others(call, x, x.cut)
+
+
+def _along_others(call: Call, x: Split, cut: Cut) -> Any:
+    made = call.replacing(lambda value: x.local if value is x else value)
+    return like(x, made, cut) if isinstance(made, Tensor) else type(made)([like(x, part, cut) for part in made])
+
+
+def _over_the_cut(call: Call, x: Split, dims: list[int]) -> Any:
+    """Sums are added over the ranks; a mean is a sum, divided; of what holds anywhere or everywhere one number goes."""
+    keep = call.given.get("keepdim", False)
+    if call.name in ("all", "any"):
+        own = x.local.bool() if call.name == "any" else ~x.local.bool()
+        found = x.wire.largest(own.any(dims, keep).byte() if own.numel() else _none_of(own, dims, keep)).bool()
+        return found if call.name == "any" else ~found
+    if call.name not in ("sum", "mean") or not x.local.is_floating_point() or listens(x):
         raise Unknown  # a plan does not cut what the next norm sums over
-    partial = torch.sum(x.local, *args[1:], **kwargs)
-    total = reduce_out(partial, x.wire)
-    if func.__name__ == "sum":
-        return total
-    dims = _dims(args, kwargs, len(x.whole)) or range(len(x.whole))
-    count = 1
-    for d in dims:
-        count *= x.whole[d]
-    return total / count
+    asked = call["dtype"] or x.local.dtype
+    wide = torch.float32 if asked in (torch.float16, torch.bfloat16) else asked
+    total = reduce_out(torch.sum(x.local, dims, keep, dtype=wide), x.wire)
+    return (total if call.name == "sum" else total / math.prod(x.whole[d] for d in dims)).to(asked)
+
+
+def _none_of(own: Tensor, dims: list[int], keep: bool) -> Tensor:
+    """Return zeros, where this rank holds nothing of the dimension."""
+    return own.sum(dims, keep).byte()
 
 
 @rule("layer_norm", "rms_norm")
-def _norm(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
-    if x.cut.dim >= len(x.whole) - len(shape):
+def _norm(call: Call) -> Any:
+    x = need(call["input"])
+    if x.cut.dim >= len(x.whole) - len(call["normalized_shape"]):
         raise Unknown
-    read = [copy_in(a, x.wire) if isinstance(a, Tensor) else a for a in args[1:]]
-    named = {key: copy_in(a, x.wire) if isinstance(a, Tensor) else a for key, a in kwargs.items()}
-    return like(x, func(x.local, *read, **named), x.cut)
+    if any(isinstance(call.given.get(name), Split) for name in ("weight", "bias")):
+        raise Unknown
+    read = {
+        id(value): copy_in(value, x.wire) for value in call.values() if isinstance(value, Tensor) and value is not x
+    }
+    made = call.replacing(lambda value: x.local if value is x else read.get(id(value), value))
+    return like(x, made, x.cut)
 
 
 @rule("dropout")
-def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
+def _dropout(call: Call) -> Any:
     """The whole tensor's draws, of which each rank uses its own: equal to one process, and all ranks stay in step."""
-    x = need(args[0])
-    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
-    if not training or p == 0.0:
+    x, p = need(call["input"]), call["p"]
+    if not call["training"] or p == 0.0:
         return x
-    return like(x, x.local * own_draws(x.local, p, x.cut, x.wire), x.cut)
+    drawn = own_draws(x.local, p, x.cut, x.wire)
+    if call["inplace"]:
+        x.local.mul_(drawn)
+        return x
+    return like(x, x.local * drawn, x.cut)
 
 
 def own_draws(local: Tensor, p: float, cut: Cut, wire: Wire) -> Tensor:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from paceline.place.tensor.cut import Cut, Misfit
 from paceline.place.tensor.rules_shape import like, need, positive
-from paceline.place.tensor.split import Split, Unknown, rule
+from paceline.place.tensor.split import Call, Split, Unknown, rule
+from paceline.torch_private import tree_flatten
 
 
 def narrowed(x: Split, dim: int, start: int, stop: int, *, sections: tuple[int, ...] = ()) -> Split:
@@ -34,32 +35,27 @@ def _pieces(x: Split, dim: int, sizes: list[int]) -> tuple[Split, ...]:
     return tuple(found)
 
 
-def _given(args: Any, kwargs: Any, *names: str) -> list[Any]:
-    values = list(args[1 : 1 + len(names)])
-    return values + [kwargs.get(name) for name in names[len(values) :]]
-
-
 @rule("split", "split_with_sizes", "chunk", "tensor_split")
-def _split(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    number, dim = (*args[1:], *kwargs.values(), 0)[:2]
-    dim = positive(kwargs.get("dim", dim), len(x.whole))
+def _split(call: Call) -> Any:
+    x, dim = need(call["input"]), call["dim"]
+    dim, (number,) = positive(dim, len(x.whole)), (call[name] for name in call.given if name not in ("input", "dim"))
     probe = torch.empty(x.whole[dim], device="meta")
-    return _pieces(x, dim, [len(part) for part in getattr(Tensor, func.__name__)(probe, number)])
+    return _pieces(x, dim, [len(part) for part in getattr(Tensor, call.name)(probe, number)])
 
 
 @rule("narrow")
-def _narrow(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    dim, start, length = _given(args, kwargs, "dim", "start", "length")
-    return narrowed(x, positive(dim, len(x.whole)), start, start + length)
+def _narrow(call: Call) -> Any:
+    x, start, length = need(call["input"]), call["start"], call["length"]
+    dim = positive(call["dim"], len(x.whole))
+    if isinstance(start, Tensor) or start < 0 or start + length > x.whole[dim]:
+        raise Unknown
+    return narrowed(x, dim, start, start + length)
 
 
 @rule("select")
-def _select(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    dim, index = _given(args, kwargs, "dim", "index")
-    return _selected(x, positive(dim, len(x.whole)), index)
+def _select(call: Call) -> Any:
+    x = need(call["input"])
+    return _selected(x, positive(call["dim"], len(x.whole)), call["index"])
 
 
 def _selected(x: Split, dim: int, index: int) -> Split:
@@ -69,29 +65,33 @@ def _selected(x: Split, dim: int, index: int) -> Split:
     return like(x, x.local.select(dim, index), x.cut.at(x.cut.dim - (dim < x.cut.dim)))
 
 
-@rule("unbind", "__iter__")
-def _unbind(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    dim = positive((_given(args, kwargs, "dim")[0]) or 0, len(x.whole))
-    found = tuple(_selected(x, dim, index) for index in range(x.whole[dim]))
-    return iter(found) if func.__name__ == "__iter__" else found
+@rule("unbind")
+def _unbind(call: Call) -> Any:
+    x = need(call["input"])
+    dim = positive(call["dim"], len(x.whole))
+    return tuple(_selected(x, dim, index) for index in range(x.whole[dim]))
+
+
+@rule("__iter__")
+def _iter(call: Call) -> Any:
+    return iter(call.args[0].unbind(0))
 
 
 @rule("index_select")
-def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    dim, index = _given(args, kwargs, "dim", "index")
-    dim = positive(dim, len(x.whole))
-    if dim == x.cut.dim:
+def _index_select(call: Call) -> Any:
+    x, index = need(call["input"]), call["index"]
+    dim = positive(call["dim"], len(x.whole))
+    if dim == x.cut.dim or isinstance(index, Split):
         raise Unknown
     return like(x, x.local.index_select(dim, index), x.cut)
 
 
 @rule("__getitem__")
-def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    if any(isinstance(i, Split) for i in index):
+def _getitem(call: Call) -> Any:
+    x, asked = need(call.args[0]), call.args[1]
+    index = tuple(_as_tensor(i) for i in (asked if isinstance(asked, tuple) else (asked,)))
+    is_several = isinstance(asked, list) and any(not isinstance(i, int) for i in asked)  # torch reads it as a tuple
+    if is_several or any(isinstance(i, Split) for i in index):
         raise Unknown
     index = _spelt_out(index, len(x.whole))
     at = _index_of_dim(index, x.cut.dim)
@@ -102,6 +102,16 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
     x = narrowed(x, x.cut.dim, start, stop)
     index = (*index[:at], slice(None), *index[at + 1 :])
     return like(x, x.local[index], x.cut.at(_place_after(index, at)))
+
+
+def _as_tensor(index: Any) -> Any:
+    """Lists and arrays index as tensors do; `range` and the like are torch's to read."""
+    if isinstance(index, list) and not any(isinstance(i, Tensor) for i in tree_flatten(index)[0]):
+        return torch.as_tensor(index)
+    known = index is None or index is Ellipsis or isinstance(index, int | slice | Tensor)
+    if not known or (isinstance(index, Tensor) and index.dtype == torch.uint8):
+        raise Unknown
+    return index
 
 
 def _spelt_out(index: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
@@ -131,45 +141,60 @@ def _index_of_dim(index: tuple[Any, ...], dim: int) -> int:
 
 def _place_after(index: tuple[Any, ...], at: int) -> int:
     """Where the dimension of entry `at` stands in the result; more than one index tensor has no rule."""
-    tensors = [i for i in index if isinstance(i, Tensor | list)]
+    tensors = [i for i in index if isinstance(i, Tensor)]
     if len(tensors) > 1 or (tensors and any(isinstance(i, int) for i in index)):
         raise Unknown
     place = 0
     for i in index[:at]:
-        if isinstance(i, Tensor | list):
-            place += 1 if isinstance(i, list) or i.dtype == torch.bool else i.dim()
+        if isinstance(i, Tensor):
+            place += 1 if i.dtype == torch.bool else i.dim()
         elif not isinstance(i, int):
             place += 1
     return place
 
 
-@rule(".shape", "size")
-def _shape(func: Any, args: Any, kwargs: Any) -> Any:
-    whole = torch.Size(args[0].whole)
-    given = (*args[1:], *kwargs.values())
-    return whole if not given or given[0] is None else whole[given[0]]
+@rule("size")
+def _size(call: Call) -> Any:
+    whole = torch.Size(call["input"].whole)
+    return whole if call["dim"] is None else whole[call["dim"]]
 
 
-@rule("numel", "nelement", "__len__", "dim", "ndimension", ".ndim")
-def _says(func: Any, args: Any, kwargs: Any) -> Any:
-    name, whole = func.__name__, args[0].whole
-    return math.prod(whole) if name in ("numel", "nelement") else whole[0] if name == "__len__" else len(whole)
+@rule("numel", "nelement", "__len__", "dim", "ndimension", ".ndim", ".shape")
+def _says(call: Call) -> Any:
+    name, (x,) = call.name, call.values()
+    if name == ".shape":
+        return torch.Size(x.whole)
+    return math.prod(x.whole) if name in ("numel", "nelement") else x.whole[0] if name == "__len__" else len(x.whole)
+
+
+@rule("stride")
+def _stride(call: Call) -> Any:
+    """Of the whole, laid out in memory as the piece is."""
+    x = call["input"]
+    order = sorted(range(len(x.whole)), key=lambda d: (-x.local.stride(d), d))
+    if not x.local.permute(order).is_contiguous():
+        raise Unknown
+    laid = torch.empty([x.whole[d] for d in order], device="meta").permute([order.index(d) for d in range(len(order))])
+    return laid.stride() if call["dim"] is None else laid.stride(call["dim"])
 
 
 @rule(".dtype", ".device", ".requires_grad", ".is_cuda", ".grad_fn", ".is_leaf", ".layout", ".is_meta", ".is_sparse",
       ".is_quantized", ".is_cpu", ".is_mps", ".is_nested", "is_floating_point", "is_complex", "get_device",
-      "element_size", "is_contiguous", "stride", "register_hook", "retain_grad", "new_zeros", "new_ones", "new_empty",
-      "new_full", "new_tensor", "is_inference", "storage_offset", "is_pinned")  # fmt: skip
-def _of_local(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(args[0].local, *args[1:], **kwargs)
+      "element_size", "is_contiguous", "register_hook", "retain_grad", "new_zeros", "new_ones", "new_empty",
+      "new_full", "new_tensor", "is_inference", "is_pinned")  # fmt: skip
+def _of_local(call: Call) -> Any:
+    x = call.args[0] if call.args else call.kwargs.get("input")
+    if not isinstance(x, Split) or any(isinstance(value, Split) for value in call.values() if value is not x):
+        raise Unknown
+    return call.replacing(lambda value: x.local if value is x else value)
 
 
 @rule("__repr__", "__str__", "__format__")
-def _repr(func: Any, args: Any, kwargs: Any) -> Any:
-    x = args[0]
+def _repr(call: Call) -> Any:
+    x = call.args[0]
     return f"Split({list(x.whole)}, dimension {x.cut.dim} over {x.wire.size} ranks, here {list(x.local.shape)})"
 
 
 @rule("__hash__")
-def _hash(func: Any, args: Any, kwargs: Any) -> Any:
-    return id(args[0])
+def _hash(call: Call) -> Any:
+    return id(call.args[0])

@@ -14,10 +14,10 @@ from torch import Tensor
 from paceline.place.tensor.cut import Cut, even_cut
 from paceline.place.tensor.rules_math import own_draws
 from paceline.place.tensor.rules_shape import like, positive
-from paceline.place.tensor.split import Split, Unknown, derived, heard, on_whole, operand, rule, split_in
+from paceline.place.tensor.split import Call, Split, Unknown, derived, heard, on_whole, operand, rule, split_in
 from paceline.place.tensor.wire import Wire, copy_in, reduce_out, scatter, take_own
+from paceline.signatures import read_call
 
-_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 Attend = Callable[..., Tensor]
 """Attention on this rank's heads: `heads` is the queries as they are cut, None where all are here."""
 
@@ -50,9 +50,8 @@ def own_piece(x: Any, cut: Cut, dim: int, wire: Wire) -> Tensor:
 
 
 @rule("linear")
-def _linear(func: Any, args: Any, kwargs: Any) -> Any:
-    given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
-    x, weight, bias = given["input"], given["weight"], given.get("bias")
+def _linear(call: Call) -> Any:
+    x, weight, bias = call["input"], call["weight"], call["bias"]
     wire, _ = derived(t for t in (x, weight, bias) if isinstance(t, Split))
     if isinstance(weight, Split) and weight.cut.dim == 0:
         own = None if bias is None else own_piece(bias, weight.cut, -1, wire)
@@ -70,10 +69,14 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Any:
     return like(x, F.linear(x.local, copy_in(weight, wire), own), x.cut)
 
 
-@rule("matmul", "__matmul__", "mm", "bmm", "__rmatmul__")
-def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
-    a, b = args[:2] if func.__name__ != "__rmatmul__" else (args[1], args[0])
-    if a.dim() < 2 or b.dim() < 2:
+@rule("matmul", "__matmul__", "__rmatmul__", "mm", "bmm")
+def _matmul(call: Call) -> Any:
+    a, b = call["input"], call["mat2" if call.name in ("mm", "bmm") else "other"]
+    if (
+        a.dim() < 2
+        or b.dim() < 2
+        or (call.name in ("mm", "bmm") and (a.dim(), b.dim()) != (2 + (call.name == "bmm"),) * 2)
+    ):
         raise Unknown
     wire, origins = derived(t for t in (a, b) if isinstance(t, Split))
     if _at(a) == -1 or _at(b) == -2:
@@ -96,9 +99,9 @@ def _at(x: Any) -> int:
 
 
 @rule("addmm")
-def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
-    bias, a, b = args[:3]
-    if kwargs or len(args) > 3:
+def _addmm(call: Call) -> Any:
+    bias, a, b = call["input"], call["mat1"], call["mat2"]
+    if call["beta"] != 1 or call["alpha"] != 1:
         raise Unknown
     if not (isinstance(b, Split) and _at(b) == -1):
         return torch.matmul(a, b) + bias
@@ -107,14 +110,19 @@ def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @rule("einsum")
-def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
-    equation, operands = args[0], list(args[1:])
+def _einsum(call: Call) -> Any:
+    equation, operands = call["equation"], call["operands"]
     if not isinstance(equation, str) or "." in equation or "->" not in equation:
         raise Unknown
     ins, out = equation.replace(" ", "").split("->")
     words = ins.split(",")
-    first = next(t for t in operands if isinstance(t, Split))
-    letter = words[operands.index(first)][first.cut.dim]
+    if len(words) != len(operands):
+        raise Unknown
+    at, first = next((n, t) for n, t in enumerate(operands) if isinstance(t, Split))
+    letter = words[at][first.cut.dim]
+    if any(w.count(letter) > 1 or (letter in w and t.shape[w.index(letter)] != first.cut.size)
+           for w, t in zip(words, operands, strict=True)):  # fmt: skip
+        raise Unknown  # a diagonal, or one entry that spreads
     own = []
     for word, value in zip(words, operands, strict=True):
         if letter in word:
@@ -129,20 +137,19 @@ def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @rule("embedding")
-def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
+def _embedding(call: Call) -> Any:
     """Rows cut: each rank looks up what it holds, and the sum is exact, since all others add zero."""
-    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    ids, weight = given["input"], given["weight"]
-    if not isinstance(weight, Split) or isinstance(ids, Split) or given.get("max_norm") or given.get("sparse"):
+    ids, weight, padding = call["input"], call["weight"], call["padding_idx"]
+    if not isinstance(weight, Split) or isinstance(ids, Split) or call["max_norm"] is not None or call["sparse"]:
+        raise Unknown
+    if call["scale_grad_by_freq"]:
         raise Unknown
     if weight.cut.dim == 1:
-        made = F.embedding(ids, weight.local, given.get("padding_idx"))
+        made = F.embedding(ids, weight.local, padding)
         return Split.of(made, weight.cut.at(made.dim() - 1), weight.wire, origins=weight.origins)
-    if len(weight.cut.sections) > 1 or given.get("scale_grad_by_freq"):
+    if len(weight.cut.sections) > 1:
         raise Unknown
     start, stop = weight.cut.ranges(weight.wire.rank)[0]
-    padding = given.get("padding_idx")
     if padding is not None:
         padding = positive(padding, weight.cut.size)
     elsewhere = (ids < start) | (ids >= stop)
@@ -160,8 +167,8 @@ def _check_ids(ids: Tensor, size: int) -> None:
 
 
 @rule("scaled_dot_product_attention")
-def _attention(func: Any, args: Any, kwargs: Any) -> Any:
-    return _own_heads(_attend, args, kwargs)
+def _attention(call: Call) -> Any:
+    return _own_heads(_attend, call.given)
 
 
 def attention_by(attend: Attend, args: Any, kwargs: Any) -> Any:
@@ -170,24 +177,29 @@ def attention_by(attend: Attend, args: Any, kwargs: Any) -> Any:
     Where no rule keeps the cut, it is given the whole.
     """
 
-    def on_all(query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor:
-        given = dict(zip(_ATTENTION[3:], more, strict=False)) | named
-        return attend(query, key, value, heads=None, **given)
+    name = F.scaled_dot_product_attention.__name__
+    given = read_call(name, args, kwargs)
+    if given is None:
+        return F.scaled_dot_product_attention(*args, **kwargs)  # which says what is wrong with it
 
-    if not split_in(args, kwargs):
-        return on_all(*args, **kwargs)
+    def on_all(**given: Any) -> Tensor:
+        return attend(given.pop("query"), given.pop("key"), given.pop("value"), heads=None, **given)
+
+    if not split_in((), given):
+        return on_all(**given)
     try:
-        return _own_heads(attend, args, kwargs)
+        return _own_heads(attend, given)
     except Unknown as unknown:
-        return on_whole(on_all, args, kwargs, name=F.scaled_dot_product_attention.__name__, misfit=unknown.misfit)
+        return on_whole(on_all, (), given, name=name, misfit=unknown.misfit)
 
 
-def _own_heads(attend: Attend, args: Any, kwargs: Any) -> Split:
-    given = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
-    q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+def _own_heads(attend: Attend, given: dict[str, Any]) -> Split:
+    q, k, v, mask = given["query"], given["key"], given["value"], given["attn_mask"]
     if not isinstance(q, Split) or len(q.whole) - q.cut.dim < 3:
         raise Unknown
-    groups = given.get("enable_gqa", False) and q.whole[-3] != k.shape[-3]
+    if min(q.cut.held(rank) for rank in range(q.cut.ranks)) == 0:
+        raise Unknown  # where nothing is attended to, backward takes another way, and would not meet the others
+    groups = given["enable_gqa"] and q.whole[-3] != k.shape[-3]
     dim = q.cut.dim - len(q.whole)
     wire, origins = derived(t for t in (q, k, v) if isinstance(t, Split))
     own_k, own_v = (_keys(x, q, dim, grouped=groups) for x in (k, v))
@@ -197,9 +209,9 @@ def _own_heads(attend: Attend, args: Any, kwargs: Any) -> Split:
         own_v,
         heads=q,
         attn_mask=operand(mask, of=q, dim=dim),
-        dropout_p=given.get("dropout_p", 0.0),
-        is_causal=given.get("is_causal", False),
-        scale=given.get("scale"),
+        dropout_p=given["dropout_p"],
+        is_causal=given["is_causal"],
+        scale=given["scale"],
         enable_gqa=q.local.shape[-3] != own_k.shape[-3],
     )
     return Split.of(made, q.cut, wire, origins=origins)
@@ -245,11 +257,12 @@ def _dropped(q: Split, k: Tensor, v: Tensor, p: float, given: dict[str, Any]) ->
 
 
 @rule("baddbmm")
-def _baddbmm(func: Any, args: Any, kwargs: Any) -> Any:
+def _baddbmm(call: Call) -> Any:
     """Batches cut alike in all three."""
-    first = next((t for t in args[1:3] if isinstance(t, Split)), None)
-    if first is None or len(args) > 3 or _at(first) != -3:
+    operands = [call[name] for name in ("input", "batch1", "batch2")]
+    first = next((t for t in operands[1:] if isinstance(t, Split)), None)
+    if first is None or _at(first) != -3:
         raise Unknown
-    wire, origins = derived(t for t in args if isinstance(t, Split))
-    own = [operand(t, of=first, dim=-3) for t in args]
-    return Split.of(torch.baddbmm(*own, **kwargs), first.cut, wire, origins=origins)
+    wire, origins = derived(t for t in operands if isinstance(t, Split))
+    own = [operand(t, of=first, dim=-3) for t in operands]
+    return Split.of(torch.baddbmm(*own, beta=call["beta"], alpha=call["alpha"]), first.cut, wire, origins=origins)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.place.tensor.cut import Cut, Misfit, reshaped
-from paceline.place.tensor.split import Split, Unknown, derived, rule
+from paceline.place.tensor.split import Call, Split, Unknown, derived, rule
 from paceline.place.tensor.wire import take_own
 
 
@@ -28,16 +28,6 @@ def need(value: Any) -> Split:
     return value
 
 
-def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """`f(x, 2, 3)`, `f(x, (2, 3))` and `f(x, size=(2, 3))` alike."""
-    given = args[1:] or tuple(kwargs.values())
-    if len(given) == 1 and isinstance(given[0], tuple | list | torch.Size):
-        given = tuple(given[0])
-    if not all(isinstance(n, int) for n in given):
-        raise Unknown
-    return list(given)
-
-
 def viewed(x: Split, sizes: list[int], func: Any = torch.reshape) -> Split:
     """Read as another shape."""
     if -1 in sizes:
@@ -55,32 +45,32 @@ def viewed(x: Split, sizes: list[int], func: Any = torch.reshape) -> Split:
     return like(x, func(x.local, local), cut)
 
 
-@rule("view", "reshape")
-def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    if len(args) == 2 and isinstance(args[1], torch.dtype):
-        raise Unknown
-    return viewed(x, sizes_of(args, kwargs), Tensor.view if func.__name__ == "view" else torch.reshape)
+@rule("view")
+def _view(call: Call) -> Any:
+    return viewed(need(call["input"]), [*call["size"]], Tensor.view)
+
+
+@rule("reshape")
+def _reshape(call: Call) -> Any:
+    return viewed(need(call["input"]), [*call["shape"]])
 
 
 @rule("view_as", "reshape_as")
-def _view_as(func: Any, args: Any, kwargs: Any) -> Any:
-    return viewed(need(args[0]), list(args[1].shape))
+def _view_as(call: Call) -> Any:
+    return viewed(need(call["input"]), list(call["other"].shape))
 
 
 @rule("flatten")
-def _flatten(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    start = positive(args[1] if len(args) > 1 else kwargs.get("start_dim", 0), len(x.whole))
-    end = positive(args[2] if len(args) > 2 else kwargs.get("end_dim", -1), len(x.whole))
+def _flatten(call: Call) -> Any:
+    x = need(call["input"])
+    start, end = (positive(call[name], len(x.whole)) for name in ("start_dim", "end_dim"))
     return viewed(x, [*x.whole[:start], math.prod(x.whole[start : end + 1]), *x.whole[end + 1 :]])
 
 
 @rule("unflatten")
-def _unflatten(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    dim = positive(args[1] if len(args) > 1 else kwargs["dim"], len(x.whole))
-    sizes = list(args[2] if len(args) > 2 else kwargs["sizes"])
+def _unflatten(call: Call) -> Any:
+    x, sizes = need(call["input"]), list(call["sizes"])
+    dim = positive(call["dim"], len(x.whole))
     if -1 in sizes:
         sizes[sizes.index(-1)] = x.whole[dim] // -math.prod(sizes)
     return viewed(x, [*x.whole[:dim], *sizes, *x.whole[dim + 1 :]])
@@ -91,69 +81,75 @@ def _moved(x: Split, order: list[int]) -> Split:
 
 
 @rule("transpose", "swapaxes", "swapdims")
-def _transpose(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    a, b = (positive(d, len(x.whole)) for d in (*args[1:], *kwargs.values()))
+def _transpose(call: Call) -> Any:
+    x = need(call["input"])
+    a, b = (positive(call[name], len(x.whole)) for name in ("dim0", "dim1"))
     order = list(range(len(x.whole)))
     order[a], order[b] = order[b], order[a]
     return _moved(x, order)
 
 
 @rule("t", ".T", ".mT")
-def _t(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    if len(x.whole) != 2:
+def _t(call: Call) -> Any:
+    x = need(call.args[0] if call.args else call["input"])
+    last = len(x.whole) - 1
+    if last < 1 or (last > 1 and call.name != ".mT"):
         raise Unknown
-    return _moved(x, [1, 0])
+    return _moved(x, [*range(last - 1), last, last - 1])
 
 
 @rule("permute")
-def _permute(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    return _moved(x, [positive(d, len(x.whole)) for d in sizes_of(args, kwargs)])
+def _permute(call: Call) -> Any:
+    x = need(call["input"])
+    return _moved(x, [positive(d, len(x.whole)) for d in call["dims"]])
 
 
 @rule("movedim", "moveaxis")
-def _movedim(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
+def _movedim(call: Call) -> Any:
+    x = need(call["input"])
     marks = torch.empty([2 + d for d in range(len(x.whole))], device="meta")
-    return _moved(x, [n - 2 for n in func(marks, *args[1:], **kwargs).shape])
+    return _moved(x, [n - 2 for n in marks.movedim(call["source"], call["destination"]).shape])
 
 
 @rule("unsqueeze")
-def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    dim = args[1] if len(args) > 1 else kwargs["dim"]
-    dim = positive(dim, len(x.whole) + 1)
+def _unsqueeze(call: Call) -> Any:
+    x = need(call["input"])
+    dim = positive(call["dim"], len(x.whole) + 1)
     return like(x, x.local.unsqueeze(dim), x.cut.at(x.cut.dim + (dim <= x.cut.dim)))
 
 
 @rule("squeeze")
-def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    given = args[1] if len(args) > 1 else kwargs.get("dim", tuple(range(len(x.whole))))
-    asked = {positive(d, len(x.whole)) for d in (given if isinstance(given, tuple | list) else (given,))}
-    gone = sorted(d for d in asked if x.whole[d] == 1 and d != x.cut.dim)
+def _squeeze(call: Call) -> Any:
+    x = need(call["input"])
+    asked = {positive(d, len(x.whole)) for d in call.given.get("dim", range(len(x.whole)))}
+    gone = sorted(d for d in asked if x.whole[d] == 1)
+    if x.cut.dim in gone:
+        raise Unknown
     local = x.local.squeeze(tuple(gone)) if gone else x.local
     return like(x, local, x.cut.at(x.cut.dim - sum(d < x.cut.dim for d in gone)))
 
 
-@rule("expand", "broadcast_to", "expand_as")
-def _expand(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    sizes = list(args[1].shape) if func.__name__ == "expand_as" else sizes_of(args, kwargs)
+@rule("expand_as")
+def _expand_as(call: Call) -> Any:
+    return _expanded(need(call["input"]), list(call["other"].shape))
+
+
+@rule("expand", "broadcast_to")
+def _expand(call: Call) -> Any:
+    return _expanded(need(call["input"]), [*call["size"]])
+
+
+def _expanded(x: Split, sizes: list[int]) -> Split:
     at = x.cut.dim + len(sizes) - len(x.whole)
-    if sizes[at] not in (-1, x.cut.size):
+    if at < 0 or sizes[at] not in (-1, x.cut.size):
         raise Unknown
     sizes[at] = -1
     return like(x, x.local.expand(sizes), x.cut.at(at))
 
 
 @rule("repeat_interleave")
-def _repeat_interleave(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    times = args[1] if len(args) > 1 else kwargs["repeats"]
-    dim = args[2] if len(args) > 2 else kwargs.get("dim")
+def _repeat_interleave(call: Call) -> Any:
+    x, times, dim = need(call["input"]), call["repeats"], call["dim"]
     if not isinstance(times, int) or dim is None:
         raise Unknown
     dim = positive(dim, len(x.whole))
@@ -163,18 +159,21 @@ def _repeat_interleave(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule("contiguous", "clone", "detach", "to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda",
       "zeros_like", "ones_like", "full_like", "requires_grad_", ".data")  # fmt: skip
-def _same(func: Any, args: Any, kwargs: Any) -> Any:
-    x = need(args[0])
-    rest = [a.local if isinstance(a, Split) else a for a in args[1:]]
-    made = x.local.data if func.__name__ == "__get__" else func(x.local, *rest, **kwargs)
+def _same(call: Call) -> Any:
+    x = next(value for value in call.values() if isinstance(value, Split))
+    if call.args[:1] != (x,) and call.kwargs.get("input") is not x:
+        raise Unknown  # `whole.to(cut)`, `whole.type_as(cut)`
+    made = call.replacing(lambda value: value.local if isinstance(value, Split) else value)
+    if not isinstance(made, Tensor):
+        return made  # the name of its type
     return x if made is x.local else like(x, made, x.cut)
 
 
 @rule("cat", "concat", "concatenate")
-def _cat(func: Any, args: Any, kwargs: Any) -> Any:
-    tensors = [t for t in (args[0] if args else kwargs["tensors"]) if t.dim() != 1 or len(t)]  # torch skips them too
+def _cat(call: Call) -> Any:
+    tensors = [t for t in call["tensors"] if t.dim() != 1 or len(t)]  # torch skips them too
     first = next(t for t in tensors if isinstance(t, Split))
-    dim = positive(args[1] if len(args) > 1 else kwargs.get("dim", 0), len(first.whole))
+    dim = positive(call["dim"], len(first.whole))
     if any(isinstance(t, Split) and t.cut.dim != first.cut.dim for t in tensors):
         raise Unknown
     wire, origins = derived(t for t in tensors if isinstance(t, Split))
@@ -188,10 +187,10 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @rule("stack")
-def _stack(func: Any, args: Any, kwargs: Any) -> Any:
-    tensors = list(args[0] if args else kwargs["tensors"])
+def _stack(call: Call) -> Any:
+    tensors = list(call["tensors"])
     first = next(t for t in tensors if isinstance(t, Split))
-    dim = positive(args[1] if len(args) > 1 else kwargs.get("dim", 0), len(first.whole) + 1)
+    dim = positive(call["dim"], len(first.whole) + 1)
     wire, origins = derived(t for t in tensors if isinstance(t, Split))
     cut = first.cut.at(first.cut.dim + (dim <= first.cut.dim))
     return Split.of(torch.stack([_piece(t, first) for t in tensors], dim), cut, wire, origins=origins)
@@ -199,7 +198,9 @@ def _stack(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _piece(tensor: Tensor, of: Split) -> Tensor:
     if isinstance(tensor, Split):
-        if tensor.cut != of.cut:
+        if tensor.cut != of.cut or len(tensor.whole) != len(of.whole):
             raise Unknown
         return tensor.local
+    if tensor.dim() != len(of.whole) or tensor.shape[of.cut.dim] != of.cut.size:
+        raise Unknown
     return take_own(tensor, of.cut, of.wire)

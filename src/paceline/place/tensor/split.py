@@ -6,6 +6,7 @@ does, computes what it computes in one process.
 
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch.autograd import function as autograd_function
 from paceline.errors import LayoutError
 from paceline.place.tensor.cut import Cut, Misfit
 from paceline.place.tensor.wire import Wire, copy_in, gather, take_own
-from paceline.torch_private import hollow_tensor, transforming, tree_flatten, tree_unflatten
+from paceline.signatures import SIGNATURES, read_call
+from paceline.torch_private import hollow_tensor, transforming, tree_flatten, tree_unflatten, version
 
-Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-RULES: dict[str, Rule] = {}
+RULES: dict[str, "Rule"] = {}
 TRANSFORM = " inside of torch.func"
 AUTOGRAD = autograd_function.__file__
 
@@ -32,6 +33,42 @@ class Unknown(Exception):
         self.misfit = misfit
 
 
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a torch function: as it was spelt, and its arguments by name where the table has its signature."""
+
+    func: Any
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        """Return an argument by the name of its parameter."""
+        return self.given[name]
+
+    def values(self) -> list[Any]:
+        """Return every argument, in whichever place it was given."""
+        return [*self.args, *self.kwargs.values()]
+
+    def replacing(self, change: Callable[[Any], Any]) -> Any:
+        """Call the function in the same spelling with other arguments."""
+        named = {key: change(value) for key, value in self.kwargs.items()}
+        return self.func(*(change(value) for value in self.args), **named)
+
+
+Rule = Callable[[Call], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """A whole tensor that was put together, how often it had been written to then, and the piece that it is of."""
+
+    whole: Tensor
+    written: int
+    of: int
+
+
 class Split(Tensor):
     """This rank's piece `local` of a tensor of shape `whole`, cut as `cut`; `origins` are the parameters it is of."""
 
@@ -40,7 +77,7 @@ class Split(Tensor):
     wire: Wire
     origins: frozenset[str]
     whole: tuple[int, ...]
-    joined: dict[tuple[bool, bool], Tensor]
+    joined: dict[tuple[bool, bool], "Joined"]
 
     @staticmethod
     def of(local: Tensor, cut: Cut, wire: Wire, *, origins: Iterable[str] = ()) -> "Split":
@@ -52,26 +89,33 @@ class Split(Tensor):
         return made
 
     def gathered(self, *, partial: bool = False) -> Tensor:
-        """The whole tensor, put together once."""
+        """The whole tensor, put together once, and again where the piece was written to since."""
         key = (partial, torch.is_grad_enabled())
-        if key not in self.joined:
-            self.joined[key] = gather(self.local, self.cut, self.wire, partial=partial)
-        return self.joined[key]
+        known = self.joined.get(key)
+        if known is None or known.of != version(self.local):
+            whole = gather(self.local, self.cut, self.wire, partial=partial)
+            known = self.joined[key] = Joined(whole=whole, written=version(whole), of=version(self.local))
+        return known.whole
+
+    def refuse_lost_writes(self) -> None:
+        """Refuse what wrote in place to a view of the whole, which the piece knows nothing of."""
+        if any(version(known.whole) != known.written for known in self.joined.values()) and not listens(self):
+            raise _writes_in_place("a view of it, made by a function without a rule,", self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply a torch function: by its rule, or on the whole."""
         kwargs = kwargs or {}
         name = name_of(func)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Split) and value.joined:
+                value.refuse_lost_writes()
         if transforming() and not name.startswith("."):
             return _seen_by_transform(func, args, kwargs, name=name)
         if not torch.is_grad_enabled() and not name.startswith("."):
             _refuse_own_autograd()
-        rule = RULES.get(name)
-        if rule is None:
-            return on_whole(func, args, kwargs, name=name)
         try:
-            return rule(func, args, kwargs)
+            return _by_rule(func, args, kwargs, name=name)
         except Unknown as unknown:
             return on_whole(func, args, kwargs, name=name, misfit=unknown.misfit)
 
@@ -87,10 +131,23 @@ class Split(Tensor):
         )
 
 
+def _by_rule(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
+    """Raise `Unknown` where there is no rule, or where its signature does not fit the call."""
+    rule = RULES.get(name)
+    given = read_call(name, args, kwargs) if name in SIGNATURES else {}
+    if rule is None or given is None:
+        raise Unknown
+    return rule(Call(func=func, name=name, args=tuple(args), kwargs=kwargs, given=given))
+
+
 def name_of(func: Any) -> str:
     """What a rule is found by: a function's or method's own name, or `.name` for an attribute."""
     name: str = getattr(func, "__name__", "")
-    return f".{func.__self__.__name__}" if name == "__get__" else name
+    if name != "__get__":
+        return name
+    read: Any = func.__self__
+    read = read.fget if isinstance(read, property) else read
+    return f".{read.__name__}"
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -111,18 +168,37 @@ def split_in(args: Any, kwargs: Any) -> list[Split]:
 
 
 def on_whole(func: Any, args: Any, kwargs: Any, *, name: str, misfit: Misfit | None = None) -> Any:
-    """Put together what is cut, and apply the function to that."""
+    """Put together what is cut, and apply the function to that.
+
+    Raises:
+        LayoutError: the function wrote to what was put together, in whichever argument; the pieces would not have it.
+    """
     splits = split_in(args, kwargs)
-    if _writes(name) and args and isinstance(args[0], Split) and not listens(splits[0]):
-        raise LayoutError(
-            f"{name.strip('.')} writes in place into a tensor of which each tensor-parallel rank holds a piece.",
-            hint="keep the module that does it whole: --place.replicate ITS_NAME",
-        )
     for split in splits:
         heard(split, name, misfit)
+    if name == "__set__":
+        if not listens(splits[0]):
+            raise _writes_in_place(f"{func.__self__.__name__} = ...", splits[0])
+        return None
     leaves, shape = tree_flatten((args, kwargs))
-    args, kwargs = tree_unflatten([leaf.gathered() if isinstance(leaf, Split) else leaf for leaf in leaves], shape)
-    return func(*args, **kwargs)
+    wholes = [leaf.gathered() if isinstance(leaf, Split) else leaf for leaf in leaves]
+    before = [version(whole) for whole in wholes if isinstance(whole, Tensor)]
+    args, kwargs = tree_unflatten(wholes, shape)
+    made = func(*args, **kwargs)
+    after = [version(whole) for whole in wholes if isinstance(whole, Tensor)]
+    cut = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    for leaf, then, now in zip(cut, before, after, strict=True):
+        if isinstance(leaf, Split) and then != now and not listens(leaf):
+            raise _writes_in_place(name.strip("."), leaf)
+    return made
+
+
+def _writes_in_place(what: str, split: Split) -> LayoutError:
+    return LayoutError(
+        f"{what} writes in place into a tensor of which each tensor-parallel rank holds a piece "
+        f"({', '.join(sorted(split.origins)[:2]) or 'an activation'}).",
+        hint="keep the module that does it whole: --place.replicate ITS_NAME",
+    )
 
 
 def _seen_by_transform(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
@@ -181,12 +257,6 @@ def heard(split: Split, name: str, misfit: Misfit | None = None) -> None:
     split.wire.tell(f"{of} is put together for {name.strip('.')}: right, only slower")
 
 
-def _writes(name: str) -> bool:
-    return name in ("__setitem__", ".__set__") or (
-        name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    )
-
-
 def derived(splits: Iterable[Split]) -> tuple[Wire, frozenset[str]]:
     """The wire, and every parameter that they are of."""
     found = list(splits)
@@ -207,8 +277,8 @@ def operand(value: Any, *, of: Split, dim: int) -> Any:
         if value.cut.dim - len(value.whole) != dim or value.cut.sections != of.cut.sections:
             raise Unknown
         return value.local
-    if of.cut.size == 1 and value.dim() >= -dim and value.shape[dim] > 1:
-        raise Unknown
-    if value.dim() >= -dim and value.shape[dim] == of.cut.size and of.cut.size > 1:
-        return take_own(value, of.cut.at(value.dim() + dim), of.wire)
-    return copy_in(value, of.wire)
+    if value.dim() < -dim or value.shape[dim] == 1:
+        return copy_in(value, of.wire)
+    if value.shape[dim] != of.cut.size:
+        raise Unknown  # a cut of one entry, which spreads; or a mistake that is torch's to tell
+    return take_own(value, of.cut.at(value.dim() + dim), of.wire)

@@ -20,7 +20,7 @@ class Meeting:
 
     def exchange(self, rank: int, value: Tensor) -> list[Tensor]:
         """Everybody's value, in the order of ranks."""
-        self._slots[rank] = value
+        self._slots[rank] = value.clone()  # who said it may write to it before everybody has read it
         self._gate.wait()
         found = list(self._slots)
         self._gate.wait()

@@ -1,0 +1,222 @@
+"""The signatures of the torch functions that are answered here, and the reader of a call in any of its spellings.
+
+torch takes `x.flip(1, 2)`, `x.flip((1, 2))`, `torch.flip(x, dims=[1, 2])` and `x.sum(axis=-1)` alike. Whoever answers a
+function reads its arguments here, by name, so that no answer knows one spelling only.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TABLE = """
+addmm(input, mat1, mat2, *, beta=1, alpha=1)
+all(input) ; all(input, dim, keepdim=False) ; all(input, *, keepdim=False)
+amax(input, dim=(), keepdim=False)
+amin(input, dim=(), keepdim=False)
+any(input) ; any(input, dim, keepdim=False) ; any(input, *, keepdim=False)
+arange(end) ; arange(start, end, step=1)
+argmax(input, dim=None, keepdim=False)
+baddbmm(input, batch1, batch2, *, beta=1, alpha=1)
+bmm(input, mat2)
+broadcast_to(input, *size)
+cat(tensors, dim=0)
+chunk(input, chunks, dim=0)
+concat(tensors, dim=0)
+concatenate(tensors, dim=0)
+cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean',
+    label_smoothing=0.0)
+cumsum(input, dim, *, dtype=None)
+dropout(input, p=0.5, training|train=True, inplace=False)
+einsum(equation, *operands)
+embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False)
+expand(input, *size, implicit=False)
+expand_as(input, other)
+flatten(input, start_dim=0, end_dim=-1)
+flip(input, *dims)
+index_select(input, dim, index)
+layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-05, cudnn_enable=True)
+linear(input, weight, bias=None)
+linalg_vector_norm(input, ord=2, dim=None, keepdim=False, *, dtype=None)
+log_softmax(input, dim=None, _stacklevel=3, dtype=None) ; log_softmax(input, dim, dtype=None)
+logsumexp(input, dim, keepdim=False)
+matmul(input, other)
+__matmul__(input, other)
+__rmatmul__(other, input)
+max(input) ; max(input, other) ; max(input, dim, keepdim=False)
+mean(input, *, dtype=None) ; mean(input, dim, keepdim=False, *, dtype=None)
+min(input) ; min(input, other) ; min(input, dim, keepdim=False)
+mm(input, mat2)
+moveaxis(input, source, destination)
+movedim(input, source, destination)
+narrow(input, dim, start, length)
+nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean')
+norm(input, p='fro', dim=None, keepdim=False, dtype=None) ; norm(input, p, dim, keepdim, out, dtype=None)
+permute(input, *dims)
+prod(input, *, dtype=None) ; prod(input, dim, keepdim=False, *, dtype=None)
+repeat_interleave(input, repeats, dim=None, *, output_size=None)
+reshape(input, *shape)
+reshape_as(input, other)
+rms_norm(input, normalized_shape, weight=None, eps=None)
+scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None,
+    enable_gqa=False)
+select(input, dim, index)
+size(input, dim=None)
+softmax(input, dim=None, _stacklevel=3, dtype=None) ; softmax(input, dim, dtype=None)
+sort(input, dim=-1, descending=False) ; sort(input, *, stable, dim=-1, descending=False)
+split(input|tensor, split_size|split_size_or_sections|split_sizes, dim=0)
+split_with_sizes(input, split_size|split_sizes, dim=0)
+squeeze(input) ; squeeze(input, *dim)
+stack(tensors, dim=0)
+std(input, dim, unbiased=True, keepdim=False) ; std(input, unbiased=True)
+std(input, dim=None, *, correction=1, keepdim=False)
+stride(input, dim=None)
+sum(input, *, dtype=None) ; sum(input, dim, keepdim=False, *, dtype=None)
+swapaxes(input, dim0|axis0, dim1|axis1)
+swapdims(input, dim0, dim1)
+t(input)
+tensor_split(input, number|indices_or_sections|tensor_indices_or_sections|indices|sections, dim=0)
+topk(input, k, dim=-1, largest=True, sorted=True)
+transpose(input, dim0, dim1)
+unbind(input, dim=0)
+unflatten(input, dim, sizes)
+unsqueeze(input, dim)
+var(input, dim, unbiased=True, keepdim=False) ; var(input, unbiased=True)
+var(input, dim=None, *, correction=1, keepdim=False)
+view(input, *size|shape)
+view_as(input, other)
+"""
+_NUMPY = {
+    "axis": "dim",
+    "keepdims": "keepdim",
+    "x": "input",
+    "a": "input",
+    "x1": "input",
+    "x2": "other",
+    "self": "input",
+}
+_REQUIRED = object()
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+
+
+def _are_ints(value: Any) -> bool:
+    return _is_int(value) or value is None or (isinstance(value, tuple | list) and all(_is_int(n) for n in value))
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_dtype(value: Any) -> bool:
+    return value is None or isinstance(value, torch.dtype)
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("input", "other", "mat1", "mat2", "batch1", "batch2"), lambda value: isinstance(value, Tensor)),
+    **dict.fromkeys(("dim", "dims", "size", "shape", "sizes", "source", "destination"), _are_ints),
+    **dict.fromkeys(("dim0", "dim1", "start_dim", "end_dim", "_stacklevel"), _is_int),
+    **dict.fromkeys(("keepdim", "unbiased", "descending", "largest", "training", "inplace"), _is_bool),
+    "dtype": _is_dtype,
+    "out": lambda value: value is None,
+}
+"""What a parameter may be, where that tells one form of a function from another or a reader relies on it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter: its names (the first is the one that readers use), and whether it takes all that is left."""
+
+    names: tuple[str, ...]
+    default: Any = _REQUIRED
+    is_many: bool = False
+
+    def takes(self, value: Any) -> bool:
+        """Whether such a value is meant for it; a default always is."""
+        fits = _KINDS.get(self.names[0])
+        return fits is None or value is self.default or fits(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """One form of a function."""
+
+    ordered: tuple[Parameter, ...]
+    named: tuple[Parameter, ...]
+
+    def read(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Every argument by its parameter's name, with defaults; None where the call is not of this form."""
+        given, rest, left = dict[str, Any](), list(args), dict(kwargs)
+        for parameter in (*self.ordered, *self.named):
+            name = parameter.names[0]
+            if parameter in self.named or not rest:
+                keys = [key for key in left if key in parameter.names or _NUMPY.get(key) == name]
+                if len(keys) > 1 or (not keys and parameter.default is _REQUIRED):
+                    return None
+                given[name] = left.pop(keys[0]) if keys else parameter.default
+                if parameter.is_many and keys:
+                    given[name] = _many([given[name]])
+            elif parameter.is_many:
+                given[name], rest = _many(rest), []
+            else:
+                given[name] = rest.pop(0)
+            if not parameter.takes(given[name]):
+                return None
+        return None if rest or left else given
+
+
+def _many(values: list[Any]) -> Any:
+    """`f(x, 1, 2)` and `f(x, (1, 2))` alike."""
+    return tuple(values[0]) if len(values) == 1 and isinstance(values[0], tuple | list) else tuple(values)
+
+
+def _signature(text: str) -> tuple[str, Signature]:
+    name, _, inside = text.strip().removesuffix(")").partition("(")
+    ordered: list[Parameter] = []
+    named: list[Parameter] = []
+    for part in (part.strip() for part in inside.replace("()", "None").split(",")):
+        into = named if named or (ordered and ordered[-1].names == ("*",)) else ordered
+        names, _, default = part.partition("=")
+        is_many = names.startswith("*") and names != "*"
+        made = Parameter(
+            names=tuple(names.lstrip("*").split("|")) if names != "*" else ("*",),
+            default=_VALUES[default] if default else _REQUIRED,
+            is_many=is_many,
+        )
+        into.append(made)
+    return name, Signature(ordered=tuple(p for p in ordered if p.names != ("*",)), named=tuple(named))
+
+
+_VALUES = {
+    **{str(value): value for value in (None, True, False, -100, -1, 0, 1, 2, 3, 0.0, 0.5, 2.0, 1e-05)},
+    "'mean'": "mean",
+    "'fro'": "fro",
+}
+
+
+def _table() -> dict[str, tuple[Signature, ...]]:
+    found: dict[str, list[Signature]] = {}
+    for text in _TABLE.replace("\n    ", " ").replace(";", "\n").strip().splitlines():
+        name, signature = _signature(text)
+        found.setdefault(name, []).append(signature)
+    return {name: tuple(forms) for name, forms in found.items()}
+
+
+SIGNATURES = _table()
+"""By name; several where a function has several forms."""
+
+
+def read_call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Read a call of the function of this name: its arguments by the first name of each parameter.
+
+    None where no form in the table fits, as with `out=`: then torch alone knows what it means.
+    """
+    for signature in SIGNATURES[name]:
+        given = signature.read(args, kwargs)
+        if given is not None:
+            return given
+    return None
