@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import __version__
-from paceline.errors import ExitCode, PacelineError, UsageError
+from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
 from paceline.spec.words import did_you_mean
 from paceline.talk import flush, replace_closed, say
 
@@ -143,6 +143,7 @@ def _options(verb: str, cls: type, words: list[str]) -> Any:
     from paceline.verbs.misfits import misplaced
 
     known = _known_flags(cls)
+    problems: list[PacelineError] = []
     for word, then in zip(words, [*words[1:], ""], strict=False):
         flag, equals, value = word.partition("=")
         name = flag[2:].replace("-", "_")
@@ -151,7 +152,8 @@ def _options(verb: str, cls: type, words: list[str]) -> Any:
             is_letter = f"{name}s" in known  # --rank is --ranks rather than an option of powersgd
             found = None if is_letter else misplaced(verb, flag, value if equals or then.startswith("--") else then)
             cause, hint = found or (cause, f"paceline {verb} --help")
-            raise UsageError(f"{verb} has no option {flag}.", cause=cause, hint=hint)
+            problems.append(UsageError(f"{verb} has no option {flag}.", cause=cause, hint=hint))
+    raise_all(problems)
     said = io.StringIO()
     try:
         with redirect_stdout(said), redirect_stderr(said):

@@ -2,6 +2,7 @@
 
 from paceline.errors import PacelineError, UsageError
 from paceline.spec.compress import method_with
+from paceline.spec.foreign_options import place_of
 from paceline.spec.read import Asked
 from paceline.spec.update import rule_with
 from paceline.spec.words import did_you_mean
@@ -38,11 +39,13 @@ def parameters_of_object(asked: Asked) -> list[PacelineError]:
 
 
 def misplaced(verb: str, flag: str, value: str) -> tuple[str, str] | None:
-    """Likely cause and line to type, where an option of an update rule was typed as one of the verb's."""
+    """Likely cause and line to type, where the option is another tool's, or stands behind an option of ours."""
     name = flag.removeprefix("--")
     if verb == "compare" and name in ("update", "updates", "compress"):
         cause = "layouts are compared with --update sync; update rules and ways to compress as runs that were trained"
         return cause, "paceline train JOB for each, then paceline compare RUN RUN"
+    if (place := place_of(flag, value)) is not None:
+        return place
     said = f"{name}={value}" if value else name
     rule, method = rule_with(name), method_with(name)
     if rule is not None:
