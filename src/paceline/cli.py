@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline import __version__
 from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
-from paceline.spec.words import did_you_mean
+from paceline.spec.words import did_you_mean, shortened
 from paceline.talk import flush, replace_closed, say
 
 _HELP = """\
@@ -181,7 +181,7 @@ def _refuse(error: PacelineError, *, as_json: bool) -> int:
     if as_json:
         say(json.dumps(error.as_json(), indent=1))
     else:
-        say(f"error: {error}", sys.stderr)
+        say("\n".join(map(shortened, f"error: {error}".splitlines())), sys.stderr)
     return int(error.exit_code)
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 
 KINDS = ("kill", "raise", "nan", "exit", "hang", "stop")
 POINTS = ("step", "save", "eval")
@@ -34,24 +34,43 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 
 
 def _parse(words: Sequence[str]) -> Fault:
+    text = " ".join(words)
     kind, *rest = words
     pairs = dict(word.partition("=")[::2] for word in rest)
+    is_twice = len(pairs) < len(rest)
     numbers = {name: pairs.pop(name, "") for name in ("rank", "step", "attempt")}
     point = pairs.pop("point", "step")
     numbers["attempt"] = numbers["attempt"] or "1"
-    if kind not in KINDS or point not in POINTS or pairs or not all(n.isdigit() for n in numbers.values()):
+    are_numbers = all(number.isdecimal() and number.isascii() for number in numbers.values())
+    if kind not in KINDS or point not in POINTS or pairs or is_twice or not are_numbers:
         raise UsageError(
-            f"the fault {' '.join(words)!r} is not understood.",
+            f"the fault {text!r} is not understood.",
             cause=f"kinds: {', '.join(KINDS)}; points: {', '.join(POINTS)}",
             hint='--faults "kill rank=1 step=50"',
         )
-    return Fault(
-        kind=kind,
-        rank=int(numbers["rank"]),
-        step=int(numbers["step"]),
-        point=point,
-        attempt=int(numbers["attempt"]),
-    )
+    rank, step, attempt = (int(numbers[name]) for name in ("rank", "step", "attempt"))
+    if not step or not attempt:
+        raise UsageError(f"the fault {text!r} never happens: steps and attempts count from 1.", hint="step=1")
+    return Fault(kind=kind, rank=rank, step=step, point=point, attempt=attempt)
+
+
+def refuse_idle_faults(faults: Sequence[Fault], *, ranks: int, steps: int | None) -> list[PacelineError]:
+    """Return the faults that can never happen on so many ranks, or in so many steps where that is known.
+
+    A drill that tests nothing would look as if it had passed.
+    """
+    problems: list[PacelineError] = []
+    for fault in faults:
+        if fault.rank >= ranks:
+            last = "rank 0 is the only one" if ranks == 1 else f"ranks are 0 to {ranks - 1}"
+            problems.append(
+                UsageError(f"the fault on rank {fault.rank} never happens: {last}.", hint=f"rank={ranks - 1}")
+            )
+        if steps is not None and fault.step > steps:
+            problems.append(
+                UsageError(f"the fault in step {fault.step} never happens: the run has {steps}.", hint=f"step={steps}")
+            )
+    return problems
 
 
 class Faults:

@@ -14,6 +14,27 @@ from tests.conftest import SMALL_JOB, Shop
 pytestmark = pytest.mark.one_worker  # they share SEEN
 SEEN: dict[str, str] = {}
 EARLY: dict[str, tuple[tuple[str, ...], str]] = {
+    "an empty job": (("train", ""), "the job is empty"),
+    "an empty run folder": (("train", "job.py", "--run-dir", ""), "--run-dir is empty: an unset variable?"),
+    "an empty run to resume": (("train", "job.py", "--resume="), "--resume is empty: an unset variable?"),
+    "a name that no file has": (("train", "x" * 300 + ".py"), "File name too long"),
+    "a run folder that no disk takes": (("train", "job.py", "--run-dir", "x" * 300), "300 bytes of at most 255"),
+    "a path that no disk takes": (("train", "job.py", "--run-dir", "x/" * 3000), "is no path"),
+    "another spelling of a choice": (("train", "job.py", "--train.precision", "FP32"), "did you mean 'fp32'"),
+    "a setting given twice": (("train", "job.py", "--seed", "1", "--seed", "2"), "seed is given twice: 1 and 2"),
+    "a seed without an end": (("train", "job.py", "--seed", str(10**30)), "does not fit into 64 bits"),
+    "a date in a file": (("train", "job.py", "--config", "date.toml"), 'tag = "1979-05-27", as text'),
+    "a file of brackets": (("train", "job.py", "--config", "deep.toml"), "deep.toml is nested too deeply"),
+    "a job of brackets": (("train", "deep.py"), "deep.py is nested too deeply"),
+    "a fault on no rank": (("train", "job.py", "--ranks", "2", "--faults", "kill rank=99 step=1"), "ranks are 0 to 1"),
+    "a fault before the first step": (("train", "job.py", "--faults", "kill rank=0 step=0"), "count from 1"),
+    "a fault in two steps": (("train", "job.py", "--faults", "kill rank=0 step=2 step=3"), "is not understood"),
+    "a fault after the last step": (
+        ("train", "job.py", "--train.steps", "3", "--faults", "kill rank=0 step=4"),
+        "the run has 3",
+    ),
+    "a model for a job": (("train", "model"), "is the folder of a model"),
+    "no place to watch": (("train", "job.py", "--watch.to", ":"), "names nothing to watch with"),
     "no verb of that name": (("trian", "job.py"), "did you mean 'train'"),
     "no such file": (("train", "nowhere.py"), "does not exist"),
     "a folder for a job": (("train", "."), "is a folder"),
@@ -116,7 +137,12 @@ def full_shop(shop: Shop) -> Shop:
     shop.write("broken.toml", "train = [\n")
     shop.write("unknown.toml", "[train]\nspeed = 3\n")
     shop.write("range.toml", "[eval]\nevery = 0\n")
+    shop.write("date.toml", "[job]\ntag = 1979-05-27\n")
+    shop.write("deep.toml", f"a = {'[' * 5000}{']' * 5000}\n")
+    shop.write("deep.py", f"def make_job(): return {'+'.join('1' * 50_000)}\n")
     shop.write("digits_cnn.py", "# mine\n")
+    (shop.path / "model").mkdir()
+    shop.write("model/config.json", "{}")
     (shop.path / "plain").mkdir()
     return shop
 

@@ -14,9 +14,10 @@ from paceline.faults import Fault, parse_faults
 from paceline.launch.environments import detect
 from paceline.plan.mesh import ORDER, Mesh, label, mesh_of, near
 from paceline.plan.settle import Cluster, Facts, settle
-from paceline.spec.jobref import job_defaults, parse_jobref
+from paceline.spec.jobref import job_defaults, parse_jobref, short_name
 from paceline.spec.layout import Kind, parse_layout
 from paceline.spec.read import Asked, as_toml, merge, read_asked
+from paceline.spec.task import Task
 from paceline.spec.update import Update, parse_update
 
 
@@ -89,7 +90,7 @@ def test_what_the_job_brings_has_its_range_too() -> None:
         ("train.threads", [1, 1024], [0, -1, 1025]),
         ("data.workers", [0, 3], [-1, 2.5]),
         ("checkpoint.keep", [1], [0, -1]),
-        ("seed", [-1, 0, 10**30], [0.5, "nan"]),
+        ("seed", [-1, 0, 2**64 - 1, -(2**63)], [0.5, "nan", 2**64, 10**30]),
     ],
 )
 def test_ranges(name: str, good: list[Any], bad: list[Any]) -> None:
@@ -342,3 +343,36 @@ def test_a_parameter_server_is_read_and_said_again(text: str, said: str, servers
     update = parse_update(text)
     assert (update.servers, update.staleness, str(update)) == (servers, staleness, said)
     assert parse_update(said) == update and update.layout == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "name", "short"),
+    [
+        ("job.py", "job.py", None, "job"),
+        ("job.py:make", "job.py", "make", "job"),
+        ("12:30/job.py", "12:30/job.py", None, "job"),
+        ("12:30/job.py:make", "12:30/job.py", "make", "job"),
+    ],
+)
+def test_a_path_may_have_colons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, path: str, name: str | None, short: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text("def make(): ...\ndef make_job(): ...\n")
+    found = parse_jobref(text)
+    assert (str(found.path), found.name, found.short) == (path, name, short)
+    assert Task(verb="train", job=text).given_in(Path("/there")).job == f"/there/{text}"
+
+
+@pytest.mark.parametrize("text", ["pkg.jobs:make", "object:gpt-2.5", "gpt-2.5", "runs"])
+def test_the_name_of_a_jobs_runs(text: str) -> None:
+    assert short_name(text) == {"pkg.jobs:make": "jobs"}.get(text, text.removeprefix("object:"))
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xef\xbb\xbfdef make_job(): ...\n", b"# coding: latin-1\n# \xe9\ndef make_job(): ...\n"]
+)
+def test_a_job_is_read_as_python_reads_it(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "job.py").write_bytes(content)
+    assert job_defaults(parse_jobref(str(tmp_path / "job.py"))) == {}

@@ -1,6 +1,7 @@
 """Where a job is: `job.py`, `job.py:name` or `pkg.module:name`; checked early, without importing it."""
 
 import ast
+import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,15 +51,28 @@ def parse_jobref(text: str) -> JobRef:
             return JobRef(module=place, name=name or None)
         raise UsageError(f"{text!r} is no job.", hint="job.py, job.py:name or pkg.module:name")
     path = Path(place)
-    if path.is_dir():
-        raise UsageError(f"{place} is a folder.", hint=f"{place.rstrip('/')}/job.py")
-    if not path.is_file():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError) as error:  # a name that is too long, or with a character that no name has
+        raise UsageError(f"{place!r} is no path: {getattr(error, 'strerror', error)}.", hint="job.py") from None
+    if is_folder:
+        raise _folder(path)
+    if not is_file:
         near = closest(path.stem, (one.stem for one in path.parent.glob("*.py")))
         hint = str(path.with_name(f"{near}.py")) if near else "paceline new text"
         raise UsageError(f"{place} does not exist.", where=str(Path.cwd()), hint=hint)
     ref = JobRef(path=path, name=name or None)
     _check(ref)
     return ref
+
+
+def _folder(path: Path) -> UsageError:
+    if (path / "config.json").is_file():
+        return UsageError(
+            f"{path} is the folder of a model, and a job has data, a loss and an optimizer as well.",
+            hint=f"paceline new hf writes a job for it; paceline plan {path} needs no data",
+        )
+    return UsageError(f"{path} is a folder.", hint=f"{path}/job.py")
 
 
 def split_jobref(text: str) -> tuple[str, str, str]:
@@ -95,8 +109,10 @@ def job_defaults(ref: JobRef) -> dict[str, str] | None:
 
 
 def _tree(path: Path) -> ast.Module:
+    """Parse the file as Python does: with a byte order mark, or in the encoding that its first lines name."""
     try:
-        return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        with tokenize.open(path) as file:
+            return ast.parse(file.read(), filename=str(path))
     except SyntaxError as error:
         line = (error.text or "").strip()
         raise JobError(
@@ -106,6 +122,12 @@ def _tree(path: Path) -> ast.Module:
         ) from None
     except (UnicodeDecodeError, ValueError) as error:
         raise JobError(f"{path.name} is not Python text: {error}.", where=str(path), hint="job.py") from None
+    except RecursionError:
+        raise JobError(
+            f"{path.name} is nested too deeply to be read.", where=str(path), hint="keep long tables in a data file"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror}.", hint=f"ls -l {path}") from None
 
 
 def _functions(tree: ast.Module) -> list[ast.FunctionDef]:

@@ -4,10 +4,11 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import date, time
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -18,6 +19,7 @@ from paceline.spec.words import did_you_mean
 
 JOB = "job"
 TYPED = "command line"
+_WIDTH = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +168,9 @@ def _from_file(file: Path | None, problems: list[PacelineError]) -> dict[str, An
     except UsageError as error:
         problems.append(error)
         return {}
+    except RecursionError:
+        problems.append(UsageError(f"{file} is nested too deeply to be read.", hint='name = "value"'))
+        return {}
     except tomllib.TOMLDecodeError as error:
         problems.append(UsageError(f"{file} can't be read: {error}.", where=str(file), hint='name = "value"'))
         return {}
@@ -193,7 +198,8 @@ def _from_words(words: Sequence[str], problems: list[PacelineError]) -> dict[str
         if not equals:
             flag = not rest or rest[0].startswith("--")
             value = "true" if flag else rest.pop(0)
-        found[name] = value
+        if found.setdefault(name, value) != value:
+            problems.append(UsageError(f"{name} is given twice: {found[name]} and {value}.", hint="each setting once"))
     return found
 
 
@@ -206,6 +212,12 @@ def _items(text: str) -> list[str]:
 
 
 def _problem(name: str, value: Any, origin: str, *, is_made: bool) -> UsageError | None:
+    if isinstance(value, date | time):  # datetime is a date
+        return UsageError(
+            f"{name} = {value.isoformat()} is a {type(value).__name__}, and no setting is.",
+            where=origin,
+            hint=f'{name.rpartition(".")[2]} = "{value.isoformat()}", as text',
+        )
     if name.startswith(f"{JOB}.") and name.count(".") == 1:
         if not is_made:
             return None
@@ -221,15 +233,34 @@ def _problem(name: str, value: Any, origin: str, *, is_made: bool) -> UsageError
             hint=_others(name) if is_made else "paceline config JOB shows all",
         )
     try:
-        msgspec.convert(value, known[name], strict=False)
+        read = msgspec.convert(value, known[name], strict=False)
     except msgspec.ValidationError as error:
-        limits, default = range_of(name), default_of(name)
+        default = default_of(name)
         return UsageError(
-            f"{name} = {value!r}: {f'expected a number, {limits}' if limits else str(error).lower()}.",
+            f"{name} = {_shown(value)}: {_expected(name, value, error)}.",
             where=origin,
             hint="leave it out" if default is None else f"the default is {default!r}",
         )
+    if name == "seed" and not -(2**63) <= read < 2**64:
+        return UsageError(f"seed = {_shown(value)} does not fit into 64 bits.", where=origin, hint="--seed 1")
     return None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}... ({len(text):,} characters)"
+
+
+def _expected(name: str, value: Any, error: msgspec.ValidationError) -> str:
+    """Say what the setting may be: its range, or the words to choose from."""
+    if limits := range_of(name):
+        return f"expected a number, {limits}"
+    kind = known_settings()[name]
+    if choices := [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)]:
+        near = did_you_mean(str(value).lower(), choices)
+        return f"expected one of {', '.join(choices)}" + (f"; {near.removesuffix('?')}" if near else "")
+    text = str(error)
+    return text[:1].lower() + text[1:]
 
 
 def _others(name: str) -> str:

@@ -15,6 +15,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean {close!r}?" if close else ""
 
 
+def shortened(line: str, *, most: int = 1000) -> str:
+    """Return the line with its middle left out where it is longer than anybody reads."""
+    if len(line) <= most:
+        return line
+    return f"{line[: most // 2]} ... ({len(line):,} characters) ... {line[-most // 4 :]}"
+
+
 def many(number: int, word: str) -> str:
     """`1 step`, `2 steps`, `1,000 steps`, `2 processes`."""
     plural = f"{word}es" if word.endswith(("s", "ch")) else f"{word}s"

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import JobError
+from paceline.errors import JobError, raise_all
 from paceline.events import Event, Note, RunEnded, RunStarted, Stream
-from paceline.faults import Faults, parse_faults
+from paceline.faults import Faults, parse_faults, refuse_idle_faults
 from paceline.feed.seeds import seed_sample
 from paceline.feed.source import read_source
 from paceline.feed.stream import checksum
@@ -38,7 +38,7 @@ from paceline.train.against import Against
 from paceline.train.built import build
 from paceline.train.feeds import cut_for, feed_for
 from paceline.train.foretold import can_be_foretold, foretold
-from paceline.train.length import Progress, length_of, often
+from paceline.train.length import Length, Progress, length_of, often
 from paceline.train.loop import Loop
 from paceline.train.ready import Ready, as_first_cut
 from paceline.train.saving import Saver, find_checkpoint, goes_on, identity, restore, write_final
@@ -161,6 +161,9 @@ class Session:
             place = loaded.state["feed"]
             self._feed.restore({k: v for k, v in place.items() if k != "order" or "order" not in task.allow})
         extra = loaded.state.get("extra", {}) if loaded else {}
+        length = length_of(settings, epoch_samples=self._feed.num_samples)
+        faults = parse_faults(task.faults)
+        raise_all(refuse_idle_faults(faults, ranks=task.ranks, steps=self._total_steps(length)))
         return Loop(
             built=self.built,
             feed=self._feed,
@@ -173,15 +176,19 @@ class Session:
             ),
             stream=self.stream,
             pulse=self._make_pulse(),
-            faults=Faults(parse_faults(task.faults), rank=self.world.rank, attempt=task.attempt),
+            faults=Faults(faults, rank=self.world.rank, attempt=task.attempt),
             stop=stop_flag,
-            length=length_of(settings, epoch_samples=self._feed.num_samples),
+            length=length,
             cursor=cursor,
             progress=Progress.from_json(extra),
             before=self._before,
             against=Against(forecast=self._forecast, built=self.built, before=self._before, stream=self.stream),
             on_eval_target=target,
         )
+
+    def _total_steps(self, length: Length) -> int | None:
+        batch, drop_last = self.ready.plan.global_batch_size, self.ready.settings.data.drop_last
+        return length.total_steps(batch=batch, drop_last=drop_last)
 
     def _make_pulse(self) -> Pulse | None:
         folder = os.environ.get("PACELINE_ATTEMPT_FOLDER")

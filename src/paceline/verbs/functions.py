@@ -353,6 +353,8 @@ def _words(settings: Settings | None) -> list[str]:
 def _resumed(resume: str | Path | bool) -> str | None:
     if isinstance(resume, bool):
         return "" if resume else None
+    if not str(resume).strip():
+        raise UsageError("resume is empty: an unset variable?", hint="resume=True resumes the newest run")
     return str(resume)
 
 

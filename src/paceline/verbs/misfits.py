@@ -1,11 +1,16 @@
 """What was asked for and has nowhere to go: checked before a process starts."""
 
+import os
+from pathlib import Path
+
 from paceline.errors import PacelineError, UsageError
 from paceline.spec.compress import method_with
 from paceline.spec.foreign_options import place_of
 from paceline.spec.read import Asked
 from paceline.spec.update import rule_with
 from paceline.spec.words import did_you_mean
+
+_MOST_OF_NAME, _MOST_OF_PATH = 255, 3800  # bytes: what a file system takes, less what lies in a run folder
 
 
 def unknown_parameters(known: dict[str, str] | None, asked: Asked) -> list[PacelineError]:
@@ -36,6 +41,17 @@ def parameters_of_object(asked: Asked) -> list[PacelineError]:
         for name, value in asked.values.items()
         if name.startswith("job.")
     ]
+
+
+def unusable_run_dir(text: str) -> list[PacelineError]:
+    """What is wrong with `--run-dir` as a path, whatever lies there."""
+    if not text.strip():
+        return [UsageError("--run-dir is empty: an unset variable?", hint="--run-dir runs/first, or leave it out")]
+    longest = max(len(os.fsencode(part)) for part in Path(text).parts)
+    if longest > _MOST_OF_NAME or len(os.fsencode(text)) > _MOST_OF_PATH or "\0" in text:
+        what = f"its longest part has {longest:,} bytes of at most {_MOST_OF_NAME}"
+        return [UsageError(f"--run-dir {text[:40]}... is no path: {what}.", hint="--run-dir runs/first")]
+    return []
 
 
 def misplaced(verb: str, flag: str, value: str) -> tuple[str, str] | None:

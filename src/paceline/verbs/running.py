@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
-from paceline.faults import parse_faults
+from paceline.faults import parse_faults, refuse_idle_faults
 from paceline.launch.environments import Joined, detect
 from paceline.launch.meet import adopt
 from paceline.plan.asynchronous import refuse_update
@@ -37,7 +37,7 @@ from paceline.survive.failure import Failure
 from paceline.talk import say
 from paceline.verbs.again import command_again, command_with
 from paceline.verbs.machine import choose_device, choose_ranks, refuse_nested
-from paceline.verbs.misfits import parameters_of_object, unknown_parameters
+from paceline.verbs.misfits import parameters_of_object, unknown_parameters, unusable_run_dir
 from paceline.watch.console import Tail
 from paceline.watch.sinks import check_names
 
@@ -113,7 +113,11 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
         problems += unknown_parameters(job_defaults(ref), asked)
     if layout is not None and layout.ranks and common.ranks is None and (joined is None or threads):
         ranks = layout.ranks + update.servers
+    if common.run_dir is not None:
+        problems += unusable_run_dir(common.run_dir)
     if layout is not None:
+        processes = layout.processes(ranks=ranks)
+        problems += refuse_idle_faults(faults, ranks=processes, steps=settings.train.steps if settings else None)
         problems += _misfits(verb, layout, update, ranks, settings, asked)
         problems += refuse_wire(compress, update, layout, ranks=ranks, settings=settings)
     raise_all(problems)

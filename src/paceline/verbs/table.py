@@ -187,6 +187,8 @@ def _new(options: NewOptions, _: list[str]) -> Printed:
 
 def _train(options: TrainOptions, settings: list[str]) -> Printed:
     allow = [name for name in options.allow.split(",") if name]
+    if options.resume is not None and not options.resume.strip():
+        raise UsageError("--resume is empty: an unset variable?", hint="--resume alone resumes the newest run")
     resume = "" if options.resume == "newest" else options.resume
     answer = train_verb.train(
         options.job,

@@ -124,6 +124,9 @@ def check_names(names: Sequence[str]) -> None:
                 cause=did_you_mean(name, SINKS),
                 hint=f"--watch.to {','.join(SINKS)} or my.pkg:Thing",
             )
+        place, colon, thing = name.partition(":")
+        if colon and not all(part.isidentifier() for part in [*place.split("."), *thing.split(".")]):
+            raise UsageError(f"{name!r} names nothing to watch with.", hint="--watch.to my.pkg:Thing")
 
 
 def _make(name: str, run: RunFolder) -> Sink:
