@@ -242,7 +242,7 @@ def _problem(name: str, value: Any, origin: str, *, is_made: bool) -> UsageError
             hint="leave it out" if default is None else f"the default is {default!r}",
         )
     if name == "seed" and not -(2**63) <= read < 2**64:
-        return UsageError(f"seed = {_shown(value)} does not fit into 64 bits.", where=origin, hint="--seed 1")
+        return UsageError(f"seed = {_shown(value)}: expected a number of 64 bits.", where=origin, hint="--seed 1")
     return None
 
 
