@@ -192,7 +192,11 @@ REFUSED: list[tuple[type[nn.Module], dict[str, Any], str]] = [
     (Hidden, {"blocks": ["a", "keep", "c"]}, r"keep makes a value \(mul\) that it does not return, and add needs it"),
     (Left, {}, r"keeps a tensor on the model between its modules \(self.aside\)"),
     (Counts, {}, r"the forward changes self.calls"),
-    (Norms, {"bounds": [2, 3]}, "norm is called on several stages, and has buffers"),
+    (
+        Norms,
+        {"bounds": [2, 3]},
+        "buffer norm.(num_batches_tracked|running_mean) is written by the forward and used on several stages",
+    ),
     (
         Overwritten,
         {"bounds": [1, 2]},

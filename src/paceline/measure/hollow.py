@@ -39,8 +39,8 @@ class Emptied:
         self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether the tensor's numbers are not there."""
-        return id(tensor.untyped_storage()) in self._storages
+        """Whether the tensor's numbers are not there; a sparse one has no memory of its own to be without."""
+        return tensor.layout == torch.strided and id(tensor.untyped_storage()) in self._storages
 
     def add(self, tensor: Tensor) -> None:
         """From here on they are not."""

@@ -21,10 +21,15 @@ def equal_start(model: nn.Module, *, world: World) -> list[str]:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         mine = tensor.detach().clone(memory_format=torch.contiguous_format)  # an expanded one has no memory of its own
         theirs = world.broadcast(mine.clone())
-        if not torch.equal(mine, theirs):
+        if not _same_bits(mine, theirs):
             write(tensor.data, theirs)
             differed.append(name)
     return differed
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal in every bit: a NaN is equal to itself, and 0.0 is not -0.0."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def _check_structure(model: nn.Module, world: World) -> None:

@@ -152,7 +152,7 @@ def _gauge(most: int) -> Iterator[None]:
         del name
         if parameter is not None and id(parameter) not in seen:
             seen[id(parameter)] = parameter
-            total += parameter.nbytes
+            total += parameter.numel() * parameter.element_size()  # a sparse one has no `nbytes`; it is refused by name
             if total > most:
                 raise _Large
 

@@ -23,6 +23,7 @@ from paceline.place.meeting import ThreadWorld, thread_worlds
 from paceline.place.rules import Rules
 from paceline.place.shared import SharedModel
 from paceline.place.start.stored import Stored
+from paceline.place.start.tensors import refuse_tensors
 from paceline.place.sync_bn import synchronise
 from paceline.place.threads import Mirror, shared_gpu
 from paceline.place.units import Named, trainable
@@ -133,6 +134,7 @@ def build_model(job: Job, *, seed: int) -> nn.Module:
             cause='built under torch.device("meta"), to be filled later',
             hint="leave it out: above init.limit a model is built without memory by itself, and its init is replayed",
         )
+    refuse_tensors(model)
     return model
 
 

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from paceline.place.alike import equal_start
 from paceline.place.compose import compose
 from paceline.place.runs import Found
 from paceline.place.start.hollow import tensor_bytes
+from paceline.place.start.tensors import refuse_tensors
 from paceline.place.units import trainable
 from paceline.plan.legal import refuse_products
 from paceline.plan.mesh import Mesh, mesh_of
@@ -69,7 +71,7 @@ def place(
     state = torch.get_rng_state()
     drawn = hashlib.blake2b(bytes(state.numpy()), digest_size=8).hexdigest()
     seed = key(here.share_json(drawn), "place")
-    begun = begin(build, seed=seed, limit_bytes=chosen.init.limit, worlds=worlds)
+    begun = begin(partial(_build_sound, build), seed=seed, limit_bytes=chosen.init.limit, worlds=worlds)
     model = begun.on(here.device)
     if tensor_bytes(model) > chosen.init.limit:  # drawn by name: the next model is another all the same
         torch.set_rng_state(state)
@@ -89,6 +91,13 @@ def place(
         late=begun.late,
     )
     return PlacedModel(model=model, placed=placed, worlds=worlds, asked=asked, every=every)
+
+
+def _build_sound(build: Callable[[], nn.Module]) -> nn.Module:
+    model = build()
+    if isinstance(model, nn.Module):  # anything else is refused by name later
+        refuse_tensors(model)
+    return model
 
 
 @dataclass(frozen=True, kw_only=True)

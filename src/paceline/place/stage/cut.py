@@ -22,6 +22,7 @@ from paceline.place.stage.held import holding, tied
 from paceline.place.stage.instead import instead
 from paceline.place.stage.needs import Branch, Needs, needs_of
 from paceline.place.stage.values import Kinds, Path
+from paceline.torch_private import NormBase
 
 Sight = tuple[int, bool, Path]
 
@@ -45,6 +46,8 @@ class Carried:
 class StagePart:
     """One stage: blocks `start` to `stop`, the parameters it holds, and the carried values it takes and gives.
 
+    `buffers` are those that its blocks, or the code around all blocks, compute with, whichever module holds them.
+
     `takes_stream`: whether the random generator's state crosses too, for draws between two blocks. `copies`: whether
     what was received is overwritten in place, which autograd allows on a copy only.
     """
@@ -57,6 +60,7 @@ class StagePart:
     gives: tuple[int, ...]
     takes_stream: bool
     copies: bool
+    buffers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +145,7 @@ def plan_cut(
 
 def cut_flow(model: nn.Module, *, flow: Flow, bounds: Bounds) -> Cut:
     """What each stage takes and gives, from the last to the first, since a stage also gives what later ones need."""
+    buffers = _buffers_of_stages(model, flow, bounds)
     needs = [needs_of(flow, start=start, stop=stop, last=stop == len(flow.blocks)) for start, stop in bounds]
     sights = _sights(flow)
     keys: list[Key] = []
@@ -169,6 +174,7 @@ def cut_flow(model: nn.Module, *, flow: Flow, bounds: Bounds) -> Cut:
             gives=ordered[index + 1] if index + 1 < len(bounds) else (),
             takes_stream=bool(start) and _draws_first(flow, start),
             copies=bool(start) and any(key[0] in flow.changed for key in flow.calls[start - 1].gives.values()),
+            buffers=buffers[index],
         )
         for index, (start, stop) in enumerate(bounds)
     ]
@@ -187,6 +193,30 @@ def cut_flow(model: nn.Module, *, flow: Flow, bounds: Bounds) -> Cut:
         read=frozenset(_read_between(flow)),
         counts=flow.counts,
     )
+
+
+def _buffers_of_stages(model: nn.Module, flow: Flow, bounds: Bounds) -> list[frozenset[str]]:
+    """The buffers that each stage computes with.
+
+    Raises:
+        LayoutError: several do with one that a block writes to: each would go on from its own writes alone.
+    """
+    stages = {
+        name: [at for at, bound in enumerate(bounds) if blocks & {*range(*bound)}] for name, blocks in flow.used.items()
+    }
+    live = {name: m for name, m in model.named_modules() if isinstance(m, NormBase) and m.training}
+    norms = {f"{name}.{own}" for name, norm in live.items() for own, _ in norm.named_buffers()}
+    for name, among in sorted(stages.items()):
+        is_written = name in norms or any(block is not None for block in flow.wrote.get(name, ()))
+        if len(among) > 1 and is_written:
+            raise LayoutError(
+                f"stages {', '.join(map(str, among))} use the buffer {name}, and their forward writes to it: one "
+                "process has all of these writes, and each stage would have its own alone.",
+                cause="one module with a buffer in several blocks, or one buffer in several modules",
+                hint="a module for each block, --place.stages with all of them on one stage, or --layout fsdp",
+            )
+    around = {name for name, blocks in flow.used.items() if None in blocks}
+    return [frozenset(around | {name for name, among in stages.items() if at in among}) for at in range(len(bounds))]
 
 
 def _read_between(flow: Flow) -> Iterator[str]:

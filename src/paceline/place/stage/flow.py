@@ -65,7 +65,8 @@ class Flow:
     """What `watch` saw. `events` are (place, is a draw): draws and starts of random streams, in order.
 
     A place is `2 * block + 1` inside a block and `2 * blocks begun` between. `changed` are values overwritten later.
-    `counts` is an attribute that each forward changes before the first block.
+    `counts` is an attribute that each forward changes before the first block. `used` and `wrote` are buffers, by the
+    blocks whose operations took or overwrote their memory (None between blocks), whichever module holds them.
     """
 
     blocks: tuple[Block, ...]
@@ -76,6 +77,8 @@ class Flow:
     result: dict[Path, Key] = field(default_factory=dict)
     changed: set[int] = field(default_factory=set)
     counts: str = ""
+    used: dict[str, set[int | None]] = field(default_factory=dict)
+    wrote: dict[str, set[int | None]] = field(default_factory=dict)
 
 
 def watch(model: nn.Module, *, blocks: Sequence[Block], call: Callable[[], Any]) -> Flow:
@@ -111,6 +114,9 @@ class _Watcher:
         self._node_of = WeakIdKeyDictionary()
         for name, parameter in model.named_parameters():
             self._node_of[parameter.untyped_storage()] = self._add(Node(parameter=name, name=name))
+        self._buffers = WeakIdKeyDictionary()
+        for name, buffer in model.named_buffers():
+            self._buffers.setdefault(buffer.untyped_storage(), []).append(name)
 
     def gate(self, block: Block) -> Callable[..., Any]:
         """What answers the calls of a block."""
@@ -153,6 +159,8 @@ class _Watcher:
             self.flow.reads.append(read)
             return
         changed = written(operation, args, kwargs)
+        self._note(self.flow.used, [tensor for _, tensor in tensors_in([args, kwargs])])
+        self._note(self.flow.wrote, changed)
         made = [t for _, t in tensors_in(result) if t.untyped_storage() not in self._node_of]
         if not made and not changed:
             return
@@ -207,6 +215,11 @@ class _Watcher:
                     )
                 if again.get(name) != after[name]:
                     self.flow.counts = name
+
+    def _note(self, found: dict[str, set[int | None]], tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            for name in self._buffers.get(tensor.untyped_storage(), ()):
+                found.setdefault(name, set()).add(self._inside)
 
     def _keys(self, value: Any) -> dict[Path, Key]:
         return {path: (self._node(tensor), geometry(tensor)) for path, tensor in tensors_in(value)}

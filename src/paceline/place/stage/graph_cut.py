@@ -32,11 +32,12 @@ class Border:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphPart:
-    """One stage: the parameters it holds, and the modules that it calls."""
+    """One stage: the parameters it holds, the modules that it calls, and the buffers that it computes with."""
 
     index: int
     parameters: frozenset[str]
     modules: frozenset[str]
+    buffers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +181,12 @@ def cut_graph(
     places = [_cheapest(live, blocks[stop - 1] + 1, blocks[stop]) for _, stop in bounds[:-1]]
     ranges = list(zip([0, *places], [*places, len(graph.steps)], strict=True))
     modules = [{s.module for s in graph.steps[start:stop] if isinstance(s, Call)} for start, stop in ranges]
-    _check_buffers(model, modules)
-    held = _held(model, [_parameters(model, graph, start, stop) for start, stop in ranges])
+    used = [_used(graph, start, stop) for start, stop in ranges]
+    _check_buffers(graph, [buffers for _, buffers in used])
+    held = _held(
+        model,
+        [_parameters(model, graph, *each) | _firsts(model, mine) for each, (mine, _) in zip(ranges, used, strict=True)],
+    )
     return GraphCut(
         units=tuple(units),
         blocks=tuple(graph.steps[place].name for place in blocks),
@@ -191,7 +196,12 @@ def cut_graph(
             for (_, stop), place in zip(bounds[:-1], places, strict=True)
         ),
         parts=tuple(
-            GraphPart(index=index, parameters=held[index], modules=frozenset(modules[index]))
+            GraphPart(
+                index=index,
+                parameters=held[index],
+                modules=frozenset(modules[index]),
+                buffers=frozenset(used[index][1]),
+            )
             for index in range(len(ranges))
         ),
         buffers=_written_buffers(graph, ranges),
@@ -239,15 +249,41 @@ def _cheapest(live: Live, start: int, stop: int) -> int:
     return min(good, key=live.num_bytes)
 
 
-def _check_buffers(model: nn.Module, modules: Sequence[set[str]]) -> None:
-    for index, mine in enumerate(modules):
-        for name in sorted(mine & set().union(*modules[index + 1 :])):
-            if any(True for _ in model.get_submodule(name).buffers()):
-                raise LayoutError(
-                    f"{name} is called on several stages, and has buffers that only one can keep.",
-                    cause="one module called at several places of the forward",
-                    hint="--place.stages with all its calls on one stage",
-                )
+def _used(graph: Graph, start: int, stop: int) -> tuple[set[str], set[str]]:
+    """The parameters and buffers that a stage computes with, also those that a module takes from another one."""
+    steps = {step.name: place for place, step in enumerate(graph.steps)}
+    found: dict[InputKind | None, set[str]] = {InputKind.PARAMETER: set(), InputKind.BUFFER: set()}
+    for node in graph.values.values():
+        if start <= graph.inside.get(node.name, steps.get(node.name, -1)) < stop:
+            for given in node.all_input_nodes:
+                source = graph.sources.get(given.name)
+                if source is not None and source.kind in found:
+                    found[source.kind].add(source.target)
+    return found[InputKind.PARAMETER], found[InputKind.BUFFER]
+
+
+def _firsts(model: nn.Module, names: Collection[str]) -> set[str]:
+    """These parameters by their first names."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    return {first[id(model.get_parameter(name))] for name in names}
+
+
+def _check_buffers(graph: Graph, used: Sequence[set[str]]) -> None:
+    """That no two stages compute with a buffer that the forward writes to."""
+    groups, writes = _memory(graph)
+    written = {
+        source.target
+        for group in writes
+        for name in groups.get(group, ())
+        if (source := graph.sources.get(name)) is not None and source.kind is InputKind.BUFFER
+    }
+    for index, mine in enumerate(used):
+        for name in sorted(mine & written & set().union(*used[index + 1 :])):
+            raise LayoutError(
+                f"the buffer {name} is written by the forward and used on several stages, and only one can keep it.",
+                cause="one module called at several places of the forward, or one buffer in several modules",
+                hint="--place.stages with all its uses on one stage",
+            )
 
 
 def _written_buffers(graph: Graph, ranges: Sequence[tuple[int, int]]) -> dict[str, int]:

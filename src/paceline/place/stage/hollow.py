@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from paceline.errors import LayoutError
 from paceline.place.stage.cut import Cut
 from paceline.place.stage.graph_cut import GraphCut
+from paceline.torch_private import storage_key
 
 
 def glue(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -48,11 +49,7 @@ def hollow(
                     new[id(parameter)] = _empty(parameter, device=(device or parameter.device) if is_seen else None)
                 setattr(module, key, new[id(parameter)])
     theirs = [block for stage in cut.parts if stage.index not in own for block in blocks[stage.start : stage.stop]]
-    for block in theirs:
-        for module in block.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[key] = torch.empty_like(buffer, device="meta")
+    _empty_buffers(model, cut=cut, own=own, theirs=theirs)
 
 
 def hollow_graph(model: nn.Module, *, cut: GraphCut, own: Sequence[int]) -> None:
@@ -67,10 +64,7 @@ def hollow_graph(model: nn.Module, *, cut: GraphCut, own: Sequence[int]) -> None
                 setattr(module, key, new[id(parameter)])
     mine = {name for stage in own for name in cut.parts[stage].modules}
     theirs = {name for part in cut.parts for name in part.modules} - mine
-    for module in [part for name in sorted(theirs) for part in model.get_submodule(name).modules()]:
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[key] = torch.empty_like(buffer, device="meta")
+    _empty_buffers(model, cut=cut, own=own, theirs=[model.get_submodule(name) for name in sorted(theirs)])
 
 
 def hollow_parameters(model: nn.Module, *, cut: Cut | GraphCut, own: Sequence[int]) -> set[nn.Parameter]:
@@ -101,6 +95,31 @@ def skeleton(model: nn.Module, *, device: torch.device | None = None) -> nn.Modu
             cause="a lock, a file or a tensor with a graph that the model keeps as an attribute",
             hint="make it in the forward, or leave it out of the model",
         ) from error
+
+
+def _empty_buffers(model: nn.Module, *, cut: Cut | GraphCut, own: Sequence[int], theirs: Sequence[nn.Module]) -> None:
+    """Move the buffers of modules that only other processes call to "meta", but for memory that is used here too.
+
+    That is memory of a module that stands elsewhere as well, of another buffer, and what a module of a stage of this
+    process takes from one that is not in it.
+    """
+    kept = {storage_key(model.get_buffer(name)) for stage in own for name in cut.parts[stage].buffers}
+    kept |= {storage_key(buffer) for module in _outside(model, theirs) for buffer in module.buffers(recurse=False)}
+    for module in {part: None for root in theirs for part in root.modules()}:
+        for key, buffer in module._buffers.items():
+            if buffer is not None and storage_key(buffer) not in kept:
+                module._buffers[key] = torch.empty_like(buffer, device="meta")
+
+
+def _outside(model: nn.Module, closed: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """The modules that are reached without a way through the closed ones."""
+    seen, queue = {id(module) for module in closed}, [model]
+    while queue:
+        module = queue.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            queue += module.children()
 
 
 def _empty(parameter: nn.Parameter, *, device: torch.device | None) -> nn.Parameter:
