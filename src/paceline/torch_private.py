@@ -11,11 +11,13 @@ storages, by which `fully_shard` lets gathered weights go; what a failing compil
 memory that stands for one cut over ranks; the hooks that a tensor has; what a processor can do.
 """
 
+import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,6 +35,7 @@ __all__ = [
     "JointScaler",
     "NormBase",
     "add_all",
+    "become_worker",
     "compile_errors",
     "copy_all",
     "disabled_torch_function",
@@ -176,6 +179,15 @@ def stop_data_workers(iterator: Any) -> None:
         if process.is_alive():
             process.kill()
         process.join()
+
+
+def become_worker(dataset: Any, *, seed: int) -> None:
+    """Let this process look as the only data worker of a DataLoader: its note about itself, threads and generators."""
+    _data_worker._worker_info = _data_worker.WorkerInfo(id=0, num_workers=1, seed=seed, dataset=dataset)
+    torch.set_num_threads(1)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)
+    torch.manual_seed(seed)
 
 
 def introduce_worker(dataset: Any, *, alone: bool) -> None:

@@ -1,28 +1,111 @@
-"""Checksums of what was read."""
+"""Checksums of what was read: of the content of any object, never of its `repr`, which may hold an address."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from datetime import date, time, timedelta, tzinfo
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import torch
 
+_SAID_BY_REPR = (
+    str, bytes, bytearray, bool, int, float, complex, type(None), range, slice, np.generic, np.dtype, torch.dtype,
+    torch.device, date, time, timedelta, tzinfo, Decimal, Fraction, Enum, PurePath, UUID,
+)  # fmt: skip
+_NAMED = (type, FunctionType, BuiltinFunctionType)
+_DEEPEST = 200
+
 
 def checksum(sample: Any, start: int) -> int:
-    """A running CRC of a sample's content."""
-    if isinstance(sample, torch.Tensor):
-        return checksum(sample.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), start)
-    if isinstance(sample, np.ndarray):
-        return zlib.crc32(np.ascontiguousarray(sample).tobytes(), start)
-    if isinstance(sample, Mapping):
-        for name in sample:
-            start = checksum(sample[name], zlib.crc32(str(name).encode(), start))
-        return start
-    if isinstance(sample, tuple | list):
-        for part in sample:
-            start = checksum(part, start)
-        return start
-    return zlib.crc32(repr(sample).encode(), start)
+    """Return the running CRC `start`, gone on with over the content of one sample.
+
+    Equal content gives an equal number in every process. Of an object without any content that Python could copy (an
+    open file, a lock) only the type counts.
+    """
+    return _Content().add(sample, start)
+
+
+class _Content:
+    """One walk over a sample; an object that holds itself is a number the second time."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, int] = {}
+
+    def add(self, value: Any, start: int) -> int:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, start)
+        if isinstance(value, np.ndarray):
+            return self._array(value, start)
+        if isinstance(value, _SAID_BY_REPR):
+            return zlib.crc32(repr(value).encode("utf-8", "surrogatepass"), start)
+        if id(value) in self._open or len(self._open) > _DEEPEST:
+            return zlib.crc32(f"again {self._open.get(id(value), 0)}".encode(), start)
+        self._open[id(value)] = len(self._open)
+        try:
+            return self._inside(value, start)
+        finally:
+            del self._open[id(value)]
+
+    def _inside(self, value: Any, start: int) -> int:
+        if isinstance(value, Mapping):
+            for name in value:
+                start = self.add(value[name], self._name(name, start))
+            return start
+        if isinstance(value, tuple | list):
+            for part in value:
+                start = self.add(part, start)
+            return start
+        if isinstance(value, Set):
+            return self.add(sorted(self.add(part, 0) for part in value), start)
+        if isinstance(value, _NAMED):
+            return zlib.crc32(f"{value.__module__}.{value.__qualname__}".encode(), start)
+        if isinstance(value, MethodType):
+            return self.add([value.__func__, value.__self__], start)
+        return self._copied(value, start)
+
+    def _name(self, name: Any, start: int) -> int:
+        return zlib.crc32(str(name).encode(), start) if isinstance(name, _SAID_BY_REPR) else self.add(name, start)
+
+    def _copied(self, value: Any, start: int) -> int:
+        """By what `copy` and `pickle` would make it again from."""
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        start = zlib.crc32(kind.encode(), start)
+        try:
+            parts = value.__reduce_ex__(4)
+        except Exception:  # a file, a lock, a generator
+            return start
+        if isinstance(parts, str):
+            return zlib.crc32(parts.encode(), start)
+        return self.add([list(part) if hasattr(part, "__next__") else part for part in parts], start)
+
+    def _array(self, value: np.ndarray[Any, Any], start: int) -> int:
+        if value.dtype.hasobject:
+            return self.add([list(value.shape), value.tolist()], start)
+        return zlib.crc32(np.ascontiguousarray(value).tobytes(), start)
+
+    def _tensor(self, value: torch.Tensor, start: int) -> int:
+        value = value.detach()
+        if value.is_nested:
+            return self.add(list(value.unbind()), start)
+        if value.layout is torch.sparse_coo:
+            value = value.coalesce()
+            return self.add([list(value.shape), value.indices(), value.values()], start)
+        if value.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return self.add([list(value.shape), value.crow_indices(), value.col_indices(), value.values()], start)
+        if value.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return self.add([list(value.shape), value.ccol_indices(), value.row_indices(), value.values()], start)
+        if value.layout is not torch.strided:
+            return self.add(value.to_dense(), start)
+        if value.is_quantized:
+            value = value.int_repr()
+        plain = value.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return zlib.crc32(plain.view(torch.uint8).numpy().data, start)
 
 
 def fold(total: int, number: int) -> int:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from paceline.errors import DataError
+from paceline.feed.apart import read_apart
 from paceline.feed.held import Held
 from paceline.feed.pool import Aside, Here, Wish
 from paceline.feed.reader import Record, ShardReader, Stand
@@ -130,18 +131,23 @@ class Epoch:
         if reads.source.workers and wishes:
             pool = Aside(split=reads.split, wishes=wishes, source=reads.source)
         self._pools.append(pool)
-        for shard in shards:
-            self._held[shard] = Held(shard=shard, pool=pool, record=self._records.get(shard))
+        for wish in wishes:
+            self._held[wish.stand.shard] = Held(shard=wish.stand.shard, pool=pool, record=wish.record)
 
     def _catch_up(self, shards: Sequence[int]) -> None:
         """Take over shards that other replicas have read so far."""
+        if shards:
+            self._hold(shards)
         for shard in shards:
-            wish = Wish(stand=self._stand(shard), portion=1, record=self._records.get(shard))
-            held = Held(shard=shard, pool=Here(split=self._reads.split, wishes=[wish]), record=wish.record)
+            held = self._held[shard]
             held.take(self.read[shard] - held.read)
             if held.read != self.read[shard]:
                 raise _shorter(shard)
-            self._held[shard] = held
+
+    def _first(self, shard: int) -> list[int]:
+        """The checksums of the first samples of a shard that others read."""
+        reader = ShardReader(split=self._reads.split, stand=self._stand(shard))
+        return [row.crc for row in reader.chunk(FIRST).rows]
 
     def _stand(self, shard: int) -> Stand:
         return Stand(shard=shard, epoch=self._number, seed=self._reads.seed)
@@ -208,9 +214,9 @@ class Epoch:
         """Every replica also reads the first samples of the next replica's shards: they must be the same."""
         cut, mine = self._reads.cut, {str(shard): held.first(FIRST) for shard, held in self._held.items()}
         if self._reads.shares:
-            for shard in self._last_needs[(cut.replica + 1) % cut.replicas] - set(self._held):
-                reader = ShardReader(split=self._reads.split, stand=self._stand(shard))
-                mine[str(shard)] = [row.crc for row in reader.chunk(FIRST).rows]
+            theirs = self._last_needs[(cut.replica + 1) % cut.replicas] - set(self._held)
+            if theirs:
+                mine |= read_apart(self._reads.source, lambda: {str(each): self._first(each) for each in theirs})
         firsts: dict[str, tuple[int, list[int]]] = {}
         for rank, theirs in enumerate(self._everybody(mine)):
             for name, numbers in theirs.items():

@@ -4,12 +4,20 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from paceline.errors import JobError, UsageError
+from paceline.errors import DataError, JobError, UsageError
+from paceline.feed.apart import read_apart
 from paceline.feed.epoch import Agree
-from paceline.feed.fetch import Fetcher, Wanted, checked
+from paceline.feed.facts import (
+    Facts,
+    all_checksums,
+    find_facts,
+    find_length,
+    read_again,
+    refuse_other_data,
+)
+from paceline.feed.fetch import Fetcher, Seen, Sight, Wanted, checked
 from paceline.feed.once import stream_once
 from paceline.feed.same_order import refuse_apart, refuse_other
-from paceline.feed.seeds import draws_random
 from paceline.feed.source import Collate, Order, Source, read_source
 from paceline.feed.stream import StreamFeed
 from paceline.feed.types import Cut, LocalMicro, StepInput
@@ -18,6 +26,7 @@ from paceline.order.batches import Batch, next_batch
 from paceline.order.cursor import Cursor
 from paceline.order.deal import deal
 from paceline.spec.words import many
+from paceline.streams import key
 
 
 class Feed(Protocol):
@@ -56,11 +65,12 @@ def make_feed(
     pin_memory: bool = False,
     shards: int | None = None,
     agree: Agree | None = None,
+    facts: Facts | None = None,
 ) -> Feed:
-    """The feed of one replica, starting at `cursor`.
+    """Return the feed of one replica, starting at `cursor`. `data` may be a `Source`, and its `facts` known already.
 
-    `agree` gathers a JSON value of every replica; with it, replicas share the reading of a stream, and compare an
-    order of the user's own.
+    `agree` gathers a JSON value of every replica; with it, replicas share the reading of a stream, and compare their
+    data and an order of the user's own as each epoch begins.
     """
     source = read_source(data, collate=collate, order=order, workers=workers, name="train_data")
     if not source.is_indexed:
@@ -71,6 +81,7 @@ def make_feed(
         )
     return IndexedFeed(
         source=source,
+        facts=facts or find_facts(source, seed=seed),
         seed=seed,
         cut=cut,
         cursor=cursor,
@@ -87,6 +98,7 @@ class IndexedFeed:
         self,
         *,
         source: Source,
+        facts: Facts,
         seed: int,
         cut: Cut,
         cursor: Cursor,
@@ -94,20 +106,22 @@ class IndexedFeed:
         pin_memory: bool,
         agree: Agree | None = None,
     ) -> None:
+        self._source = source
+        self._seed = seed
+        self._total = facts.num_samples
         self._cut = cut
         self._agree = agree
         self._gives_order = source.gives_order
         self._begun: Mapping[str, Any] = {}
         self._cursor = cursor
-        self._order = Order(order=source.order, num_samples=len(source.data), seed=seed)
+        self._order = Order(order=source.order, num_samples=facts.num_samples, seed=seed)
         self.num_samples: int | None = self._order.size(cursor.epoch)
         if cut.drop_last:
             refuse_no_batch(self.num_samples, batch=cut.global_batch_size)
-        seeded = sample_seeds == "always" or (
-            sample_seeds == "auto" and draws_random(source.data.__getitem__, num_samples=len(source.data))
-        )
+        seeded = sample_seeds == "always" or (sample_seeds == "auto" and facts.draws)
         self._fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=seeded)
-        self._workers = Workers(fetcher=self._fetcher, source=source, pin_memory=pin_memory)
+        own = key(seed, "workers", cut.replica, cursor.epoch, cursor.position)
+        self._workers = Workers(fetcher=self._fetcher, source=source, pin_memory=pin_memory, seed=own)
         self.notes = source.notes
 
     def __iter__(self) -> Iterator[StepInput]:
@@ -117,7 +131,8 @@ class IndexedFeed:
         for batch, plans in self._plans():
             if batch.after.epoch != epoch:
                 epoch = batch.after.epoch
-                self._begin(epoch)
+                glance = self._glance(epoch)
+                self._begin(epoch, checked(self._fetcher[glance] if fetched is None else next(fetched)))
             if fetched is not None and not plans:
                 next(fetched)
             micro = tuple(
@@ -132,15 +147,25 @@ class IndexedFeed:
             yield StepInput(batch=batch, micro=micro, spare=partial(self._read, self._wanted(batch, 0)))
 
     def _read(self, wanted: Wanted) -> Any:
-        return checked(self._fetcher[wanted])
+        """Read a microbatch out of turn."""
+        return checked(read_apart(self._source, lambda: self._fetcher[wanted], seed=self._seed))
+
+    def _glance(self, epoch: int) -> Wanted:
+        """What is looked at as an epoch begins: the length, and where replicas compare it a sample, always another."""
+        index = key(self._seed, "glance", epoch) % self._total if self._agree is not None else None
+        return Wanted(epoch=epoch, indices=(), seen=Seen(index=index))
 
     def _ahead(self) -> Iterator[Wanted]:
         """What data workers fetch; for a batch in which this replica has nothing, an empty wish.
 
         Without it a replica that never has a microbatch would look for its next one for ever.
         """
+        epoch: int | None = None
         for batch, plans in self._plans():
-            yield from [wanted for _, wanted in plans] or [Wanted(epoch=batch.after.epoch, indices=())]
+            if batch.after.epoch != epoch:
+                epoch = batch.after.epoch
+                yield self._glance(epoch)
+            yield from [wanted for _, wanted in plans] or [Wanted(epoch=epoch, indices=())]
 
     def state(self) -> Mapping[str, Any]:
         """The order that the present epoch was begun with."""
@@ -154,19 +179,37 @@ class IndexedFeed:
         """Stop the data workers."""
         self._workers.close()
 
-    def _begin(self, epoch: int) -> None:
-        """At an epoch's first batch, on every replica: is its order everybody's, and the one it was begun with?
+    def _begin(self, epoch: int, sight: Sight) -> None:
+        """At an epoch's first batch, on every replica: are data and order everybody's, and those of the run's start?
 
         Raises:
-            DesyncError: a replica has another order.
+            DataError: the data is longer or shorter than when the run began.
+            DesyncError: a replica has other data or another order.
             ResumeError: the run stopped in this epoch and had another order then.
         """
+        if self._agree is not None:
+            told = self._agree([sight.num_samples, sight.checksum])
+            seen = self._glance(epoch).seen
+            samples = [] if seen is None or seen.index is None else [seen.index]
+            lengths, checksums = [one[0] for one in told], [one[1] for one in told]
+            is_same = partial(self._is_same, samples, epoch)
+            refuse_other_data(lengths, checksums, samples=samples, name="train_data", is_same=is_same)
+        if sight.num_samples != self._total:
+            raise DataError(
+                f"train_data has {sight.num_samples:,} samples in epoch {epoch} and had {self._total:,} at the start.",
+                cause="its __len__ is not the same each time, or follows from set_epoch()",
+                hint="a fixed length; order=lambda num_samples, epoch, seed: [...] says which samples an epoch has",
+            )
         name, what = self._order.name(epoch), self._gives_order
         if self._order.is_own and self._agree is not None:
             refuse_apart(self._agree(name), what=what, when=f", in epoch {epoch}")
         if self._begun.get("epoch") == epoch and "order" in self._begun:
             refuse_other(name, saved=str(self._begun["order"]), what=what, when=f", in epoch {epoch}")
         self._begun = {"epoch": epoch, "order": name}
+
+    def _is_same(self, samples: list[int], epoch: int) -> bool:
+        assert self._agree is not None
+        return all(self._agree(read_again(self._source, samples=samples, epoch=epoch, seed=self._seed)))
 
     def _plans(self) -> Iterator[tuple[Batch, list[tuple[int, Wanted]]]]:
         cursor, cut = self._cursor, self._cut
@@ -235,17 +278,18 @@ def eval_feed(
             source=source, batch_size=batch_size, replica=replica, replicas=replicas, seed=seed, totals=found
         )
         return
-    order = Order(order=source.order or "sequential", num_samples=len(source.data), seed=seed)
+    num_samples = _equal_length(source, seed=seed, name=name, agree=agree)
+    order = Order(order=source.order or "sequential", num_samples=num_samples, seed=seed)
     if order.is_own and agree is not None:
         refuse_apart(agree(order.name(0)), what=f"{source.gives_order} of {name}", when="")
     total = order.size(0)
     starts = list(range(0, total, batch_size))
     fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=False)
     mine = [
-        (index, Wanted(epoch=0, indices=order.at(epoch=0, start=starts[index], stop=starts[index] + batch_size)))
+        (index, Wanted(epoch=None, indices=order.at(epoch=0, start=starts[index], stop=starts[index] + batch_size)))
         for index in deal(len(starts), replica=replica, replicas=replicas)
     ]
-    pool = Workers(fetcher=fetcher, source=source, pin_memory=False)
+    pool = Workers(fetcher=fetcher, source=source, pin_memory=False, seed=key(seed, "workers", name, replica))
     fetched = pool.start(wanted for _, wanted in mine)
     try:
         for index, wanted in mine:
@@ -253,3 +297,26 @@ def eval_feed(
             yield LocalMicro(index=index, num_samples=len(wanted.indices), data=value, indices=wanted.indices)
     finally:
         pool.close()
+
+
+def _equal_length(source: Source, *, seed: int, name: str, agree: Agree | None) -> int:
+    """Return how many samples there are; replicas compare it, and the middle sample.
+
+    Raises:
+        DesyncError: a replica has other data.
+    """
+
+    def glance() -> list[int]:
+        total = find_length(source.data, name=name)
+        return [total, 0 if agree is None else all_checksums(source.data, [total // 2], epoch=0, seed=seed)]
+
+    mine = read_apart(source, glance, seed=seed)
+    if agree is not None:
+        told, samples = agree(mine), [mine[0] // 2]
+
+        def is_same() -> bool:
+            return all(agree(read_again(source, samples=samples, epoch=None, seed=seed)))
+
+        lengths, checksums = [one[0] for one in told], [one[1] for one in told]
+        refuse_other_data(lengths, checksums, samples=samples, name=name, is_same=is_same)
+    return mine[0]

@@ -1,30 +1,48 @@
 """Indices to one collated microbatch, in this process or in a data worker."""
 
-import ctypes
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, default_collate
 
 from paceline.errors import DataError, user_line
+from paceline.feed.checksum import checksum
 from paceline.feed.seeds import seed_sample
 from paceline.feed.source import Source
-from paceline.streams import key, seed_all
+from paceline.streams import key, preserved, seed_all
+from paceline.survive.signals import STOP_SIGNALS, die_with
 from paceline.torch_private import introduce_worker
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """One microbatch to fetch."""
+    """One microbatch to fetch, or where `seen` is given a `Sight` of the data as an epoch begins.
 
-    epoch: int
+    The dataset is not told the epoch where that is None, as in an evaluation.
+    """
+
+    epoch: int | None
     indices: tuple[int, ...]
+    seen: "Seen | None" = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Which sample is looked at as an epoch begins; None where only the length is of interest."""
+
+    index: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """How long the data is, and the checksum of the sample that was looked at; 0 where none was."""
+
+    num_samples: int
+    checksum: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +63,16 @@ class Fetcher(Dataset[Any]):
         self._collate = collate or default_collate
         self._seed = seed
         self._seed_samples = seed_samples
+        self._begun = False
+        self._epoch: int | None = None
 
     def __getitem__(self, wanted: Wanted) -> Any:
+        try:
+            self._begin(wanted.epoch)
+            if wanted.seen is not None:
+                return self._sight(wanted.epoch or 0, wanted.seen.index)
+        except Exception as error:
+            return trouble(error, doing=f"looking at the data of epoch {wanted.epoch}")
         if not wanted.indices:
             return None
         samples: list[Any] = []
@@ -63,13 +89,34 @@ class Fetcher(Dataset[Any]):
                 hint="collate=lambda samples: ... to pad or stack them",
             )
 
+    def _begin(self, epoch: int | None) -> None:
+        """Ask a dataset for its length first, as a DataLoader does: some read their index then. Then the epoch."""
+        if not self._begun:
+            self._begun = True
+            len(self._data)
+        if epoch is not None and epoch != self._epoch:
+            self._epoch = epoch
+            tell_epoch(self._data, epoch)
+
+    def _sight(self, epoch: int, index: int | None) -> Sight:
+        total = len(self._data)
+        if index is None or index >= total:
+            return Sight(num_samples=total)
+        with preserved():
+            seed_sample(seed=self._seed, epoch=epoch, index=index)
+            try:
+                return Sight(num_samples=total, checksum=checksum(self._data[index], 0))
+            except Exception:  # who needs this sample says what is wrong with it
+                return Sight(num_samples=total)
+
     def _read(self, wanted: Wanted, samples: list[Any]) -> None:
         """Fill `samples`; what is missing in it says which sample failed."""
+        epoch = wanted.epoch or 0
         if not self._seed_samples:
-            seed_all(key(self._seed, "microbatch", wanted.epoch, wanted.indices[0]))
+            seed_all(key(self._seed, "microbatch", epoch, wanted.indices[0]))
         for index in wanted.indices:
             if self._seed_samples:
-                seed_sample(seed=self._seed, epoch=wanted.epoch, index=index)
+                seed_sample(seed=self._seed, epoch=epoch, index=index)
             samples.append(self._data[index])
 
 
@@ -91,24 +138,55 @@ def checked(value: Any) -> Any:
     return value
 
 
-def worker_init(source: Source, *, alone: bool) -> Callable[[int], None]:
-    """A data worker outlives signals (its rank decides) and never outlives its rank.
+def worker_init(source: Source, *, alone: bool, parent: int) -> Callable[[int], None]:
+    """Return what a data worker does first: it outlives signals (its rank, `parent`, decides), and never its rank.
 
     The user's own `worker_init_fn` then finds its dataset in `get_worker_info()`, and no other worker if `alone`.
     """
     then = source.loader.worker_init_fn if source.loader is not None else None
 
     def start(number: int) -> None:
-        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(name, signal.SIG_IGN)
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        obey_rank(parent)
         torch.set_num_threads(1)
         introduce_worker(source.data, alone=alone)
         if then is not None:
             then(number)
 
     return start
+
+
+def obey_rank(parent: int) -> None:
+    """Pass over signals, and die with this parent.
+
+    Signals are heard and not ignored: a program that the dataset starts would inherit that it ignores them.
+    """
+    die_with(parent)
+    for name in STOP_SIGNALS:
+        signal.signal(name, _passed_over)
+
+
+def tell_epoch(data: Any, epoch: int) -> None:
+    """Call `set_epoch(epoch)` of a dataset; where a wrapper has none, of the datasets that it holds.
+
+    torch's `Subset` and `ConcatDataset`, and wrappers like them, name theirs `dataset` or `datasets`.
+    """
+    waiting, seen = [data], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if hasattr(one, "set_epoch"):
+            one.set_epoch(epoch)
+            continue
+        held = getattr(one, "__dict__", {})
+        inner = held.get("datasets", ())
+        waiting += [held["dataset"]] if "dataset" in held else []
+        waiting += inner.values() if isinstance(inner, Mapping) else inner if isinstance(inner, tuple | list) else ()
+
+
+def _passed_over(number: int, frame: FrameType | None) -> None:
+    """The rank decides what a signal means."""
 
 
 def _shown(indices: Sequence[int]) -> str:

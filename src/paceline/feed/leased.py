@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from paceline.feed.facts import find_facts
 from paceline.feed.feed import refuse_stream
 from paceline.feed.fetch import Fetcher, Wanted, checked
-from paceline.feed.seeds import draws_random
 from paceline.feed.source import Collate, Order, read_source
 from paceline.feed.types import LocalMicro, StepInput
 from paceline.order.batches import Batch, next_batch
@@ -24,10 +24,9 @@ class LeasedFeed:
             raise refuse_stream()
         self._size = global_batch_size
         self._drop_last = drop_last
-        self._order = Order(order=source.order, num_samples=len(source.data), seed=seed)
-        seeded = sample_seeds == "always" or (
-            sample_seeds == "auto" and draws_random(source.data.__getitem__, num_samples=len(source.data))
-        )
+        facts = find_facts(source, seed=seed)
+        self._order = Order(order=source.order, num_samples=facts.num_samples, seed=seed)
+        seeded = sample_seeds == "always" or (sample_seeds == "auto" and facts.draws)
         self._what = source.gives_order
         self._names: dict[int, str] = {}
         self._fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=seeded)

@@ -3,12 +3,12 @@ number of them. Nothing is agreed on: a microbatch holds consecutive samples of 
 
 from collections.abc import Iterator
 
+from paceline.feed.collator import Collator
 from paceline.feed.held import Held
 from paceline.feed.pool import Aside, Here, Wish
 from paceline.feed.reader import Stand
 from paceline.feed.source import Source
 from paceline.feed.split import Split, split_of
-from paceline.feed.stream import collated
 from paceline.feed.types import LocalMicro
 from paceline.order.shards import MOST_SHARDS
 
@@ -19,7 +19,7 @@ def stream_once(
     """This replica's microbatches; `totals` gets samples and checksum of every shard that it has read."""
     split = split_of(source, asked=None, global_batch_size=MOST_SHARDS)
     mine = [shard for shard in range(split.shards) if replica in readers(shard, split.shards, replicas)]
-    pool = _pool(split, mine, source, batch_size, seed)
+    pool, collator = _pool(split, mine, source, batch_size, seed), Collator(source)
     try:
         held = {shard: Held(shard=shard, pool=pool) for shard in mine}
         number = 0
@@ -30,13 +30,14 @@ def stream_once(
                 rows = part.take(batch_size)
                 sharers = readers(shard, split.shards, replicas)
                 if rows and sharers[number % len(sharers)] == replica:
-                    yield collated(rows, source=source, index=number * split.shards + shard, start=start)
+                    yield collator.microbatch(rows, index=number * split.shards + shard, start=start)
                 if len(rows) < batch_size:
                     totals[str(shard)] = [part.read, part.checksum]
                     held.pop(shard)
             number += 1
     finally:
         pool.close()
+        collator.close()
 
 
 def readers(shard: int, shards: int, replicas: int) -> list[int]:

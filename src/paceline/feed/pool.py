@@ -1,5 +1,6 @@
 """Where a replica's shards are read: in this process when asked, or ahead of time in data workers."""
 
+import os
 import pickle
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,8 @@ from paceline.feed.fetch import worker_init
 from paceline.feed.reader import Chunk, Record, ShardReader, Stand
 from paceline.feed.source import Source
 from paceline.feed.split import Split
-from paceline.feed.workers import closed_at_exit, guarded, kept_settings
+from paceline.feed.workers import closed_at_exit, guarded, kept_settings, worker_seeds
+from paceline.streams import key
 from paceline.torch_private import hide_worker, stop_data_workers
 
 
@@ -50,16 +52,23 @@ class Aside:
     """Shards read ahead by data workers, each shard by one of them."""
 
     def __init__(self, *, split: Split, wishes: list[Wish], source: Source) -> None:
+        first = wishes[0].stand
         self._waiting: dict[int, deque[Chunk]] = {wish.stand.shard: deque() for wish in wishes}
         workers = min(source.workers, len(wishes))
         rounds = _Rounds(split=split, hands=[wishes[k::workers] for k in range(workers)])
-        started = worker_init(source, alone=True)
+        started = worker_init(source, alone=True, parent=os.getpid())
 
         def start(number: int) -> None:
             started(number)
             rounds.worker = number
 
-        loader = DataLoader(rounds, num_workers=workers, worker_init_fn=start, **kept_settings(source))
+        loader = DataLoader(
+            rounds,
+            num_workers=workers,
+            worker_init_fn=start,
+            generator=worker_seeds(key(first.seed or 0, "workers", first.epoch, first.shard)),
+            **kept_settings(source),
+        )
         self._iterator: Any = iter(loader)
         self._rounds = guarded(self._iterator)
         closed_at_exit(self)
@@ -114,23 +123,25 @@ class _Tensor:
 
 
 def _packed(chunk: Chunk) -> Chunk:
-    return replace(chunk, rows=[replace(row, sample=_light(row.sample)) for row in chunk.rows])
+    return replace(chunk, rows=[replace(row, sample=as_light(row.sample)) for row in chunk.rows])
 
 
 def _unpacked(chunk: Chunk) -> Chunk:
-    return replace(chunk, rows=[replace(row, sample=_full(row.sample)) for row in chunk.rows])
+    return replace(chunk, rows=[replace(row, sample=as_full(row.sample)) for row in chunk.rows])
 
 
-def _light(value: Any) -> Any:
+def as_light(value: Any) -> Any:
+    """Return a sample, or a list of them, as it travels."""
     if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
         return _Tensor(value.numpy()) if value.dtype in _LIGHT and not value.requires_grad else value
-    return _mapped(value, _light)
+    return _mapped(value, as_light)
 
 
-def _full(value: Any) -> Any:
+def as_full(value: Any) -> Any:
+    """Return what had travelled, with its tensors."""
     if type(value) is _Tensor:
         return torch.from_numpy(np.asarray(value.values))
-    return _mapped(value, _full)
+    return _mapped(value, as_full)
 
 
 def _mapped(value: Any, change: Any) -> Any:
@@ -138,8 +149,4 @@ def _mapped(value: Any, change: Any) -> Any:
         return {name: change(item) for name, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(change(item) for item in value)
-    return value
-
-
-def _as_is(value: Any) -> Any:
     return value

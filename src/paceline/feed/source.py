@@ -57,25 +57,47 @@ def is_indexed(data: Any) -> bool:
     return not isinstance(data, IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
-def read_source(data: Any, *, collate: Collate | None, order: Any, workers: int, name: str) -> Source:
-    """Bring `data` to one form.
+class Made:
+    """What functions that give data have given: what can be indexed is made once, all else each time it is read."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Any, Any]] = {}
+
+    def data(self, given: Any) -> Any:
+        """Return the data: `given` itself, or what it makes."""
+        if not _makes_data(given):
+            return given
+        if id(given) in self._kept:
+            return self._kept[id(given)][1]
+        data = given()
+        if isinstance(data, Iterator) and not any(hasattr(data, name) for name in _OWN):
+            return Anew(make=given)
+        if is_indexed(data.dataset if isinstance(data, DataLoader) else data):
+            self._kept[id(given)] = given, data
+        return data
+
+
+def _makes_data(data: Any) -> bool:
+    """Whether it is a function or a class that is called for the data."""
+    is_data = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
+    return isinstance(data, type) or (callable(data) and not is_data)
+
+
+def read_source(
+    data: Any, *, collate: Collate | None, order: Any, workers: int, name: str, made: Made | None = None
+) -> Source:
+    """Bring `data` to one form, without reading it; a `Source` is in it.
 
     Raises:
-        JobError: it is nothing that can be indexed or iterated, or it is empty.
+        JobError: it is nothing that can be indexed or iterated.
     """
-    if isinstance(data, type) or (
-        callable(data) and not hasattr(data, "__getitem__") and not hasattr(data, "__iter__")
-    ):
-        make, data = data, data()
-        if isinstance(data, Iterator) and not any(hasattr(data, name) for name in _OWN):
-            data = Anew(make=make)
+    if isinstance(data, Source):
+        return data
+    data = (made or Made()).data(data)
     if isinstance(data, DataLoader):
         return _from_loader(data, collate=collate, order=order, workers=workers, name=name)
     source = Source(data=data, collate=collate, order=order, workers=workers)
-    if source.is_indexed:
-        if len(data) == 0:
-            raise JobError(f"{name} is empty.", where=type(data).__name__, hint="check the path it reads from")
-    elif not isinstance(data, Iterable):
+    if not source.is_indexed and not isinstance(data, Iterable):
         raise JobError(
             f"{name} is a {type(data).__name__}, which can be neither indexed nor iterated.",
             hint="give an object with __len__ and __getitem__, an iterable, or a function giving one",

@@ -8,19 +8,17 @@ from collections.abc import Iterator, Mapping
 from types import GeneratorType
 from typing import Any
 
-from torch.utils.data import default_collate
-
 from paceline.errors import DataError, JobError, ResumeError
 from paceline.feed.checksum import checksum
+from paceline.feed.collator import Collator
 from paceline.feed.epoch import Agree, Epoch, Reads
-from paceline.feed.fetch import checked, trouble
 from paceline.feed.source import Source
 from paceline.feed.split import Split, split_of
 from paceline.feed.types import Cut, LocalMicro, StepInput
 from paceline.order.batches import Batch, Microbatch
 from paceline.order.cursor import Cursor
 from paceline.order.deal import deal
-from paceline.streams import key, seed_all
+from paceline.streams import key
 
 __all__ = ["StreamFeed", "checksum"]
 
@@ -51,6 +49,7 @@ class StreamFeed:
         self._agree = agree
         self._saved: Mapping[str, Any] | None = None
         self._epoch: Epoch | None = None
+        self._collator: Collator | None = None
         self._split = split_of(source, asked=shards, global_batch_size=cut.global_batch_size)
 
     @property
@@ -61,6 +60,7 @@ class StreamFeed:
     def __iter__(self) -> Iterator[StepInput]:
         """Endless: the stream is read again for each epoch."""
         cursor = self._cursor
+        self._collator = self._collator or Collator(self._source)
         epoch = self._resumed()
         while True:
             takes = epoch.next_batch()
@@ -115,6 +115,8 @@ class StreamFeed:
         """Stop the data workers."""
         if self._epoch is not None:
             self._epoch.close()
+        if self._collator is not None:
+            self._collator.close()
 
     def _nothing(self, cursor: Cursor) -> DataError:
         what, hint = "is empty", "check the path it reads from"
@@ -150,12 +152,12 @@ class StreamFeed:
 
     def _local(self, batch: Batch, rows: list[Any]) -> tuple[LocalMicro, ...]:
         first, found = batch.cursor.position, []
+        assert self._collator is not None
         for index in deal(len(batch.micro), replica=self._cut.replica, replicas=self._cut.replicas):
             micro = batch.micro[index]
-            if self._seed is not None:
-                seed_all(key(self._seed, "microbatch", batch.cursor.epoch, micro.start))
+            seed = None if self._seed is None else key(self._seed, "microbatch", batch.cursor.epoch, micro.start)
             part = rows[micro.start - first : micro.stop - first]
-            found.append(collated(part, source=self._source, index=index, start=micro.start))
+            found.append(self._collator.microbatch(part, index=index, start=micro.start, seed=seed))
         return tuple(found)
 
 
@@ -173,17 +175,6 @@ def said(split: Split, *, replicas: int, kind: str) -> str:
         else f"about {-(-replicas // split.shards)} replicas read each (costs reading; more of them need a new run)"
     )
     return f"{kind}: a stream in {split.shards} virtual shards, fixed for this run; {each}"
-
-
-def collated(rows: list[Any], *, source: Source, index: int, start: int) -> LocalMicro:
-    """One microbatch of samples from position `start` on."""
-    collate = source.collate or default_collate
-    try:
-        data = collate(rows)
-    except Exception as error:
-        data = trouble(error, doing="collating samples of a stream", hint="collate=lambda samples: ...")
-    indices = tuple(range(start, start + len(rows)))
-    return LocalMicro(index=index, num_samples=len(rows), data=checked(data), indices=indices)
 
 
 def _batch(cursor: Cursor, size: int, micro_batch_size: int) -> Batch:

@@ -1,10 +1,12 @@
 """Data workers: torch's own DataLoader, asked for whole microbatches."""
 
 import atexit
+import os
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Sampler
 
 from paceline.errors import DataError
@@ -32,6 +34,11 @@ def kept_settings(source: Source) -> dict[str, Any]:
     }
 
 
+def worker_seeds(seed: int) -> torch.Generator:
+    """Return the generator from which a DataLoader draws its workers' seeds: else it moves the rank's own."""
+    return torch.Generator().manual_seed(seed)
+
+
 class _Asked(Sampler[Any]):
     def __init__(self, wanted: Iterable[Wanted]) -> None:
         self._wanted = wanted
@@ -43,8 +50,9 @@ class _Asked(Sampler[Any]):
 class Workers:
     """The workers of one feed, none if it asks for none."""
 
-    def __init__(self, *, fetcher: Fetcher, source: Source, pin_memory: bool) -> None:
+    def __init__(self, *, fetcher: Fetcher, source: Source, pin_memory: bool, seed: int = 0) -> None:
         self._fetcher = fetcher
+        self._seed = seed
         self._source = source
         self._pin_memory = pin_memory
         self._iterator: Any = None
@@ -56,7 +64,7 @@ class Workers:
         if not self._source.workers:
             return None
         pinned = self._pin_memory or bool(getattr(self._source.loader, "pin_memory", False))
-        start = worker_init(self._source, alone=False)
+        start = worker_init(self._source, alone=False, parent=os.getpid())
         self._iterator = iter(
             DataLoader(
                 self._fetcher,
@@ -64,6 +72,7 @@ class Workers:
                 sampler=_Asked(wanted),
                 pin_memory=pinned,
                 worker_init_fn=start,
+                generator=worker_seeds(self._seed),
                 **kept_settings(self._source),
             )
         )
@@ -85,12 +94,17 @@ def guarded(iterator: Iterator[Any]) -> Iterator[Any]:
             return
         except (RuntimeError, OSError, EOFError) as error:
             said = str(error) if isinstance(error, RuntimeError) else "what it had read went with it"
-            raise DataError(
-                f"a data worker died: {said}",
-                cause="it was killed, perhaps for memory, a library in it crashed, or its code called exit",
-                hint="--data.workers 0 shows the error in the rank itself",
-            ) from error
+            raise worker_died(said) from error
         yield value
+
+
+def worker_died(said: str) -> DataError:
+    """Return the error of a data worker that is gone, with what is known of its end."""
+    return DataError(
+        f"a data worker died: {said}",
+        cause="it was killed, perhaps for memory, a library in it crashed, or its code called exit",
+        hint="--data.workers 0 shows the error in the rank itself",
+    )
 
 
 def _as_is(value: Any) -> Any:

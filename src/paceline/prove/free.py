@@ -1,7 +1,7 @@
 """The third rung: both run freely for some steps, then what came out is compared, and evaluated."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils.data import (
     Subset,
 )
 
+from paceline.feed.apart import read_apart
 from paceline.feed.stream import checksum
 from paceline.order.cursor import Cursor
 from paceline.place.views import write
@@ -204,7 +205,7 @@ def evaluated_by(built: Built) -> Evaluated | None:
         return None
     evaluator = Evaluator(built)
     size = built.plan.micro_batch_size
-    return evaluator.run(data, batch_size=size, workers=0, name="eval_data")
+    return evaluator.run(data, batch_size=size, name="eval_data")
 
 
 def _some(data: Any, built: Built) -> Any:
@@ -216,10 +217,11 @@ def _some(data: Any, built: Built) -> Any:
         part = _some(data.dataset, built) if plain and not getattr(data.sampler, "replacement", False) else None
         return part and DataLoader(part, batch_size=data.batch_size, collate_fn=data.collate_fn)
     is_stream = isinstance(data, IterableDataset)
-    if is_stream or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or len(data) == 0:
+    if is_stream or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return None
     size = built.plan.micro_batch_size
-    return Subset(data, range(min(len(data), _EVALUATED_BATCHES * built.world.world_size * size + 1)))
+    total = read_apart(built.data.split(data, name="eval_data"), lambda: len(data))
+    return Subset(data, range(min(total, _EVALUATED_BATCHES * built.world.world_size * size + 1))) if total else None
 
 
 def judge_evaluation(
@@ -251,6 +253,12 @@ def judge_evaluation(
             finding.blame(step=steps, parameter="(evaluation)", cause=cause)
 
 
+def batches_of(data: Any, size: int, collate: Callable[[list[Any]], Any]) -> list[tuple[Any, int]]:
+    """Every batch of a small split, with how many samples it has."""
+    parts = [range(start, min(start + size, len(data))) for start in range(0, len(data), size)]
+    return [(collate([data[i] for i in part]), len(part)) for part in parts]
+
+
 def _by_hand(built: Built, reference: Reference) -> tuple[dict[str, float], int]:
     data, size = _some(built.job.eval_data, built), built.plan.micro_batch_size
     collate = built.job.collate or torch.utils.data.default_collate
@@ -262,10 +270,11 @@ def _by_hand(built: Built, reference: Reference) -> tuple[dict[str, float], int]
     reference.model.eval()
     seed_all(key(built.settings.seed, "evaluate"))
     with torch.no_grad(), alone():
-        for start in range(0, len(data), size):
-            rows = [data[i] for i in range(start, min(start + size, len(data)))]
-            batch = reference.cast(collate(rows))
-            output, terms = reference.terms_of(batch, len(rows))
+        for batch, rows in read_apart(
+            built.data.split(data, name="eval_data"), lambda: batches_of(data, size, collate)
+        ):
+            batch = reference.cast(batch)
+            output, terms = reference.terms_of(batch, rows)
             pairs = {(name if len(terms) == 1 else f"loss/{name}"): pair for name, pair in terms.items()}
             with reference.precision():
                 pairs |= {name: metric(output, batch) for name, metric in metrics.items()}

@@ -241,11 +241,10 @@ def feed_of(built: Built, cursor: Cursor) -> Feed:
     """The layout's own feed, from this place on."""
     settings = built.settings
     return feed_for(
-        built.job,
+        built.data,
         settings,
         cut=cut_for(built.plan, settings, built.worlds.data),
         cursor=cursor,
-        workers=settings.data.workers,
         sample_seeds=settings.data.sample_seeds,
         shards=settings.data.shards,
         agree=built.world.gather_json,

@@ -19,6 +19,8 @@ from torch.utils.data import (
     default_collate,
 )
 
+from paceline.feed.apart import DataProcess
+from paceline.feed.source import read_source
 from paceline.job import Job
 from paceline.order.permute import Permutation
 from paceline.order.shards import choose_shards, portions
@@ -90,6 +92,7 @@ class Reading:
         rows = []
         if not self._seeded:
             seed_all(key(self._seed, "microbatch", epoch, part[0]))
+        self._tell(self._data, epoch)
         for index in part:
             if self._seeded:
                 seed_all(key(self._seed, "sample", epoch, index))
@@ -119,6 +122,16 @@ class Reading:
         if hasattr(holder, "set_epoch"):
             holder.set_epoch(epoch)
 
+    def _tell(self, data: Any, epoch: int) -> None:
+        """The dataset's epoch; of `Subset`, `ConcatDataset` and their like the parts'."""
+        parts = getattr(data, "datasets", None)
+        inside = list(parts.values()) if isinstance(parts, dict) else list(parts or [])
+        if hasattr(data, "set_epoch"):
+            data.set_epoch(epoch)
+        else:
+            for part in [*inside, *([data.dataset] if hasattr(data, "dataset") else [])]:
+                self._tell(part, epoch)
+
     def _draws(self) -> bool:
         """Whether reading the first or the middle sample moves a global generator."""
         for index in {0, len(self._data) // 2}:
@@ -127,6 +140,33 @@ class Reading:
             if _generators() != before:
                 return True
         return False
+
+
+class ReadingApart:
+    """The same in a process of its own: where data workers are forked, nothing is read in the process that forks."""
+
+    def __init__(self, *, job: Job, workers: int, **how: Any) -> None:
+        source = read_source(job.train_data, collate=job.collate, order=job.order, workers=workers, name="train_data")
+        self._process = DataProcess(source, make=lambda: Reading(job=job, **how))
+
+    def num_samples(self, epoch: int) -> int | None:
+        """As `Reading` has it."""
+        found: int | None = self._process.ask("num_samples", epoch)
+        return found
+
+    def batch(self, *, epoch: int, position: int, size: int) -> list[int]:
+        """As `Reading` has it."""
+        found: list[int] = self._process.ask("batch", epoch=epoch, position=position, size=size)
+        return found
+
+    def read(self, *, epoch: int, part: Sequence[int]) -> Any:
+        """As `Reading` has it."""
+        return self._process.ask("read", epoch=epoch, part=part)
+
+
+def reading_of(*, job: Job, workers: int, **how: Any) -> "Reading | ReadingApart":
+    """Return the reading of a job's data that is right beside so many data workers."""
+    return ReadingApart(job=job, workers=workers, **how) if workers else Reading(job=job, **how)
 
 
 class Sharded:

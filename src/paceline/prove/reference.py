@@ -17,7 +17,7 @@ from paceline.job import Job
 from paceline.prove.alone import alone
 from paceline.prove.average import Average
 from paceline.prove.forward import Forward
-from paceline.prove.reading import Reading, merged
+from paceline.prove.reading import merged, reading_of
 from paceline.prove.weighed import known_counts, weighed
 from paceline.prove.whole import part_of
 from paceline.streams import Calls, block_key, key, random_blocks, seed_all, seed_torch
@@ -44,6 +44,7 @@ class Spec:
     grid: float = 0.0
     shards: int | None = None
     loss_scale: float = 1.0
+    workers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +104,9 @@ class Reference:
         for number, block in enumerate(random_blocks(self.model)):
             block.register_forward_pre_hook(self._seeder(number))
         self.optimizers, self.schedules = self._optimizers()
-        self.reading = Reading(
+        self.reading = reading_of(
             job=job,
+            workers=spec.workers,
             seed=spec.seed,
             drop_last=spec.drop_last,
             sample_seeds=spec.sample_seeds,

@@ -30,6 +30,7 @@ from paceline.spec.task import Task
 from paceline.store.disk import write_json
 from paceline.torch_private import guard_hooks
 from paceline.train.built import Built, begun_whole
+from paceline.train.feeds import JobData
 from paceline.train.ready import Ready, is_worker, join_world, prepare
 from paceline.train.updates import lr_factor
 from paceline.world import Place, World
@@ -128,6 +129,7 @@ def reference(ready: Ready, dtype: torch.dtype | None, *, make: Callable[..., Re
         device=plan.device,
         grid=_GRID if settings.train.exact else 0.0,
         shards=settings.data.shards,
+        workers=JobData(ready.job, settings).workers,
         loss_scale=LOSS_SCALE if dtype is not torch.float64 and settings.train.precision == "fp16" else 1.0,
     )
     job = job_in(ready.job, dtype)

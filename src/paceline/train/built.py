@@ -43,6 +43,7 @@ from paceline.train.apart import Unlisted
 from paceline.train.begin import Begun, begin, begin_whole
 from paceline.train.context import UNTRIED, can_be_tried, context_of, try_experts
 from paceline.train.example import Example
+from paceline.train.feeds import JobData
 from paceline.train.fit import refuse_unfit
 from paceline.train.options import Options
 from paceline.train.refuse import refuse_asked, refuse_foreign, unheard_placing
@@ -78,6 +79,7 @@ class Built:
     notes: tuple[str, ...]
     given: Options
     unlisted: Unlisted
+    data: JobData
 
     @property
     def world(self) -> World:
@@ -158,7 +160,7 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     notes += _equal_start(models[0], world) if begun[0].is_whole else []
     shared = SharedModel(models[0], world=world) if plan.rule.kind is Kind.HOGWILD else None
     rules = learn_rules(job, named[0], plan=plan, exact=settings.train.exact)
-    unlisted = Unlisted(models[0])
+    unlisted, data = Unlisted(models[0]), JobData(job, settings)
     contracts = [LossContract(job=job, model=model, asks=not world.is_imagined) for model in models]
     if len(own) > 1:
         exact = settings.train.exact
@@ -168,7 +170,7 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
             if isinstance(each.every, ThreadWorld)
         ]
     else:
-        placed = [_placed(job, settings, plan, begun[0], models[0], contracts[0], own[0], rules)]
+        placed = [_placed(job, settings, plan, begun[0], models[0], contracts[0], own[0], rules, data)]
         notes += begun[0].late.notes if begun[0].late is not None else []
         notes += told(plan.wire, placed[0].reducer, named=placed[0].named, world=worlds.summed)
     mirror = Mirror(models=models, grids=[one.grid for one in placed]) if len(own) > 1 else None
@@ -195,6 +197,7 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
         notes=tuple(notes),
         given=given,
         unlisted=unlisted,
+        data=data,
     )
 
 
@@ -223,11 +226,13 @@ def _placed(
     contract: LossContract,
     worlds: Worlds,
     rules: Rules | None,
+    data: JobData,
 ) -> Placed:
     exact = settings.train.exact
     whole = list(rules.whole(exact=exact)) if rules is not None and plan.mesh.zero in (1, 2) else []
     whole = [member.name for member in trainable(model)] if plan.rule.has_servers else whole
-    example = Example(job=job, settings=settings, plan=plan, model=model, contract=contract, device=worlds.every.device)
+    device = worlds.every.device
+    example = Example(job=job, settings=settings, plan=plan, model=model, contract=contract, device=device, data=data)
     if set(plan.mesh.split) - set(DATA):
         example.learn() if begun.late is None else begun.late.valued(example.learn)
     context = context_of(job, model=model, contract=contract, worlds=worlds, example=example)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import DataError, JobError
+from paceline.feed.apart import read_apart
 from paceline.feed.feed import eval_feed
+from paceline.feed.source import Source
 from paceline.feed.types import LocalMicro
 from paceline.nested import to_device
 from paceline.step.loss import Terms
@@ -85,6 +87,7 @@ class Evaluator:
         self._worlds = built.worlds
         self._world = built.world
         self._seed = built.settings.seed
+        self._data = built.data
         self._meets = parts.meets
         self._in_time = parts.meets or self._worlds.data.world_size < self._world.world_size
         self._tells = built.step.passes.tells
@@ -95,7 +98,6 @@ class Evaluator:
         data: Any,
         *,
         batch_size: int,
-        workers: int,
         name: str,
         beat: Callable[[], None] | None = None,
         stop: Callable[[], bool] = lambda: False,
@@ -108,8 +110,9 @@ class Evaluator:
         samples = 0
         seed_all(key(self._seed, "evaluate"))
         with _evaluating(self._model), torch.no_grad():
-            feed = self._feed(data, batch_size, workers, name, totals)
-            for micro in self._in_step(feed, data, batch_size, name, stop) if self._in_time else feed:
+            source = self._data.split(data, name=name)
+            feed = self._feed(source, batch_size, name, totals)
+            for micro in self._in_step(feed, source, batch_size, name, stop) if self._in_time else feed:
                 if stop() and not self._in_time:
                     break
                 self._measure(micro.data, micro.num_samples, sums, foreign)
@@ -125,29 +128,26 @@ class Evaluator:
         metrics |= self._told(foreign.compute())
         return Evaluated(metrics=metrics, samples=total, seconds=time.perf_counter() - began)
 
-    def _feed(self, data: Any, batch_size: int, workers: int, name: str, totals: dict[str, list[int]]) -> Any:
+    def _feed(self, source: Source, batch_size: int, name: str, totals: dict[str, list[int]]) -> Any:
         own = self._worlds.data
-        agree = self._world.gather_json
-        return self._feed_of(
-            data, batch_size, workers, name, totals, replica=own.rank, replicas=own.world_size, agree=agree
-        )
+        agree = self._world.gather_json if self._world.world_size > 1 else None
+        return self._feed_of(source, batch_size, name, totals, replica=own.rank, replicas=own.world_size, agree=agree)
 
     def _feed_of(
-        self, data: Any, batch_size: int, workers: int, name: str, totals: dict[str, list[int]], **whose: Any
+        self, source: Source, batch_size: int, name: str, totals: dict[str, list[int]], **whose: Any
     ) -> Iterator[LocalMicro]:
         return eval_feed(
-            data=data,
-            collate=self._job.collate,
+            data=source,
+            collate=None,
             batch_size=batch_size,
             seed=self._seed,
-            workers=workers,
             name=name,
             totals=totals,
             **whose,
         )
 
     def _in_step(
-        self, feed: Iterator[LocalMicro], data: Any, batch_size: int, name: str, stop: Callable[[], bool]
+        self, feed: Iterator[LocalMicro], source: Source, batch_size: int, name: str, stop: Callable[[], bool]
     ) -> Iterator[LocalMicro]:
         """Where a forward waits for other ranks', all end with the same one, also when only some are asked to stop.
 
@@ -171,10 +171,19 @@ class Evaluator:
             if micro is None and not self._meets:
                 continue
             if micro is None and spare is None:
-                spare = next(iter(self._feed_of(data, batch_size, 0, name, {}, replica=0, replicas=1)))
+                spare = self._first(source, batch_size, name)
             spare = micro or spare
             assert spare is not None
             yield micro or replace(spare, num_samples=0)
+
+    def _first(self, source: Source, batch_size: int, name: str) -> LocalMicro:
+        """The first batch, whoever evaluates it."""
+        here = replace(source, workers=0)
+
+        def read() -> LocalMicro:
+            return next(self._feed_of(here, batch_size, name, {}, replica=0, replicas=1))
+
+        return read_apart(source, read, seed=self._seed)
 
     def _measure(
         self, data: Any, num_samples: int, sums: dict[str, tuple[ExactSum, ExactSum]], foreign: ForeignMetrics

@@ -18,7 +18,7 @@ from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.step.loss import LossContract
 from paceline.streams import preserved
-from paceline.train.feeds import feed_for
+from paceline.train.feeds import JobData, read_first
 
 FEW = 2  # one alone may go another way
 Found = TypeVar("Found")
@@ -34,6 +34,7 @@ class Example:
     model: nn.Module
     contract: LossContract
     device: torch.device
+    data: JobData | None = None
 
     def __call__(self) -> Any:
         """What the loss gives, in training mode."""
@@ -103,9 +104,6 @@ class Example:
                 hint="train_data=the function that makes it, without the call",
             )
         cut = Cut(global_batch_size=size, micro_batch_size=size)
-        feed = feed_for(self.job, self.settings, cut=cut, sample_seeds=self.settings.data.sample_seeds)
-        with preserved():
-            try:
-                return to_device(next(iter(feed)).micro[0].data, self.device)
-            finally:
-                feed.close()
+        data, seeds = self.data or JobData(self.job, self.settings), self.settings.data.sample_seeds
+        given = read_first(data, self.settings, cut=cut, sample_seeds=seeds)[0]
+        return to_device(given.micro[0].data, self.device)

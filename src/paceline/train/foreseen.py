@@ -5,8 +5,10 @@ from dataclasses import replace
 from functools import partial
 
 from paceline.errors import UsageError
+from paceline.feed.apart import read_apart
+from paceline.feed.facts import find_length
 from paceline.feed.fetch import Fetcher, Trouble, Wanted
-from paceline.feed.source import read_source
+from paceline.feed.source import Source
 from paceline.job import Job
 from paceline.measure.hollow import Hollow
 from paceline.nested import leaves
@@ -15,6 +17,7 @@ from paceline.place.start.stored import Stored
 from paceline.plan.grid import Grid
 from paceline.spec.settings import Settings
 from paceline.streams import preserved
+from paceline.train.feeds import JobData
 from paceline.train.ready import Ready
 from paceline.train.shallow import built_once
 
@@ -28,7 +31,7 @@ _NORMS = (
 
 def foreseen(ready: Ready) -> tuple[Ready, tuple[str, ...]]:
     """With that job; and what there is to say of it."""
-    job, note = largest_first(ready.job, seed=ready.settings.seed)
+    job, note = largest_first(ready.job, ready.settings)
     found = replace(ready, job=built_once(job, seed=ready.settings.seed))
     notes = [note] if note else []
     if ready.settings.train.micro_batch_size is None and not isinstance(found.job.model, Stored):
@@ -53,28 +56,37 @@ def grid_of(settings: Settings, *, asked: str) -> Grid:
     return Grid(micro_batch_size=settings.train.micro_batch_size)
 
 
-def largest_first(job: Job, *, seed: int) -> tuple[Job, str]:
+def largest_first(job: Job, settings: Settings) -> tuple[Job, str]:
     """The job with every sample the largest of some that were looked at: what fits must fit for it too.
 
     Of a stream the first samples are what they are. What can't be read is told by who reads it next.
     """
-    source = read_source(job.train_data, collate=job.collate, order=job.order, workers=0, name="train_data")
+    source = JobData(job, settings).train
     if not source.is_indexed:
         return job, ""
-    last, few = len(source.data) - 1, min(_LOOKED, len(source.data))
-    fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=False)
-    with preserved():
-        looked = {n * last // max(1, few - 1): None for n in range(few)}
-        batches = {place: fetcher[Wanted(epoch=0, indices=(place,))] for place in looked}
-    if any(isinstance(batch, Trouble) for batch in batches.values()):
+    sizes = read_apart(source, partial(_sizes, source, settings.seed), seed=settings.seed)
+    if not sizes:
         return job, ""
-    sizes = {place: sum(tensor.numel() for tensor in leaves(batch)) for place, batch in batches.items()}
+    few = len(sizes)
     least, most = min(sizes.values()), max(sizes.values())
     if least == most:
         return job, ""
     place = max(sizes, key=lambda each: sizes[each])
     note = f"samples are of {least:,} to {most:,} numbers, of {few} that were looked at: all is for the largest"
     return replace(job, order=partial(_only, place)), note
+
+
+def _sizes(source: Source, seed: int) -> dict[int, int]:
+    """How many numbers some samples have, by their place; none where one can't be read."""
+    total = find_length(source.data, name="train_data")
+    last, few = total - 1, min(_LOOKED, total)
+    fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=False)
+    with preserved():
+        looked = {n * last // max(1, few - 1): None for n in range(few)}
+        batches = {place: fetcher[Wanted(epoch=0, indices=(place,))] for place in looked}
+    if any(isinstance(batch, Trouble) for batch in batches.values()):
+        return {}
+    return {place: sum(tensor.numel() for tensor in leaves(batch)) for place, batch in batches.items()}
 
 
 def _only(place: int, num_samples: int, epoch: int, seed: int) -> Sequence[int]:

@@ -168,10 +168,7 @@ class Loop:
         data = data if data is not None else getattr(self.built.job, f"{split}_data")
         with self.built.as_evaluated(), mean_in_place(self.built):
             size = eval_batch_size(self.built)
-            workers = self.built.settings.data.workers
-            found = self._evaluator.run(
-                data, batch_size=size, workers=workers, name=f"{split}_data", beat=self._beat, stop=stop
-            )
+            found = self._evaluator.run(data, batch_size=size, name=f"{split}_data", beat=self._beat, stop=stop)
             if found is None:
                 return None
             extra = dict(self.built.job.on_eval(self._target) or {}) if self.built.job.on_eval else {}

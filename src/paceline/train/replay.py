@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 
 import torch
 
@@ -29,7 +28,7 @@ from paceline.streams import preserved
 from paceline.survive.short import trim
 from paceline.torch_modes import nobody_there
 from paceline.train.built import Built, build
-from paceline.train.feeds import cut_for, feed_for
+from paceline.train.feeds import cut_for, read_first
 from paceline.train.imagined import Scene
 from paceline.train.loop import kept_batches
 
@@ -126,7 +125,7 @@ def _stage(
 
 def _batches(built: Built, plan: Plan, count: int) -> list[StepInput]:
     cut = cut_for(plan, built.settings, built.worlds.data)
-    return list(islice(feed_for(built.job, built.settings, cut=cut), count))
+    return read_first(built.data, built.settings, cut=cut, count=count)
 
 
 def _in_parts(built: Built, journal: Journal | None) -> AbstractContextManager[None]:

@@ -1,5 +1,6 @@
 """A batch that is read out of turn: a worker's shares, and what a server, which reads no samples, wants to look at."""
 
+from paceline.feed.apart import read_apart
 from paceline.feed.leased import LeasedFeed
 from paceline.feed.types import StepInput
 from paceline.job import Job
@@ -22,5 +23,10 @@ def leased_feed(job: Job, settings: Settings, *, global_batch_size: int) -> Leas
 
 def whole_batch(given: StepInput, built: Built) -> StepInput:
     """The same batch with all its samples, whoever had computed which."""
-    feed = leased_feed(built.job, built.settings, global_batch_size=built.plan.global_batch_size)
-    return feed.share(given.batch.cursor, micro_batch_size=built.plan.micro_batch_size)
+    plan, settings = built.plan, built.settings
+
+    def read() -> StepInput:
+        feed = leased_feed(built.job, settings, global_batch_size=plan.global_batch_size)
+        return feed.share(given.batch.cursor, micro_batch_size=plan.micro_batch_size)
+
+    return read_apart(built.data.train, read, seed=settings.seed)

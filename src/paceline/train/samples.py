@@ -13,7 +13,7 @@ from paceline.plan.settle import Cluster, Facts, Plan, settle
 from paceline.spec.layout import parse_layout
 from paceline.spec.settings import Settings
 from paceline.spec.update import parse_update
-from paceline.train.feeds import feed_for
+from paceline.train.feeds import JobData, read_first
 
 FEW, MORE = 2, 3  # samples: one alone may go another way
 _SMALLEST = 1e-3  # of a number, what of it is rounding
@@ -35,7 +35,7 @@ def lengths_of(length: int | None) -> tuple[int, ...]:
 
 def samples_of(job: Job, settings: Settings, *, samples: int) -> StepInput:
     cut = Cut(global_batch_size=samples, micro_batch_size=samples)
-    return next(iter(feed_for(job, settings, cut=cut)))
+    return read_first(JobData(job, settings), settings, cut=cut)[0]
 
 
 def plan_of(settings: Settings, layout: str, ranks: int, *, samples: int) -> Plan:

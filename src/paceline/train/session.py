@@ -8,13 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import JobError, raise_all
+from paceline.errors import raise_all
 from paceline.events import Event, Note, RunEnded, RunStarted, Stream
 from paceline.faults import Faults, parse_faults, refuse_idle_faults
-from paceline.feed.seeds import seed_sample
-from paceline.feed.source import read_source
-from paceline.feed.stream import checksum
-from paceline.job import Job
+from paceline.feed.facts import Facts, find_facts, looked_at, read_again, refuse_other_data
 from paceline.measure.environment import environment
 from paceline.order.cursor import Cursor
 from paceline.place.batchnorm import running
@@ -23,7 +20,6 @@ from paceline.plan.local import never_meet
 from paceline.plan.rung import Rung
 from paceline.pulse import Pulse
 from paceline.spec.read import as_toml
-from paceline.spec.settings import Settings
 from paceline.spec.update import Kind
 from paceline.spec.words import many
 from paceline.store.branch import set_aside
@@ -32,7 +28,6 @@ from paceline.store.disk import write_json, write_text
 from paceline.store.full import written
 from paceline.store.planned import write_decided
 from paceline.store.runs import RunFolder, run_of
-from paceline.streams import preserved
 from paceline.survive.signals import stop_flag
 from paceline.train.against import Against
 from paceline.train.built import build
@@ -69,7 +64,8 @@ class Session:
         self._before = self._before.built()
         self._forecast = self._foretold()
         loaded, events = self._found()
-        self.identity = identity(self.built, **_data_facts(ready.job, ready.settings))
+        self._facts = self._look_at_data()
+        self.identity = identity(self.built, **_told(self._facts))
         cursor = Cursor()
         if loaded is not None:
             cursor = restore(loaded, built=self.built, identity=self.identity, allow=ready.task.allow)
@@ -129,18 +125,35 @@ class Session:
             aside = set_aside(self.run.checkpoints, start=loaded.path)
         return [] if aside is None else [Note(text=f"what came after {loaded.path.name} was set aside in {aside}")]
 
+    def _look_at_data(self) -> Facts | None:
+        """The facts of indexed data, the same on every rank; of a stream none."""
+        source, seed = self.built.data.train, self.ready.settings.seed
+        if not source.is_indexed:
+            return None
+        facts = find_facts(source, seed=seed)
+        facts.refuse_problem()
+        told = self.world.gather_json([facts.num_samples, facts.fingerprint])
+        samples = looked_at(facts.num_samples)
+
+        def is_same() -> bool:
+            return all(self.world.gather_json(read_again(source, samples=samples, epoch=0, seed=seed)))
+
+        lengths, checksums = [one[0] for one in told], [one[1] for one in told]
+        refuse_other_data(lengths, checksums, samples=samples, name="train_data", is_same=is_same)
+        return facts
+
     def _make_feed(self, cursor: Cursor) -> Any:
         plan, settings = self.ready.plan, self.ready.settings
         return feed_for(
-            self.ready.job,
+            self.built.data,
             settings,
             cut=cut_for(plan, settings, self.built.worlds.data, reads=not plan.rule.has_servers),
             cursor=cursor,
-            workers=settings.data.workers,
             sample_seeds=settings.data.sample_seeds,
             pin_memory=self.world.device.type == "cuda",
             shards=settings.data.shards,
-            agree=self.world.gather_json,
+            agree=self.world.gather_json if self.world.world_size > 1 else None,
+            facts=self._facts,
         )
 
     def _make_stream(self) -> Stream:
@@ -256,21 +269,8 @@ class Session:
         return tuple(lines)
 
 
-def _data_facts(job: Job, settings: Settings) -> dict[str, Any]:
-    """The number of samples, and a checksum of the first and the middle one."""
-    source = read_source(job.train_data, collate=job.collate, order=job.order, workers=0, name="train_data")
-    if not source.is_indexed:
+def _told(facts: Facts | None) -> dict[str, Any]:
+    """The facts as a checkpoint holds them."""
+    if facts is None:
         return {"num_samples": None, "data": "stream"}
-    total = len(source.data)
-    value = 0
-    with preserved():
-        for index in {0: 0, total // 2: 0}:
-            seed_sample(seed=settings.seed, epoch=0, index=index)
-            try:
-                value = checksum(source.data[index], value)
-            except Exception as error:
-                raise JobError(
-                    f"reading sample {index} of train_data failed: {type(error).__name__}: {error}",
-                    hint=f"train_data[{index}] in a plain Python process shows the whole of it",
-                ) from error
-    return {"num_samples": total, "data": f"{value:08x}"}
+    return {"num_samples": facts.num_samples, "data": f"{facts.fingerprint:08x}"}

@@ -268,4 +268,4 @@ def _shorter(job: Job, most: int) -> Any:
 def _batches(built: Built) -> Iterator[StepInput]:
     cut = cut_for(built.plan, built.settings, built.worlds.data)
     while True:
-        yield from feed_for(built.job, built.settings, cut=cut, agree=built.world.gather_json)
+        yield from feed_for(built.data, built.settings, cut=cut, agree=built.world.gather_json)
