@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from paceline.world import World
 from tests.matrix.cases import Case
 from tests.matrix.work import join, work
 
@@ -21,10 +22,17 @@ _GRACE_SECONDS = 5.0
 _FORK = multiprocessing.get_context("fork")  # torch and transformers are imported once, by the one that forks
 
 
-class Pool:
-    """One world of `ranks` processes."""
+def work_case(value: dict[str, Any], world: World) -> dict[str, Any]:
+    """A case of the matrix."""
+    return work(Case.from_json(value), world)
 
-    def __init__(self, *, ranks: int, log: Path) -> None:
+
+class Pool:
+    """One world of `ranks` processes; each does `do` with what `ask` and `run` send."""
+
+    def __init__(
+        self, *, ranks: int, log: Path, do: Callable[[dict[str, Any], World], dict[str, Any]] = work_case
+    ) -> None:
         self.ranks = ranks
         self.is_fresh = True
         with socket.socket() as free:
@@ -34,7 +42,7 @@ class Pool:
         self._processes: list[BaseProcess] = []
         for rank in range(ranks):
             here, there = _FORK.Pipe()
-            process = _FORK.Process(target=_serve, args=(there, rank, ranks, port, log), daemon=True)
+            process = _FORK.Process(target=_serve, args=(there, rank, ranks, port, log, do), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
@@ -42,9 +50,13 @@ class Pool:
 
     def run(self, case: Case, *, seconds: float) -> dict[str, Any]:
         """One answer for all ranks; `hung` where some of them gave none. After anything but `done` start anew."""
+        return self.ask(case.as_json(), seconds=seconds)
+
+    def ask(self, value: dict[str, Any], *, seconds: float) -> dict[str, Any]:
+        """The same of anything that is JSON."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
-                pipe.send_bytes(json.dumps(case.as_json()).encode())
+                pipe.send_bytes(json.dumps(value).encode())
         answers = self._answers(seconds)
         self.is_fresh = False
         return _joined(answers, ranks=self.ranks, seconds=seconds)
@@ -123,7 +135,14 @@ def _joined(answers: list[dict[str, Any]], *, ranks: int, seconds: float) -> dic
     return first
 
 
-def _serve(pipe: Connection, rank: int, ranks: int, port: int, log: Path) -> None:
+def _serve(
+    pipe: Connection,
+    rank: int,
+    ranks: int,
+    port: int,
+    log: Path,
+    do: Callable[[dict[str, Any], World], dict[str, Any]],
+) -> None:
     log.mkdir(parents=True, exist_ok=True)
     with (log / f"rank-{ranks}-{rank}.log").open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
@@ -131,10 +150,10 @@ def _serve(pipe: Connection, rank: int, ranks: int, port: int, log: Path) -> Non
         world = join(rank, ranks=ranks, port=port, timeout_seconds=100)
         while True:
             try:
-                case = Case.from_json(json.loads(pipe.recv_bytes()))
+                value = json.loads(pipe.recv_bytes())
             except (EOFError, OSError):
                 os._exit(0)
-            answer = work(case, world)
+            answer = do(value, world)
             if "text" in answer:
-                print(case, answer["text"], sep="\n", flush=True)
+                print(value, answer["text"], sep="\n", flush=True)
             pipe.send_bytes(json.dumps(answer).encode())

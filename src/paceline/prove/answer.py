@@ -29,13 +29,21 @@ class Rung:
             "compared": found.compared,
             "detail": found.detail.strip(),
             "warning": found.warning,
+            "left_out": found.left_out,
             "first_difference": found.first_difference,
             "seconds": round(self.seconds, 3),
         }
 
 
 def answer(
-    *, rungs: Sequence[Rung], layout: str, update: str, ranks: int, steps: int, compress: str = "none"
+    *,
+    rungs: Sequence[Rung],
+    layout: str,
+    update: str,
+    ranks: int,
+    steps: int,
+    compress: str = "none",
+    micro_batch_size: int = 0,
 ) -> dict[str, Any]:
     """The whole answer; the verdict is the worst of all rungs."""
     findings = [rung.finding for rung in rungs]
@@ -49,6 +57,8 @@ def answer(
         "compress": compress,
         "ranks": ranks,
         "steps": steps,
+        "micro_batch_size": micro_batch_size,
+        "by_micro": any(f.by_micro for f in findings),
         "max_difference": worst.max_difference,
         "noise_floor": worst.noise_floor,
         "first_difference": next((f.first_difference for f in findings if f.first_difference is not None), None),
@@ -61,7 +71,7 @@ def table(value: dict[str, Any]) -> list[str]:
     """The answer as a small table and one sentence."""
     rows = [("", "rung", "verdict", "apart", "floor", "compared")]
     for rung in value["rungs"]:
-        mark = "✗" if rung["verdict"] == DIFFERENT else "!" if rung["warning"] else "✓"
+        mark = "✗" if rung["verdict"] == DIFFERENT else "!" if rung["warning"] or rung["left_out"] else "✓"
         counts = ", ".join(many(number, kind.removesuffix("s")) for kind, number in rung["compared"].items())
         apart, floor = (_shown(rung[key]) for key in ("max_difference", "noise_floor"))
         rows.append((mark, rung["name"], rung["verdict"], apart, floor, counts))
@@ -69,6 +79,7 @@ def table(value: dict[str, Any]) -> list[str]:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f"  {rung['name']}: {rung['detail']}" for rung in value["rungs"] if rung["detail"]]
     warnings = [f"  warning: {rung['warning']}" for rung in value["rungs"] if rung["warning"]]
+    warnings += [f"  not covered: {rung['left_out']}." for rung in value["rungs"] if rung["left_out"]]
     return [*lines, *warnings, _sentence(value)]
 
 
@@ -78,11 +89,13 @@ def _sentence(value: dict[str, Any]) -> str:
         return f"DIFFERENT at step {first['step']}, first in {first['parameter']}: {first['cause']}"
     meaning = "bit for bit" if value["verdict"] == "bitwise" else "up to rounding, below the floor of every tensor"
     ranks = many(value["ranks"], "rank")
-    same = (
-        f"{value['layout']} on {ranks} is the same training as one process{_of(value)}: {value['verdict']} ({meaning})"
-    )
-    depends = any(rung["warning"] for rung in value["rungs"])
-    return f"{same}; another micro_batch_size is another training: see the warning" if depends else same
+    process = f"one process{_of(value)}"
+    if value["by_micro"]:  # another process, with other microbatches, may be another training
+        process += f" in microbatches of {value['micro_batch_size']}"
+    same = f"{value['layout']} on {ranks} is the same training as {process}: {value['verdict']} ({meaning})"
+    if any(rung["warning"] for rung in value["rungs"]):
+        same += "; another micro_batch_size is another training: see the warning"
+    return f"{same}, but for what is not covered" if any(rung["left_out"] for rung in value["rungs"]) else same
 
 
 def _of(value: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.place.holding import Holding
-from paceline.prove.noise import distance
+from paceline.prove.amount import distance
 from paceline.world import World
 
 

@@ -10,7 +10,11 @@ FLOOR = 1e-4  # relative, of what two runs recorded
 
 @dataclass(kw_only=True)
 class Finding:
-    """What one rung found. Plain JSON, so that rank 0 can tell the others."""
+    """What one rung found. Plain JSON, so that rank 0 can tell the others.
+
+    `left_out`: what the verdict does not speak of, though the user would think so. `by_micro`: the job was not shown to
+    be the same in other microbatches.
+    """
 
     verdict: str = BITWISE
     max_difference: float = 0.0
@@ -18,6 +22,8 @@ class Finding:
     first_difference: dict[str, Any] | None = None
     detail: str = ""
     warning: str = ""
+    left_out: str = ""
+    by_micro: bool = False
     compared: dict[str, int] = field(default_factory=dict)
 
     def note(self, verdict: str, *, difference: float = 0.0, floor: float = 0.0) -> None:

@@ -1,43 +1,31 @@
 """The third rung: both run freely for some steps, then what came out is compared, and evaluated."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-)
 
-from paceline.feed.apart import read_apart
 from paceline.feed.stream import checksum
 from paceline.order.cursor import Cursor
-from paceline.place.views import write
-from paceline.prove.alone import alone
+from paceline.prove.amount import distance, eps_of, size
+from paceline.prove.evaluation import evaluated_by, judge_evaluation
 from paceline.prove.finding import DIFFERENT, Finding, judged
-from paceline.prove.lockstep import Say, feed_of
-from paceline.prove.noise import MARGIN, can_nudge, distance, nudge
+from paceline.prove.lockstep import Say, feed_of, unmoved
+from paceline.prove.noise import can_disturb, disturb, margin_of
 from paceline.prove.reference import At, Reference
 from paceline.spec.words import many
 from paceline.step.sites import Sites
-from paceline.streams import key, seed_all
 from paceline.train.apart import tensors_of
 from paceline.train.built import Built
-from paceline.train.evaluate import Evaluated, Evaluator
 from paceline.train.replicas import averaged, first_apart
 from paceline.train.sites import mean_in_place, sites_of
 
+_RUNS = 6
 Contents = dict[tuple[int, int], int]  # by step and microbatch
-_EVALUATED_BATCHES = 4
-_METRIC = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +43,7 @@ def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say,
     right_losses: list[float] = []
     right_contents: Contents = {}
     if reference is not None:
-        start = {name: tensor.clone() for name, tensor in trained(reference).items()}
+        start = {name: tensor.clone() for name, tensor in kept_by(reference).items()}
         right_losses = _alone(reference, steps, backwards=False, contents=right_contents)
     steps = built.world.share_json(len(right_losses))
     say(many(steps, "step"))
@@ -67,15 +55,11 @@ def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say,
     apart = first_apart(built)
     if apart is not None:
         finding.blame(step=steps, parameter=apart.name, cause=f"the replicas are no longer equal: {apart}")
-    weights = of_layout(built)
+    weights = of_layout(built) | buffers_of(built)
     with mean_in_place(built):
         evaluated, kept = evaluated_by(built), listed(built)
     if reference is not None and steps:
-        other = reference.again()
-        if can_nudge(other.bare(), at=At(step=0, epoch=0, position=0), seed=1):
-            nudge(other.model, seed=1)
-        _alone(other, steps, backwards=True)
-        judge(finding, weights, reference, other, start, steps, drift or Drift())
+        judge(finding, weights, reference, partial(_disturbed, reference, steps), start, steps, drift or Drift())
         finding.detail = f"Loss {losses[-1]:.6g} beside {right_losses[-1]:.6g} after {many(steps, 'step')}."
         if evaluated is None and built.job.eval_data is not None:
             finding.detail += " The evaluation was not compared: eval_data is a stream, or has a sampler of its own."
@@ -126,40 +110,94 @@ def _alone(reference: Reference, steps: int, *, backwards: bool, contents: Conte
     return losses
 
 
+def _disturbed(reference: Reference, steps: int, seed: int) -> dict[str, Tensor]:
+    """What comes of the run from weights moved by rounding, with the microbatches the other way round.
+
+    Buffers are those of a run that takes them in their order: of running statistics it counts.
+    """
+    found: dict[str, Tensor] = {}
+    for backwards in (True, False) if _buffers(reference) else (True,):
+        other = reference.again()
+        if can_disturb(other.bare(), at=At(step=0, epoch=0, position=0), seed=seed):
+            disturb(other, seed=seed)
+        _alone(other, steps, backwards=backwards)
+        found |= trained(other) | _buffers(other) if backwards else _buffers(other)
+    return found
+
+
 def judge(
     finding: Finding,
     found: Mapping[str, Tensor],
     reference: Reference,
-    disturbed: Reference,
+    disturbed: Callable[[int], Mapping[str, Tensor]],
     start: Mapping[str, Tensor],
     steps: int,
     drift: Drift,
 ) -> None:
-    """Drift is measured against what a disturbance does, and against how far training has moved the tensor at all."""
-    right, other = trained(reference), trained(disturbed)
+    """Drift is measured against what a disturbance does, and against how far training has moved the tensor at all.
+
+    Before anything is called different there are more disturbances: an element whose gradient is almost zero goes up or
+    down by a whole step under rules like Adam's, and one of them may have left it alone.
+    """
+    right = kept_by(reference)
+    apart = {name: distance(tensor, right[name]) for name, tensor in found.items()}
+    ways = {name: distance(right[name], start[name]) for name in found}
+    floors = {n: max(drift.share * ways[n], _rounded(t, right[n], steps)) for n, t in found.items()}
+    for seed in range(1, 1 + _RUNS):
+        other = disturbed(seed)
+        floors = {n: max(floors[n], margin_of(t) * distance(other[n], right[n])) for n, t in found.items()}
+        if not any(judged(apart[name], floors[name]) == DIFFERENT for name in found):
+            break
     bad: dict[str, float] = {}
-    for name, weight in found.items():
-        apart = distance(weight, right[name])
-        floor = max(MARGIN * distance(other[name], right[name]), drift.share * distance(right[name], start[name]))
-        verdict = judged(apart, floor)
-        finding.note(verdict, difference=apart, floor=floor)
+    for name, floor in floors.items():
+        verdict = judged(apart[name], floor)
+        finding.note(verdict, difference=apart[name], floor=floor)
         if verdict == DIFFERENT:
-            bad[name] = apart / max(floor, 1e-300)
-    finding.count("weights", len(right) - len(reference.average.tensors))
-    if reference.average.tensors:
-        finding.count("averages", len(reference.average.tensors))
+            bad[name] = apart[name] / max(floor, 1e-300)
+    moved = {name: way > 0.0 for name, way in ways.items() if name in reference.weights()}
+    averages, buffers = len(reference.average.tensors), len(found.keys() & _buffers(reference).keys())
+    finding.count("weights", len(found) - averages - buffers)
+    for kind, number in (("averages", averages), ("buffers", buffers)):
+        if number:
+            finding.count(kind, number)
+    if not any(moved.values()):
+        finding.left_out = unmoved(moved, steps=steps, rises=False)
     if bad:
         name = max(bad, key=lambda key: bad[key])
         weights = any(name in bad for name in reference.weights())
         average = "the weights agree and their average does not: another decay, or steps left out"
-        cause = drift.cause if weights else average
-        finding.blame(step=steps, parameter=name, cause=f"{cause} ({len(bad)} of {len(right)})")
+        buffer = "the weights agree and a buffer does not, though in each step alone it does: written between steps"
+        cause = drift.cause if weights else buffer if name in _buffers(reference) else average
+        finding.blame(step=steps, parameter=name, cause=f"{cause} ({len(bad)} of {len(found)})")
+
+
+def _rounded(tensor: Tensor, right: Tensor, steps: int) -> float:
+    """In half precision each step may round each element anew."""
+    return eps_of(tensor) * size(right) * steps**0.5 if tensor.dtype.itemsize < 4 else 0.0
 
 
 def trained(reference: Reference) -> dict[str, Tensor]:
     """Weights, and their averages, which are what is evaluated and handed over."""
     average = reference.average.tensors
     return reference.weights() | dict(zip(averaged(list(average)), average.values(), strict=True))
+
+
+def kept_by(reference: Reference) -> dict[str, Tensor]:
+    """Those, and the buffers."""
+    return trained(reference) | _buffers(reference)
+
+
+def _buffers(reference: Reference) -> dict[str, Tensor]:
+    return {name: buffer.detach() for name, buffer in reference.model.named_buffers()}
+
+
+def buffers_of(built: Built) -> dict[str, Tensor]:
+    """The layout's buffers, whole. Those of sites are each site's own, and are compared where they have met."""
+    if sites_of(built) is not None:
+        return {}
+    holding = built.weights
+    names = [name for name in holding.names if name not in holding.parameters]
+    return {name: holding.whole(name, holding.mine[name].tensor) for name in names}
 
 
 def of_layout(built: Built) -> dict[str, Tensor]:
@@ -196,89 +234,3 @@ def listed(built: Built) -> dict[str, Tensor]:
     holding = built.weights
     told = {name for names in built.world.gather_json(list(tensors_of(built.model))) for name in names}
     return {name: holding.whole(name, holding.mine[name].tensor) for name in holding.names if name in told}
-
-
-def evaluated_by(built: Built) -> Evaluated | None:
-    """The layout's own evaluation of a few batches."""
-    data = _some(built.job.eval_data, built)
-    if data is None:
-        return None
-    evaluator = Evaluator(built)
-    size = built.plan.micro_batch_size
-    return evaluator.run(data, batch_size=size, name="eval_data")
-
-
-def _some(data: Any, built: Built) -> Any:
-    """A part of the split that does not divide by the ranks; of a DataLoader, what it reads from and its collation."""
-    if isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__")):
-        data = data()
-    if isinstance(data, DataLoader):
-        plain = isinstance(data.sampler, SequentialSampler | RandomSampler | DistributedSampler)
-        part = _some(data.dataset, built) if plain and not getattr(data.sampler, "replacement", False) else None
-        return part and DataLoader(part, batch_size=data.batch_size, collate_fn=data.collate_fn)
-    is_stream = isinstance(data, IterableDataset)
-    if is_stream or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        return None
-    size = built.plan.micro_batch_size
-    total = read_apart(built.data.split(data, name="eval_data"), lambda: len(data))
-    return Subset(data, range(min(total, _EVALUATED_BATCHES * built.world.world_size * size + 1))) if total else None
-
-
-def judge_evaluation(
-    finding: Finding,
-    built: Built,
-    reference: Reference,
-    evaluated: Evaluated,
-    steps: int,
-    theirs: Mapping[str, Tensor],
-) -> None:
-    """One process evaluates the layout's own weights: each sample once, sums over sums of counts."""
-    with torch.no_grad():
-        for name, tensor in tensors_of(reference.model).items():
-            if name in theirs:  # a tied one under its first name
-                write(tensor, theirs[name])
-    right, samples = _by_hand(built, reference)
-    if samples != evaluated.samples:
-        cause = f"evaluation saw {evaluated.samples} samples for {samples}"
-        finding.blame(step=steps, parameter="(evaluation)", cause=cause)
-    for name, value in right.items():
-        found = evaluated.metrics.get(name, math.nan)
-        finding.count("metrics", 1)
-        if not math.isclose(found, value, rel_tol=_METRIC, abs_tol=_METRIC) and not (
-            math.isnan(found) and math.isnan(value)
-        ):
-            cause = (
-                f"evaluation: {name} is {found:.6g} for {value:.6g} at equal weights: another mean, or samples left out"
-            )
-            finding.blame(step=steps, parameter="(evaluation)", cause=cause)
-
-
-def batches_of(data: Any, size: int, collate: Callable[[list[Any]], Any]) -> list[tuple[Any, int]]:
-    """Every batch of a small split, with how many samples it has."""
-    parts = [range(start, min(start + size, len(data))) for start in range(0, len(data), size)]
-    return [(collate([data[i] for i in part]), len(part)) for part in parts]
-
-
-def _by_hand(built: Built, reference: Reference) -> tuple[dict[str, float], int]:
-    data, size = _some(built.job.eval_data, built), built.plan.micro_batch_size
-    collate = built.job.collate or torch.utils.data.default_collate
-    if isinstance(data, DataLoader):
-        collate = built.job.collate or data.collate_fn
-        data = data.dataset
-    sums: dict[str, list[float]] = {}
-    metrics = {n: m for n, m in (built.job.metrics or {}).items() if not hasattr(m, "compute")}
-    reference.model.eval()
-    seed_all(key(built.settings.seed, "evaluate"))
-    with torch.no_grad(), alone():
-        for batch, rows in read_apart(
-            built.data.split(data, name="eval_data"), lambda: batches_of(data, size, collate)
-        ):
-            batch = reference.cast(batch)
-            output, terms = reference.terms_of(batch, rows)
-            pairs = {(name if len(terms) == 1 else f"loss/{name}"): pair for name, pair in terms.items()}
-            with reference.precision():
-                pairs |= {name: metric(output, batch) for name, metric in metrics.items()}
-            for name, pair in pairs.items():
-                total = sums.setdefault(name, [0.0, 0.0])
-                total[0], total[1] = total[0] + float(pair[0]), total[1] + float(pair[1])
-    return {name: total / count if count else math.nan for name, (total, count) in sums.items()}, len(data)

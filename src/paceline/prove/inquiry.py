@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from paceline.place.batchnorm import running
+from paceline.prove.amount import distance, wide
 from paceline.prove.cause import explain, unexplained
 from paceline.prove.dropout import draws
 from paceline.prove.evidence import Evidence
-from paceline.prove.noise import Floors, Kept, distance, floors
+from paceline.prove.noise import Floors, Kept, floors
 from paceline.prove.places import Places
 from paceline.prove.reference import At, Gradient, Reference
 from paceline.prove.states import buffer_cause
@@ -165,5 +166,5 @@ class Inquiry:
 
 def flat(tensor: Tensor) -> Tensor:
     """A linear view of it in double precision: of a large one every k-th element."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _MOST_ELEMENTS)].double().cpu()
+    flat = wide(tensor).reshape(-1)
+    return flat[:: max(1, flat.numel() // _MOST_ELEMENTS)].cpu()

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from paceline.place.batchnorm import running
+from paceline.prove.amount import distance, eps_of, size, wide
 from paceline.prove.dropout import draws
 from paceline.prove.finding import DIFFERENT, Finding, judged
 from paceline.prove.inquiry import Inquiry, Tensors
-from paceline.prove.noise import distance
 from paceline.prove.places import Places
 from paceline.prove.placing import Case, placing_cause
 from paceline.prove.reference import At, Reference
@@ -19,6 +19,8 @@ from paceline.prove.seen import Seen, read_otherwise
 from paceline.prove.states import norm_cause, update_cause
 from paceline.prove.watched import Watch, quiet_where, watch_reference, watched_cause
 from paceline.prove.where import of_copy, of_gradients, of_weights, worst_first
+
+_UNITS, _UNITS_OF_HALF = 64.0, 2.0  # of the last place, that two optimizers may make of one gradient
 
 
 class Judge:
@@ -145,7 +147,7 @@ class Judge:
 
     def norms(self, norms: Sequence[float | None]) -> None:
         """The norm of the same gradient, as each rank measured it to clip by."""
-        largest = float(torch.stack([value.double().norm() for value in self.right.values()]).norm())
+        largest = math.hypot(*(size(value) for value in self.right.values()))
         shared = None if self._places is None else self._places.counted(self.right)
         cause = norm_cause(norms, largest, shared=shared)
         if cause is not None and self._reference.spec.max_grad_norm is not None:
@@ -159,8 +161,8 @@ class Judge:
         bad: dict[str, float] = {}
         for name, weight in after.items():
             apart, moved = distance(weight, wanted[name]), distance(wanted[name], before[name])
-            eps = float(torch.finfo(weight.dtype).eps)
-            floor = 64.0 * eps * (float(wanted[name].double().norm()) + moved)
+            units = _UNITS_OF_HALF if weight.dtype.itemsize < 4 else _UNITS
+            floor = units * eps_of(weight) * (size(wanted[name]) + moved)
             verdict = judged(apart, floor)
             self._finding.note(verdict, difference=apart, floor=floor)
             if verdict == DIFFERENT:
@@ -169,7 +171,7 @@ class Judge:
         if bad:
             name = max(bad, key=lambda key: bad[key])
             flat = {"before": before[name], "found": after[name], "wanted": wanted[name]}
-            values = {key: value.double().reshape(-1).cpu().numpy() for key, value in flat.items()}
+            values = {key: wide(value).reshape(-1).cpu().numpy() for key, value in flat.items()}
             cause = update_cause(**values, num_bad=len(bad), num_parameters=len(after))
             if weights is not None and not weights.is_replicas:
                 where = of_weights(weights, name, after[name], wanted[name], copy=copy)
@@ -220,7 +222,7 @@ class Judge:
             if name not in self.right or name not in parts:
                 present = parts.get(name, self.right.get(name))
                 assert present is not None
-                apart = float(present.double().norm())
+                apart = size(present)
                 if apart == 0.0:
                     continue
             else:

@@ -39,6 +39,8 @@ class Lockstep:
         self._reference = reference
         self._say = say
         self._last: Mapping[str, Tensor] = {}
+        self._moved: dict[str, bool] = {}  # of those with a gradient, whether its rate was ever more than 0
+        self._has_moved = self._was_zero = False
         self.finding = Finding()
 
     def run(self, cursors: Sequence[Cursor]) -> Finding:
@@ -51,6 +53,12 @@ class Lockstep:
             self._step(cursor, at)
             if self._world.share_json(self.finding.first_difference is not None):
                 break
+        if self._reference is not None:
+            if not self._has_moved:
+                self._moved = dict.fromkeys(self._moved, False)
+            rated = self._reference.rated()
+            rises = self._was_zero and any(rated[name] for name, has in self._moved.items() if not has)
+            self.finding.left_out = unmoved(self._moved, steps=len(cursors), rises=rises)
         found: Finding = Finding(**self._world.share_json(vars(self.finding)))
         return found
 
@@ -228,13 +236,33 @@ class Lockstep:
         everybody = everywhere(self._mine(), holding=weights, world=self._world, names=kept.names)
         if self._reference is None or judge is None:
             return
+        rated = self._reference.rated()
+        self._was_zero = not all(rated.values())
         self._reference.update(right)
+        for name, value in self._reference.weights().items():
+            if name in right and bool(right[name].any()):
+                self._moved[name] = self._moved.get(name, False) or rated[name]
+                self._has_moved = self._has_moved or not torch.equal(value, before[name])
         judge.norms(norms)
         places = Places(mesh=self._built.worlds.mesh, holding=weights)
         for copy, after in enumerate(everybody):
             changed = {n: t for n, t in after.items() if copy == 0 or t is not everybody[0][n]}
             where = f", on rank {copy}" if copy else ""
             judge.update(before=before, after=changed, where=where, weights=places, copy=copy)
+
+
+def unmoved(moved: Mapping[str, bool], *, steps: int, rises: bool) -> str:
+    """What to say of weights that have a gradient and stayed where they were: their update was not tested.
+
+    Of single ones it may be rounding (a gradient of almost nothing), so all of them are asked for, or a rate of 0.
+    `rises`: the rate of some was 0, and is more in the next step.
+    """
+    still = [name for name, has in moved.items() if not has]
+    if not still:
+        return ""
+    who = "the weights" if len(still) == len(moved) else f"{len(still)} of {len(moved)} weights ({still[0]} first)"
+    more = f". Hint: --steps {2 * steps}, since the learning rate is more than 0 after these steps" if rises else ""
+    return f"{who}: no step moved them (the learning rate is 0 or too small), so their update was not tested{more}"
 
 
 def feed_of(built: Built, cursor: Cursor) -> Feed:

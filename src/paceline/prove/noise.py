@@ -6,17 +6,21 @@ floor, far above its size. A job that gives something else when nothing was move
 rounding, and neither is what depends on the order of the microbatches.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from paceline.prove.amount import distance, eps_of, size
 from paceline.prove.reference import At, Gradient, Micro, Reference
 
 MARGIN = 16.0
+_MARGIN_OF_HALF = 4.0  # what is measured in 8 or 11 bits is no small share of a gradient: 16 times it would hide faults
 MOST_ROUNDING = 4096.0
 _MOST_SHARE = 0.02
+_LEAST_UNITS = 16.0  # of bfloat16 these are more than that share
 _OTHER_ARITHMETIC = 16.0
 _RUNS = 3
 _ULPS = 4.0
@@ -50,6 +54,11 @@ class Kept:
                 tensor.copy_(self.tensors[name])
 
 
+def margin_of(value: Tensor) -> float:
+    """How many times what was measured two right answers may be apart."""
+    return _MARGIN_OF_HALF if value.is_floating_point() and value.dtype.itemsize < 4 else MARGIN
+
+
 def floors(reference: Reference, gradient: Gradient, *, at: At, pieces: Sequence[Micro], start: Kept) -> Floors:
     """The largest change over disturbed runs, with a margin; `start` is the state before the step."""
     ended = Kept(reference.model)
@@ -62,7 +71,7 @@ def floors(reference: Reference, gradient: Gradient, *, at: At, pieces: Sequence
     buffers: list[dict[str, Tensor]] = []
     for run in range(_RUNS if repeats else 0):
         start.put_back()
-        nudge(reference.model, seed=run)
+        disturb(reference, seed=run)
         moved = reference.gradient(at, pieces=pieces)
         if is_rounding(gradient, moved, reference):  # else a decision has flipped (round, argmax, top-k): no rounding
             others.append(moved)
@@ -80,7 +89,7 @@ def floors(reference: Reference, gradient: Gradient, *, at: At, pieces: Sequence
     return Floors(
         gradients=gradients,
         buffers=kept,
-        loss=MARGIN * max(*losses, 0.0, _ULPS * _eps(next(iter(gradient.total.values()))) * abs(gradient.loss)),
+        loss=MARGIN * max(*losses, 0.0, _ULPS * eps_of(next(iter(gradient.total.values()))) * abs(gradient.loss)),
         repeats=repeats,
         any_order=any_order,
     )
@@ -89,53 +98,50 @@ def floors(reference: Reference, gradient: Gradient, *, at: At, pieces: Sequence
 def is_rounding(one: Gradient, other: Gradient, reference: Reference) -> bool:
     """Whether two gradients of the same weights and samples can be apart by the arithmetic alone."""
     first = next(iter(one.total.values()), torch.zeros(()))
-    eps = float(torch.finfo(reference.spec.autocast or first.dtype).eps)
-    size = sum(float(value.double().norm()) ** 2 for value in one.total.values()) ** 0.5
-    apart = sum(distance(value, other.total.get(name, value * 0)) ** 2 for name, value in one.total.items()) ** 0.5
-    return not apart > min(MOST_ROUNDING * eps, _MOST_SHARE) * size
+    eps = max(eps_of(first), 0.0 if reference.spec.autocast is None else torch.finfo(reference.spec.autocast).eps)
+    whole = math.hypot(*(size(value) for value in one.total.values()))
+    apart = math.hypot(*(distance(value, other.total.get(name, value * 0)) for name, value in one.total.items()))
+    return not apart > max(min(MOST_ROUNDING * eps, _MOST_SHARE), _LEAST_UNITS * eps) * whole
 
 
-def nudge(model: nn.Module, *, seed: int) -> None:
-    """Move every trained weight by one unit in the last place, up or down.
+def nudge(model: nn.Module, *, seed: int, least: float = 0.0) -> None:
+    """Move every trained weight by one unit in the last place, up or down, or by `least` of its size.
 
     A small one is moved by that of its tensor's usual size.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            if not parameter.is_floating_point() or not parameter.numel() or not parameter.requires_grad:
+            if not eps_of(parameter) or not parameter.numel() or not parameter.requires_grad:
                 continue
             sign = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter.device) * 2 - 1
-            usual = float(parameter.double().square().mean().sqrt())
-            parameter.add_(sign * parameter.abs().clamp(min=usual) * _eps(parameter))
+            usual = size(parameter) / parameter.numel() ** 0.5
+            parameter.add_(sign * parameter.abs().clamp(min=usual) * max(eps_of(parameter), least))
 
 
-def can_nudge(reference: Reference, *, at: At, seed: int) -> bool:
+def disturb(reference: Reference, *, seed: int) -> None:
+    """Do it to the reference: by the autocast's unit where slices of a product are each rounded to it."""
+    kind = reference.spec.autocast if reference.spec.is_cut else None
+    nudge(reference.model, seed=seed, least=0.0 if kind is None else torch.finfo(kind).eps)
+
+
+def can_disturb(reference: Reference, *, at: At, seed: int) -> bool:
     """Whether that moves the gradient by rounding only; the reference is left as it was."""
     start = Kept(reference.model)
     one = reference.gradient(at)
     start.put_back()
-    nudge(reference.model, seed=seed)
+    disturb(reference, seed=seed)
     other = reference.gradient(at)
     start.put_back()
     return is_rounding(one, other, reference)
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    """The Euclidean norm of the difference, in double precision."""
-    return float((one.detach().double() - other.detach().double()).norm())
 
 
 def _floors(right: Mapping[str, Tensor], others: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     found = {}
     for name, value in right.items():
         moved = [distance(value, other[name]) for other in others if name in other]
-        found[name] = MARGIN * max(*moved, 0.0, _ULPS * _eps(value) * float(value.double().norm()))
+        found[name] = margin_of(value) * max(*moved, 0.0, _ULPS * eps_of(value) * size(value))
     return found
-
-
-def _eps(value: Tensor) -> float:
-    return float(torch.finfo(value.dtype).eps) if value.is_floating_point() else 0.0
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

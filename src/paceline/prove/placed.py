@@ -1,14 +1,16 @@
 """The job in a precision of the comparison's own, and its model placed as the plan says."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from paceline.job import Job
 from paceline.nested import mapped
+from paceline.prove.cast import as_type, in_type
 from paceline.train.built import Built, build
 from paceline.train.ready import Ready
 from paceline.train.updates import make_scaler
@@ -18,21 +20,21 @@ LOSS_SCALE = 1024.0
 
 
 def cast_to(dtype: torch.dtype | None) -> Callable[[Any], Any]:
-    """A function that gives every floating tensor of a batch this type."""
+    """A function that gives every floating tensor of a batch this type, a complex one its complex type."""
 
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return _as_it_is if dtype is None else lambda batch: mapped(batch, cast)
+    return _as_it_is if dtype is None else lambda batch: mapped(batch, lambda tensor: as_type(tensor, dtype))
 
 
 def job_in(job: Job, dtype: torch.dtype | None) -> Job:
-    """The job with its model in this precision."""
-    return job if dtype is None else replace(job, model=lambda: job.model().to(dtype))
+    """The job with its model in this precision, and with its loss, where that is a module (class weights)."""
+    if dtype is None:
+        return job
+    loss = in_type(deepcopy(job.loss), dtype) if isinstance(job.loss, nn.Module) else job.loss
+    return replace(job, model=lambda: in_type(job.model(), dtype), loss=loss)
 
 
-def built_in(ready: Ready, world: World, dtype: torch.dtype | None) -> Built:
-    """This rank's share of it."""
+def built_in(ready: Ready, world: World, dtype: torch.dtype | None, *, scale: float = LOSS_SCALE) -> Built:
+    """This rank's share of it; `scale` is what fp16 multiplies the loss by."""
     settings = ready.settings
     job = job_in(ready.job, dtype)
     if dtype is not None:
@@ -40,7 +42,7 @@ def built_in(ready: Ready, world: World, dtype: torch.dtype | None) -> Built:
         settings = replace(settings, train=replace(settings.train, precision="fp32"))
     built = build(job=job, settings=settings, plan=ready.plan, world=world)
     if built.update.scaler is not None:  # one scale for all steps, and low: an overflow would leave nothing to compare
-        options = {"init_scale": LOSS_SCALE, "growth_interval": 1 << 30}
+        options = {"init_scale": scale, "growth_interval": 1 << 30}
         built.update.scaler = make_scaler(built.kept, world, **options)
     return built
 

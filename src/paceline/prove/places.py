@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.place.holding import Holding
 from paceline.plan.mesh import DATA, Mesh
+from paceline.prove.amount import size
 
 Tensors = Mapping[str, Tensor]
 
@@ -93,8 +94,8 @@ class Places:
         """Their norm if each counted once for every copy that ranks hold; None where ranks are replicas alone."""
         if self.is_replicas:
             return None
-        sizes = {name: float(value.double().norm()) ** 2 for name, value in tensors.items()}
-        return math.sqrt(math.fsum(len(self.holding.copies(name)) * size for name, size in sizes.items()))
+        squares = {name: size(value) ** 2 for name, value in tensors.items()}
+        return math.sqrt(math.fsum(len(self.holding.copies(name)) * square for name, square in squares.items()))
 
     def axes(self) -> dict[str, int]:
         """The degree of each axis that is split, less those that only deal samples or stages out."""

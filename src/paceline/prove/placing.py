@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.prove.noise import distance
+from paceline.prove.amount import distance, wide
 from paceline.prove.places import Places
 
 _LEFT_OVER = 1e-3
@@ -110,7 +110,7 @@ def _adds_up(case: Case, name: str, axis: str) -> bool:
     pieces = case.pieces(name)
     for group in groups:
         wanted = case.places.piece(name, case.right[name], group[0])
-        total = torch.stack([pieces[rank].double() for rank in group]).sum(0)
+        total = torch.stack([wide(pieces[rank]) for rank in group]).sum(0)
         error = max(distance(pieces[rank], wanted) for rank in group)
         if not case.close(total, wanted, name, error):
             return False
@@ -162,7 +162,7 @@ def _moved_rows(case: Case, bad: Sequence[str]) -> tuple[str, str] | None:
         if case.close(found.roll(-by, 0), wanted, name, error):
             text = f"its rows are the right ones moved by {by}: off by {'one' if abs(by) == 1 else abs(by)}"
             return name, f"{text}{where} ({len(bad)} of {len(case.right)}: {', '.join(bad[:3])})"
-    flat, target = found.double().reshape(rows, -1), wanted.double().reshape(rows, -1)
+    flat, target = wide(found).reshape(rows, -1), wide(wanted).reshape(rows, -1)
     nearest = torch.cdist(flat, target).argmin(1)
     if len(set(nearest.tolist())) == rows and case.close(target[nearest], flat, name, error):
         odd = [row for row, other in enumerate(nearest.tolist()) if row != other]

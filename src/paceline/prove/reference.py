@@ -18,7 +18,7 @@ from paceline.prove.alone import alone
 from paceline.prove.average import Average
 from paceline.prove.forward import Forward
 from paceline.prove.reading import merged, reading_of
-from paceline.prove.weighed import known_counts, weighed
+from paceline.prove.weighed import known_counts, leaves_of, weighed
 from paceline.prove.whole import part_of
 from paceline.streams import Calls, block_key, key, random_blocks, seed_all, seed_torch
 
@@ -28,6 +28,7 @@ class Spec:
     """What the reference must know of the run.
 
     `together`: microbatches that normalisation sees as one. `grid`: the relative step of exact mode's integers.
+    `is_cut`: the layout computes a microbatch in slices (tp, cp, ep), whose every result is rounded otherwise.
     `loss_scale`: what backward runs on is this many times the loss, so that fp16 holds small gradients.
     """
 
@@ -45,6 +46,7 @@ class Spec:
     shards: int | None = None
     loss_scale: float = 1.0
     workers: int = 0
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +226,18 @@ class Reference:
             schedule.step()
 
     def _clip(self, most: float) -> None:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if any(gradient.dtype.itemsize < 4 for gradient in gradients):  # its own type would measure three digits of it
+            norm = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), most, norm)
+            return
         nn.utils.clip_grad_norm_(self.model.parameters(), most)
+
+    def rated(self) -> dict[str, bool]:
+        """Whether the learning rate of a parameter's group is more than 0 now."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        rates = {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
+        return {name: rates.get(id(p), 0.0) > 0.0 for name, p in self.model.named_parameters()}
 
     def weights(self) -> dict[str, Tensor]:
         """What is compared."""
@@ -237,6 +250,27 @@ class Reference:
         if self.reading.batch(epoch=at.epoch, position=position, size=size):
             return At(step=at.number, epoch=at.epoch, position=position)
         return At(step=at.number, epoch=at.epoch + 1, position=0)
+
+    @alone()
+    def strangers(self, micro: Micro) -> list[str]:
+        """Names (or shapes) of parameters that a backward reaches and the model does not hold."""
+        self._draw_from(0, 0)
+        terms = self.terms_of(micro.data, len(micro.samples))[1]
+        self._calls.clear()
+        mine = {id(parameter) for parameter in self.model.parameters()}
+        found = [leaf for leaf in leaves_of([total for total, _ in terms.values()]) if id(leaf) not in mine]
+        loss = self.job.loss
+        named = dict(loss.named_parameters()) if isinstance(loss, nn.Module) else {}
+        names = {id(parameter): f"{type(loss).__name__}.{name}" for name, parameter in named.items()}
+        return [names.get(id(leaf), f"a parameter {list(leaf.shape)}") for leaf in found]
+
+    @alone()
+    def gives_counts(self, micro: Micro) -> bool:
+        """Whether `loss=` gives a count beside each sum."""
+        self._draw_from(0, 0)
+        output = self._output(micro.data)
+        with self.precision():
+            return self.job.loss is not None and isinstance(self.job.loss(output, micro.data), Mapping | tuple)
 
     @alone()
     def terms_of(self, data: Any, num_samples: int) -> tuple[Any, dict[str, tuple[Tensor, Any]]]:

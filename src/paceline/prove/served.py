@@ -7,6 +7,7 @@ takes the record of the run alone: which share, which versions, in which order.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.prove.double import in_double
+from paceline.prove.evaluation import evaluated_by, judge_evaluation
 from paceline.prove.finding import Finding
-from paceline.prove.free import Drift, evaluated_by, first_batches, judge, judge_evaluation, listed, of_layout, trained
+from paceline.prove.free import Drift, first_batches, judge, kept_by, listed, of_layout
 from paceline.prove.lockstep import Say
-from paceline.prove.noise import can_nudge, nudge
+from paceline.prove.noise import can_disturb, disturb
 from paceline.prove.placed import built_in
 from paceline.prove.reference import At, Reference
 from paceline.prove.weighed import counts_of_part
@@ -147,6 +149,15 @@ class ServedReference(Reference):
                 parameter.copy_(version[name])
 
 
+def _disturbed(reference: ServedReference, record: Sequence[Taken], seed: int) -> dict[str, Tensor]:
+    other = reference.again()
+    assert isinstance(other, ServedReference)
+    if can_disturb(other, at=_START, seed=seed):
+        disturb(other, seed=seed)
+    other.replay(record, backwards=True)
+    return kept_by(other)
+
+
 def owners(built: Built) -> dict[str, int]:
     """The server that has each parameter."""
     parts = {name: built.kept.parts(name) for name in built.kept.names}
@@ -164,14 +175,10 @@ def run_served(built: Built, *, reference: Reference | None, steps: int, say: Sa
     evaluated, weights, kept = evaluated_by(built), of_layout(built), listed(built)
     if isinstance(reference, ServedReference):
         reference.server_of = owners(built)
-        start = {name: tensor.clone() for name, tensor in trained(reference).items()}
+        start = {name: tensor.clone() for name, tensor in kept_by(reference).items()}
         loss = reference.replay(step.record, backwards=False)
-        other = reference.again()
-        assert isinstance(other, ServedReference)
-        if can_nudge(other, at=_START, seed=1):
-            nudge(other.model, seed=1)
-        other.replay(step.record, backwards=True)
-        judge(finding, weights, reference, other, start, steps, Drift())
+        again = partial(_disturbed, reference, step.record)
+        judge(finding, weights, reference, again, start, steps, Drift())
         late = max((number for counts in step.lateness() for number, _ in counts["late"]), default=0)
         finding.detail = (
             f"{many(len(step.record), 'update')}, at most {late} late, done again in their order; loss of the last "

@@ -8,9 +8,10 @@ import torch
 
 from paceline.feed.stream import checksum
 from paceline.place.batchnorm import running
+from paceline.prove.amount import distance, size, wide
 from paceline.prove.dropout import NoDropout, quiet
 from paceline.prove.finding import DIFFERENT, Finding, judged
-from paceline.prove.noise import Kept, distance, floors, is_rounding
+from paceline.prove.noise import Kept, floors, is_rounding
 from paceline.prove.reading import num_rows
 from paceline.prove.reference import At, Gradient, Micro, Reference
 
@@ -18,6 +19,7 @@ _SUM = 1e-4
 _EPS = 16
 _TWICE = 0.5
 _MOST_CUT = 4
+_NAMED = 3
 _DRAWS = (
     "the job: the same batch twice has other gradients; the model or loss draws numbers of its own "
     "(a random generator that is not seeded anew for each microbatch), or keeps state that is no buffer"
@@ -31,7 +33,7 @@ _START = At(step=0, epoch=0, position=0)
 
 def run_single(make: Callable[[], Reference]) -> Finding:
     """The same batch twice, then in halves: is the job deterministic, and is its loss a sum?"""
-    finding = Finding()
+    finding = Finding(by_micro=True)
     _twice(make, finding)
     _halves(make(), finding)
     return finding
@@ -56,8 +58,21 @@ def _twice(make: Callable[[], Reference], finding: Finding) -> None:
     gradient, again = first.gradient(_START, pieces=one), second.gradient(_START, pieces=other)
     _compare(finding, first, gradient, again, one, start)
     if finding.verdict != DIFFERENT:
+        finding.left_out = _untrained(first, one[0])
         finding.detail = "Deterministic." if finding.max_difference == 0.0 else "Deterministic to rounding."
         finding.detail += _fewer_rows(one)
+
+
+def _untrained(reference: Reference, piece: Micro) -> str:
+    """Parameters that a backward reaches and that are none of the model's: no optimizer can hold them."""
+    found = reference.strangers(piece)
+    if not found:
+        return ""
+    shown = ", ".join(found[:_NAMED]) + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
+    return (
+        f"{shown} of the loss or the forward: parameters that are not the model's, which nobody trains, in one process "
+        "too. Hint: keep the loss's module in the model (self.criterion = ...), and let model= return it"
+    )
 
 
 def _fewer_rows(pieces: Sequence[Micro]) -> str:
@@ -74,7 +89,9 @@ def _fewer_rows(pieces: Sequence[Micro]) -> str:
 def _compare(
     finding: Finding, first: Reference, one: Gradient, other: Gradient, pieces: Sequence[Micro], start: Kept
 ) -> None:
-    apart = {name: distance(value, other.total[name]) for name, value in one.total.items()}
+    names = {**one.total, **other.total}
+    zeros = {name: torch.zeros_like(value) for name, value in names.items()}
+    apart = {n: distance(one.total.get(n, zero), other.total.get(n, zero)) for n, zero in zeros.items()}
     finding.count("gradients", len(apart))
     if not any(apart.values()):
         return
@@ -83,9 +100,9 @@ def _compare(
         finding.blame(step=1, parameter=name, cause=_DRAWS)
         return
     floor = floors(first, one, at=_START, pieces=pieces, start=start).gradients
-    for name in sorted(apart, key=lambda key: -apart[key] / max(floor[key], 1e-300)):
-        verdict = judged(apart[name], floor[name])
-        finding.note(verdict, difference=apart[name], floor=floor[name])
+    for name in sorted(apart, key=lambda key: -apart[key] / max(floor.get(key, 0.0), 1e-300)):
+        verdict = judged(apart[name], floor.get(name, 0.0))
+        finding.note(verdict, difference=apart[name], floor=floor.get(name, 0.0))
         if verdict == DIFFERENT:
             finding.blame(step=1, parameter=name, cause=_DRAWS)
 
@@ -101,6 +118,7 @@ def _halves(reference: Reference, finding: Finding) -> None:
         reference = reference.with_spec(autocast=None)
     if reference.job.loss_over == "batch":
         finding.detail += " The loss is over the whole batch: parts need not add up to it."
+        finding.by_micro = False
         return
     if running(reference.model):
         finding.detail += " Halves were not compared: samples of a microbatch share BatchNorm statistics."
@@ -114,21 +132,41 @@ def _halves(reference: Reference, finding: Finding) -> None:
     with quiet([reference.model]), NoDropout():
         found = [_cut(reference, piece, at) for piece, at in cuts]
         apart, _, divides_by_samples = max(found)
-        draws = apart > least and _draws(reference, pieces[0]) > least
+        is_kept = apart > least and _again(reference, pieces[0], stream=0) > least
+        draws = apart > least and _again(reference, pieces[0], stream=1) > least
     factor = median(each for _, each, _ in found)
     if apart <= least:
         finding.detail += " The loss is a sum over samples."
+        finding.by_micro = False
+        return
+    if is_kept:
+        finding.detail += (
+            " Halves were not compared: the model keeps something from one forward to the next (a hidden state, a "
+            "cache, a counter, a buffer), so the same microbatch has another gradient the second time."
+        )
         return
     if draws:
         finding.detail += " Halves were not compared: the forward draws random numbers that are no dropout."
         return
-    why, hint = "a scalar loss counts as the mean over samples" if divides_by_samples else "", "loss=(sum, count)"
-    if abs(factor - 2.0) < _TWICE and reference.job.loss is not None:
-        why, hint = "twice as much, as a mean that was given beside a count is", "reduction='sum' beside the count"
+    why, hint = _reason(reference, pieces[0], factor=factor, divides_by_samples=divides_by_samples)
     finding.warning = (
         f"the loss is no sum over samples: parts of a microbatch do not add up to it ({apart:.1e} apart"
         f"{f'; {why}' if why else ''}), so results depend on micro_batch_size, in one process too. Hint: {hint}."
     )
+
+
+def _reason(reference: Reference, piece: Micro, *, factor: float, divides_by_samples: bool) -> tuple[str, str]:
+    """Why the parts do not add up, and what to do that the job does not do yet."""
+    if reference.job.loss is None:
+        return "", "give loss=(sum, count) instead of the model's own loss"
+    if abs(factor - 2.0) < _TWICE:
+        return "twice as much, as a mean that was given beside a count is", "reduction='sum' beside the count"
+    if not reference.gives_counts(piece):
+        return "a scalar loss counts as the mean over samples" if divides_by_samples else "", "loss=(sum, count)"
+    return (
+        "though loss= gives (sum, count): the forward or the loss looks at the whole microbatch (a mean over its "
+        "samples, its length, a sample beside another)"
+    ), "the same micro_batch_size in every run, or let each sample be computed by itself"
 
 
 def _cut(reference: Reference, piece: Micro, at: int) -> tuple[float, float, bool]:
@@ -142,23 +180,33 @@ def _cut(reference: Reference, piece: Micro, at: int) -> tuple[float, float, boo
         for part in (piece.samples[:at], piece.samples[at:])
     ]
     right, found = reference.gradient(_START, pieces=[piece]), reference.gradient(_START, pieces=parts)
-    size = math.hypot(*(float(value.double().norm()) for value in right.total.values()))
-    apart = math.hypot(*(distance(value, found.total[name]) for name, value in right.total.items()))
-    if not math.isfinite(size):  # a microbatch without a target has no mean, in whatever parts
+    whole, apart = _size(right), _apart(right, found)
+    if not math.isfinite(whole):  # a microbatch without a target has no mean, in whatever parts
         return 0.0, 1.0, False
-    ratio = apart / size if size else apart
-    along = sum(float((value.double() * found.total[name].double()).sum()) for name, value in right.total.items())
-    factor = along / size**2 if size else 1.0
+    ratio = apart / whole if whole else apart
+    both = right.total.keys() & found.total.keys()
+    along = sum(float((wide(right.total[name]) * wide(found.total[name])).sum()) for name in both)
+    factor = along / whole**2 if whole else 1.0
     return (ratio if ratio == ratio else math.inf), factor, right.divisor == len(piece.samples)
 
 
-def _draws(reference: Reference, piece: Micro) -> float:
-    """How far, relatively, the gradient of a microbatch is from its own with other random numbers."""
-    one = reference.gradient(_START, pieces=[piece]).total
-    other = reference.gradient(_START, pieces=[piece], stream=lambda _: 1).total
-    size = math.hypot(*(float(value.double().norm()) for value in one.values()))
-    apart = math.hypot(*(distance(value, other[name]) for name, value in one.items()))
-    return apart / size if size else apart
+def _again(reference: Reference, piece: Micro, *, stream: int) -> float:
+    """How far, relatively, the gradient of a microbatch is from its own a second time, with this stream's numbers."""
+    one = reference.gradient(_START, pieces=[piece])
+    other = reference.gradient(_START, pieces=[piece], stream=lambda _: stream)
+    whole, apart = _size(one), _apart(one, other)
+    return apart / whole if whole else apart
+
+
+def _size(one: Gradient) -> float:
+    return math.hypot(*(size(value) for value in one.total.values()))
+
+
+def _apart(one: Gradient, other: Gradient) -> float:
+    """The distance of two gradients; where one has none of a parameter, that is zero."""
+    names = {**one.total, **other.total}
+    pairs = [(one.total.get(n, v * 0), other.total.get(n, v * 0)) for n, v in names.items()]
+    return math.hypot(*(distance(left, right) for left, right in pairs))
 
 
 def _other_contents(one: Sequence[Micro], other: Sequence[Micro]) -> int | None:

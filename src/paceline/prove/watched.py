@@ -12,6 +12,7 @@ from paceline.feed.types import StepInput
 from paceline.place.context.cut import Cut
 from paceline.place.tensor.split import Split
 from paceline.place.tensor.wire import piece
+from paceline.prove.amount import wide
 from paceline.prove.inquiry import Inquiry
 from paceline.prove.places import Places
 from paceline.torch_private import in_backward, tree_flatten
@@ -141,7 +142,7 @@ def _aligned(built: Built, own: Tensor, whole: Tensor) -> tuple[Tensor, Tensor] 
         if cut is None:
             return None
         whole = cut
-    return (own.double(), whole.double()) if own.shape == whole.shape else None
+    return (wide(own), wide(whole)) if own.shape == whole.shape else None
 
 
 def _is_same(own: Tensor, whole: Tensor) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.job import Job
 
@@ -18,6 +18,21 @@ def weighed(terms: Mapping[str, tuple[Tensor, Any]], known: Mapping[str, float] 
         return total
     parts = [value / known[name] for name, (value, _) in terms.items()]
     return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+
+def leaves_of(losses: Sequence[Tensor]) -> list[nn.Parameter]:
+    """The parameters that a backward of these would reach, each once."""
+    open_nodes = [loss.grad_fn for loss in losses if isinstance(loss, Tensor) and loss.grad_fn is not None]
+    seen, found = set(open_nodes), []
+    while open_nodes:
+        node = open_nodes.pop()
+        leaf = getattr(node, "variable", None)  # of the nodes that add to a leaf's gradient
+        if isinstance(leaf, nn.Parameter):
+            found.append(leaf)
+        new = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= new
+        open_nodes += new
+    return found
 
 
 def known_counts(job: Job, data: Sequence[Any]) -> dict[str, float] | None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.prove.noise import distance
+from paceline.prove.amount import distance
 from paceline.prove.places import Places
 from paceline.prove.placing import Case
 

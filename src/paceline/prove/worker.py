@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from paceline import talk
+from paceline.errors import JobError
 from paceline.feed.feed import refuse_no_batch
 from paceline.measure.environment import job_facts
 from paceline.order.cursor import Cursor
@@ -37,6 +38,7 @@ from paceline.world import Place, World
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _GRID = 2.0**-24
+_LEAST_SCALE, _HEADROOM = 2.0**-14, 16.0
 _START = At(step=0, epoch=0, position=0)
 
 
@@ -61,6 +63,7 @@ def examine(ready: Ready, world: World, *, steps: int) -> dict[str, Any]:
     refuse_joined(ready.plan.wire, buffers=ready.settings.train.buffers)
     errands = Errands(world)
     guard_hooks()  # before the first model: the oracle's is of the same class and has no hooks
+    scale = _fitting_scale(ready, world)
     rungs = [
         _rung("one process", "a job that is not deterministic, a loss that is no sum", lambda: _single(ready, world))
     ]
@@ -68,25 +71,26 @@ def examine(ready: Ready, world: World, *, steps: int) -> dict[str, Any]:
     if rungs[0].finding.verdict != DIFFERENT and rule.has_servers:
         rungs += _served(ready, world, steps, rungs[0].finding, errands)
     elif rungs[0].finding.verdict != DIFFERENT and (rule.is_stashed or rule.has_sites or ready.plan.wire.is_on):
-        rungs += _freely(ready, world, steps, rungs[0].finding)
+        rungs += _freely(ready, world, steps, rungs[0].finding, scale)
     elif rungs[0].finding.verdict != DIFFERENT:
         places = _places(ready, world, steps, rungs[0].finding)
         for dtype, name in _precisions(ready, world, rungs[0].finding):
             rules_out = "samples, gradients, loss, buffers or optimizer that differ"
-            climb = _lockstep(ready, world, dtype, name, places)
+            climb = _lockstep(ready, world, dtype, name, places, scale)
             rungs.append(_rung(f"lock-step in {name}", rules_out, climb))
         if all(rung.finding.verdict != DIFFERENT for rung in rungs):
             rungs.append(
                 _rung(
                     "free running",
                     "what one step does not show, evaluation",
-                    _free(ready, world, min(steps, len(places))),
+                    _free(ready, world, min(steps, len(places)), scale=scale),
                 )
             )
     plan = ready.plan
     errands.end()
     how = {"update": plan.update, "compress": plan.compress}
-    return answer(rungs=rungs, layout=plan.layout, ranks=ready.task.ranks, steps=steps, **how)
+    micro = plan.micro_batch_size
+    return answer(rungs=rungs, layout=plan.layout, ranks=ready.task.ranks, steps=steps, micro_batch_size=micro, **how)
 
 
 def _is_replayed(ready: Ready) -> bool:
@@ -103,17 +107,25 @@ def _served(ready: Ready, world: World, steps: int, single: Finding, errands: Er
             return
 
 
-def _freely(ready: Ready, world: World, steps: int, single: Finding) -> Iterator[Rung]:
+def _freely(ready: Ready, world: World, steps: int, single: Finding, scale: float) -> Iterator[Rung]:
     """Steps that depend on all before have nothing to be compared alone: they run freely, in each precision."""
     for dtype, name in _precisions(ready, world, single):
         rules_out, drift = apart_by(ready.plan, is_double=dtype is torch.float64)
-        rung = _rung(f"free running in {name}", rules_out, _free(ready, world, steps, dtype=dtype, drift=drift))
+        rung = _rung(
+            f"free running in {name}", rules_out, _free(ready, world, steps, dtype=dtype, drift=drift, scale=scale)
+        )
         yield rung
         if rung.finding.verdict == DIFFERENT:
             return
 
 
-def reference(ready: Ready, dtype: torch.dtype | None, *, make: Callable[..., Reference] = Reference) -> Reference:
+def reference(
+    ready: Ready,
+    dtype: torch.dtype | None,
+    *,
+    make: Callable[..., Reference] = Reference,
+    scale: float = LOSS_SCALE,
+) -> Reference:
     """The one-process oracle of this job, in this precision; `make` makes that of another rule."""
     plan, settings = ready.plan, ready.settings
     spec = Spec(
@@ -130,7 +142,8 @@ def reference(ready: Ready, dtype: torch.dtype | None, *, make: Callable[..., Re
         grid=_GRID if settings.train.exact else 0.0,
         shards=settings.data.shards,
         workers=JobData(ready.job, settings).workers,
-        loss_scale=LOSS_SCALE if dtype is not torch.float64 and settings.train.precision == "fp16" else 1.0,
+        is_cut=max(plan.mesh.tp, plan.mesh.cp, plan.mesh.ep) > 1,
+        loss_scale=scale if dtype is not torch.float64 and settings.train.precision == "fp16" else 1.0,
     )
     job = job_in(ready.job, dtype)
     job, cast = replace(job, model=begun_whole(job, settings)), cast_to(dtype)
@@ -166,10 +179,37 @@ def _places(ready: Ready, world: World, steps: int, single: Finding) -> list[Cur
         except Exception as error:
             problem = _first_line(error)
     problem = world.share_json(problem)
-    if problem and len(found) > 1:
-        single.detail += f" Step {last.step + 1}, a short batch, was left out: one process can't run it ({problem})."
-        return found[:-1]
+    if not problem or len(found) == 1:
+        return found
+    asked = ready.settings.train.steps
+    if asked is None or asked > last.step:
+        raise JobError(
+            f"step {last.step + 1}, the epoch's short last batch, can't be run, by one process neither: {problem}",
+            cause="a layer (BatchNorm), the loss or the collation that needs more samples than are left over",
+            hint="--data.drop_last true, or a global_batch_size that leaves more of them",
+        )
+    single.detail += f" Step {last.step + 1}, a short batch that train.steps={asked} does not reach, was left out."
+    return found[:-1]
+
+
+def _fitting_scale(ready: Ready, world: World) -> float:
+    """What fp16 multiplies the loss by: so much less than usual that one process's first step does not overflow."""
+    if ready.settings.train.precision != "fp16":
+        return LOSS_SCALE
+    scale = LOSS_SCALE
+    if world.is_main:
+        while scale > _LEAST_SCALE and not _is_finite(reference(ready, None, scale=scale)):
+            scale /= 2.0
+        scale = LOSS_SCALE if scale in (LOSS_SCALE, _LEAST_SCALE) else scale / _HEADROOM
+    found: float = world.share_json(scale)
     return found
+
+
+def _is_finite(alone: Reference) -> bool:
+    try:
+        return all(bool(torch.isfinite(value).all()) for value in alone.gradient(_START).total.values())
+    except Exception:  # the first rung says it
+        return True
 
 
 def _first_line(error: Exception) -> str:
@@ -219,15 +259,15 @@ def _precisions(ready: Ready, world: World, single: Finding) -> list[tuple[torch
 
 
 def _lockstep(
-    ready: Ready, world: World, dtype: torch.dtype | None, name: str, places: Sequence[Cursor]
+    ready: Ready, world: World, dtype: torch.dtype | None, name: str, places: Sequence[Cursor], scale: float
 ) -> Callable[[], Finding]:
     def climb() -> Finding:
         with in_double(active=dtype is torch.float64):
             return compared()
 
     def compared() -> Finding:
-        built = built_in(ready, world, dtype)
-        alone = reference(ready, dtype) if world.is_main else None
+        built = built_in(ready, world, dtype, scale=scale)
+        alone = reference(ready, dtype, scale=scale) if world.is_main else None
         lockstep = Lockstep(built=built, reference=alone, say=_say(world, name))
         with _comparable(ready, built, alone) as note:
             lockstep.finding.detail = " ".join([note, *(f"{text}." for text in built.notes)]).strip()
@@ -249,15 +289,21 @@ def _comparable(ready: Ready, built: Built, alone: Reference | None) -> Iterator
 
 
 def _free(
-    ready: Ready, world: World, steps: int, *, dtype: torch.dtype | None = None, drift: Drift | None = None
+    ready: Ready,
+    world: World,
+    steps: int,
+    *,
+    dtype: torch.dtype | None = None,
+    drift: Drift | None = None,
+    scale: float = LOSS_SCALE,
 ) -> Callable[[], Finding]:
     def climb() -> Finding:
         with in_double(active=dtype is torch.float64):
             return compared()
 
     def compared() -> Finding:
-        built = built_in(ready, world, dtype)
-        alone = reference(ready, dtype, make=oracle_of(built)) if world.is_main else None
+        built = built_in(ready, world, dtype, scale=scale)
+        alone = reference(ready, dtype, make=oracle_of(built), scale=scale) if world.is_main else None
         with _comparable(ready, built, alone):
             say = _say(world, "free running")
             if _is_replayed(ready):

@@ -10,11 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.errors import JobError, NonFiniteError
+from paceline.place.norm import joint_norm
 from paceline.place.units import Named
 from paceline.step.result import StepResult
 from paceline.torch_private import lerp_all
 
 Norm = Callable[[], Tensor]
+_EXACT_ENOUGH = (
+    4  # bytes of an element: in half precision a norm has three digits, and pieces would be clipped by others
+)
 
 
 def _nothing() -> None:
@@ -183,6 +187,8 @@ class Update:
             return self._joint_norm()
         if not gradients:
             return None
+        if any(gradient.dtype.itemsize < _EXACT_ENOUGH for gradient in gradients):
+            return joint_norm(gradients, worlds=[])
         norm = nn.utils.get_total_norm(gradients)
         if norm.device.type == "cpu" and not math.isfinite(norm.item()):
             return _wide_norm(gradients, otherwise=norm)
