@@ -8,10 +8,12 @@ guarded by; how a loss scaler unscales gradients; the number of a storage, a ten
 what `Module.__call__` asks first (`_compiled_call_impl`, which `Module.compile` sets and copies leave out);
 setting dispatch modes aside for a few operations of our own; the group that a collective names; the resizing of
 storages, by which `fully_shard` lets gathered weights go; what a failing compiler raises, and when; a tensor without
-memory that stands for one cut over ranks; the hooks that a tensor has; what a processor can do.
+memory that stands for one cut over ranks; the hooks that a tensor has; what a processor can do; the call that
+`torch.autograd.backward` and `torch.autograd.grad` make of the engine.
 """
 
 import random
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -21,11 +23,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward as _run_backward
 from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.data._utils import worker as _data_worker
 
 __all__ = [
@@ -35,18 +39,21 @@ __all__ = [
     "JointScaler",
     "NormBase",
     "add_all",
+    "add_gradients",
     "become_worker",
     "compile_errors",
     "copy_all",
     "disabled_torch_function",
     "divide_all",
     "give_memory",
+    "gradients_of",
     "guard_hooks",
     "has_hooks",
     "has_tiles",
     "hide_worker",
     "hollow_tensor",
     "in_backward",
+    "in_reentrant_checkpoint",
     "introduce_worker",
     "is_view",
     "lerp_all",
@@ -115,6 +122,40 @@ def compile_errors() -> type[BaseException]:
 def in_backward() -> bool:
     """Whether this thread is inside autograd's backward, as a forward that is run again there is."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def add_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Run backward as `torch.autograd.backward` does, in sight of the function modes that are on.
+
+    torch sets the innermost mode aside for the call, so that a forward which checkpointing runs again would miss it.
+    """
+    given = _given(outputs, gradients)
+    _run_backward(tuple(outputs), given, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def gradients_of(
+    outputs: Sequence[Any], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, retain_graph: bool = False
+) -> tuple[Tensor | None, ...]:
+    """Return what `torch.autograd.grad(..., allow_unused=True)` does, in sight of the function modes that are on."""
+    given = _given(outputs, gradients)
+    found: tuple[Tensor | None, ...] = _run_backward(
+        tuple(outputs), given, retain_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
+
+
+def _given(outputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Return the gradients, and 1 for a loss that has none."""
+    pairs = zip(outputs, gradients, strict=True)
+    return tuple(torch.ones_like(output) if gradient is None else gradient for output, gradient in pairs)
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Return whether this thread is inside the first run of `checkpoint(..., use_reentrant=True)`."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def has_hooks(tensor: Tensor) -> bool:

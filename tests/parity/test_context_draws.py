@@ -1,6 +1,7 @@
 """What a model draws on a part of a sequence is what one process draws there, or it is refused; rounding is neither."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from paceline.errors import LayoutError
 from paceline.place.context import mode as context_mode
 from paceline.place.context.check import check_context
 from paceline.place.context.cut import Cut
+from paceline.place.context.sequence import ContextParallel
 from paceline.place.exchange import Played, Table
 
 LENGTH = 19
@@ -151,18 +153,33 @@ def test_what_training_alone_does_is_refused(drawn: Any, message: str) -> None:
     assert drawn not in (tokens, noise) or caught.value.where == f"{__file__}:{line}"
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_forward_that_training_runs_again_by_itself_is_refused(reentrant: bool) -> None:
-    class Again(Net):
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.embed(ids)
-            return self.head(checkpoint(self.seen, x, use_reentrant=reentrant) if self.training else self.seen(x))
+def test_a_forward_that_training_runs_again_by_itself_is_answered_there_too(reentrant: bool, rate: float) -> None:
+    check(Again(reentrant=reentrant, rate=rate))
 
-        def seen(self, x: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(*(f(x)[:, None] for f in (self.q, self.k, self.v)))[:, 0]
 
-    with pytest.raises(LayoutError, match="runs parts of its forward again in backward"):
-        check(Again())
+class Again(Net):
+    """Checkpoints a part that is no module: attention, and dropout that must be drawn as in the first run."""
+
+    def __init__(self, *, reentrant: bool, rate: float) -> None:
+        super().__init__()
+        self.reentrant, self.rate = reentrant, rate
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(checkpoint(self.seen, x, use_reentrant=self.reentrant) if self.training else self.seen(x))
+
+    def seen(self, x: Tensor) -> Tensor:
+        seen = F.scaled_dot_product_attention(*(f(x)[:, None] for f in (self.q, self.k, self.v)))[:, 0]
+        return F.dropout(torch.tanh(seen), self.rate, self.training)
+
+
+def test_a_second_run_that_sees_the_part_alone_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ContextParallel, "backward", lambda self, part: nullcontext())
+    for reentrant in (False, True):
+        with pytest.raises(LayoutError, match=r"these do something else there|from the parts of a sequence do not add"):
+            check(Again(reentrant=reentrant, rate=0.0))
 
 
 def test_dropout_of_flattened_positions_is_one_process_s() -> None:

@@ -222,6 +222,7 @@ def test_stages_of_different_lengths_and_slow_links() -> None:
     assert times["B1.0"] == (9.5, 14.5) and times["B1.1"] == (14.5, 19.5)
     assert times["B0.0"] == (18, 22) and times["B0.1"] == (23, 27)
     assert timeline.makespan == 27 and timeline.bubbles == pytest.approx((1 - 10 / 27, 1 - 14 / 27))
+    assert timeline.bubble == pytest.approx(1 - 12 / 27)  # the mean of both ranks
 
 
 def test_the_bubble_is_that_of_a_timeline_moved_in_time() -> None:

@@ -1,6 +1,8 @@
 """What `remat=selective` keeps: the results of the operations that are dear to compute."""
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +18,21 @@ KEPT = (
     "_scaled_dot_product_fused_attention_overrideable",
 )  # fmt: skip
 _SENT = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+_together = threading.local()
 Contexts = Callable[[], tuple[Any, Any]]
+
+
+@contextmanager
+def run_again_together() -> Iterator[None]:
+    """Keep no result of the operations inside: `remat=selective` runs all of them again, or none.
+
+    A ring's products of scores are what attention never holds at once.
+    """
+    _together.depth = getattr(_together, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _together.depth -= 1
 
 
 def contexts(names: Sequence[str]) -> Contexts:
@@ -31,7 +47,7 @@ def contexts(names: Sequence[str]) -> Contexts:
 
     def choose(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         packet = getattr(func, "overloadpacket", func)
-        if packet in kept and not draws(func, args, kwargs):
+        if not getattr(_together, "depth", 0) and packet in kept and not draws(func, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -37,7 +37,7 @@ class Grid:
 def trunks(facts: ModelFacts, fleet: Fleet, grid: Grid) -> Iterator[Candidate]:
     """Sizes of pp, tp, cp and ep; what they leave of the ranks are replicas, as yet without shards."""
     for pp in _divisors(fleet.ranks):
-        if pp > max(1, len(facts.blocks)) or (grid.pp and pp not in grid.pp) or (pp > 1 and facts.precision == "fp16"):
+        if pp > max(1, len(facts.blocks)) or (grid.pp and pp not in grid.pp):
             continue
         for tp in _had(facts.tp_sizes, fleet.ranks // pp):
             for cp in _had(facts.cp_sizes, fleet.ranks // pp // tp):

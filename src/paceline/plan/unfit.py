@@ -19,10 +19,6 @@ def refuse_settings(layout: Layout, mesh: Mesh, settings: Settings) -> list[Pace
     """What these settings ask for and this layout can't do."""
     train = settings.train
     found = list(_inexact(mesh)) if train.exact else []
-    if train.precision == "fp16" and mesh.pp > 1:
-        cause = "each stage would have to know the last one's scale, and whether it was halved"
-        hint = "--train.precision bf16, which needs no scale"
-        found.append(UsageError("fp16 with pp: the loss scale is the last stage's alone.", cause=cause, hint=hint))
     if train.compile and mesh.tp > 1:
         cause = "torch.compile does not see through tensors of which each rank holds a piece"
         found.append(UsageError("--train.compile with tp can't be had.", cause=cause, hint="leave --train.compile out"))

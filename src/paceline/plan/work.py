@@ -75,6 +75,7 @@ def work_of(part: Part, *, is_block: bool, split: Split, device: Device, efficie
     start = efficiency.part_seconds
     tensor, context, experts = _messages(part, split, attention, efficiency)
     again_messages = (tensor[0] + experts[0]) if remat == "full" else 0.0
+    again_context = context[0] if remat != "none" else 0.0  # a ring keeps no product of scores
     kept, cast, again_bytes, again_cast = (_seen if part.ways else _kept)(part, split, device, seen)
     busy = attention if split.cp.size > 1 else 0.0
     again = {"none": 0.0, "selective": rest + start}.get(remat, forward + attention + rest + start)
@@ -91,10 +92,10 @@ def work_of(part: Part, *, is_block: bool, split: Split, device: Device, efficie
         again=again,
         hides=(forward + attention - busy + rest + start, back + again),
         tensor=sum(tensor) + (tensor[0] if remat == "full" else 0.0),
-        context=sum(context),
+        context=sum(context) + again_context,
         experts=sum(experts) + (experts[0] if remat == "full" else 0.0),
         messages_forward=tensor[0] + context[0] + experts[0],
-        messages_backward=tensor[1] + context[1] + experts[1] + again_messages,
+        messages_backward=tensor[1] + context[1] + experts[1] + again_messages + again_context,
         kept_bytes=kept,
         cast_bytes=cast,
         again_bytes=again_bytes,

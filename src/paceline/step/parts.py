@@ -28,10 +28,11 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Portion:
-    """A rank's part of a microbatch; the model runs on it `inside`."""
+    """A rank's part of a microbatch; the model runs on it `inside`, and its backward runs in `again`."""
 
     data: Any
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
+    again: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,9 @@ class Parts:
         if self.context is None:
             return Portion(data=batch)
         part = self.context.cut(batch)
-        return Portion(data=part.data, inside=partial(self.context.forward, part))
+        return Portion(
+            data=part.data, inside=partial(self.context.forward, part), again=partial(self.context.backward, part)
+        )
 
     @property
     def world(self) -> World:

@@ -1,6 +1,7 @@
 """Forward and backward of this rank's microbatches, one after another."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from paceline.step.loss import Terms
 from paceline.step.parts import Parts, Portion
 from paceline.step.telling import Telling, own_counts
 from paceline.step.whole import gather, quotients
+from paceline.torch_private import add_gradients
 
 See = Callable[[Any, Terms, Any], None]
 
@@ -65,7 +67,7 @@ class MicroPasses:
             self._telling.put(joint, micro.index, terms)
             if last and not missing:
                 self._telling.send(joint)
-            backward(self._parts, divided(terms, counts), last=last and not missing)
+            backward(self._parts, divided(terms, counts), last=last and not missing, portion=batch)
         joint = self._stand_in(given, data, missing, joint, step=step, stop=stop)
         if not self._alone:
             joint.expect(counts or {})
@@ -103,7 +105,7 @@ class MicroPasses:
                 if last:
                     self._telling.send(joint)
                 nothing = torch.stack([total for total, _ in terms.values()]).sum() * 0.0
-                backward(self._parts, nothing, last=last, counts=False)
+                backward(self._parts, nothing, last=last, counts=False, portion=spare)
         assert joint is not None
         return joint
 
@@ -224,13 +226,16 @@ def _not_zero(count: Tensor) -> Tensor:
     return torch.where(count == 0, torch.ones_like(count), count)
 
 
-def backward(parts: Parts, loss: Tensor, *, last: bool, counts: bool = True) -> None:
-    """One microbatch's; `last` of this replica's in the step. One that does not count waits with the others."""
+def backward(parts: Parts, loss: Tensor, *, last: bool, counts: bool = True, portion: Portion | None = None) -> None:
+    """Run one microbatch's, of this `portion`; `last` of this replica's in the step.
+
+    One that does not count waits with the others.
+    """
     if not loss.requires_grad:
         raise no_gradient()
     parts.reducer.before_backward(last=last, counts=counts)
-    with parts.turns.backward():
-        parts.update.scaled(loss).backward()
+    with parts.turns.backward(), nullcontext() if portion is None else portion.again():
+        add_gradients([parts.update.scaled(loss)], [None])
     parts.reducer.after_backward()
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -137,6 +137,10 @@ class _Work:
             with parts.weightless():
                 return self._piped.stages.run(stage, received, lambda: self._loss(microbatch, num_samples))
 
+    def again(self, *, microbatch: int) -> AbstractContextManager[None]:
+        """Give what its backward runs in."""
+        return self.data[microbatch].again()
+
     def before_backward(self, *, stage: int, microbatch: int) -> None:
         """Only the last one of all may be the last of some parameter."""
         index, num_samples = self.micro[microbatch]
@@ -168,6 +172,10 @@ class _Look:
 
     def forward(self, *, stage: int, microbatch: int, received: Sent | None) -> Any:
         return self._piped.stages.run(stage, received, self._call)
+
+    def again(self, *, microbatch: int) -> AbstractContextManager[None]:
+        """There is no backward."""
+        return nullcontext()
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
         """There is none."""

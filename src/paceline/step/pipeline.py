@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from paceline.place.stage.stages import Sent
 from paceline.schedule.program import Action, Op, Program
 from paceline.step.split import Rest, backward_input, backward_weight
 from paceline.step.wire import Edge, Wire
+from paceline.torch_private import add_gradients
 from paceline.world import World
 
 At = tuple[int, int]
@@ -28,6 +29,9 @@ class Work(Protocol):
 
         A forward-only program ignores what the last stage returns.
         """
+
+    def again(self, *, microbatch: int) -> AbstractContextManager[None]:
+        """Give what a backward, or a half of one, runs in: what checkpointing runs again sees what the forward saw."""
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
         """Gradients of weights are about to be added: BACKWARD or WEIGHT."""
@@ -158,14 +162,17 @@ class Pipeline:
         live = self._ready(at)
         work.before_backward(stage=action.stage, microbatch=action.microbatch)
         if live.outputs:
-            torch.autograd.backward(live.outputs, live.gradients)
+            with work.again(microbatch=action.microbatch):
+                add_gradients(live.outputs, live.gradients)
         self._return(at, [tensor.grad for tensor in live.inputs])
         work.after_backward(stage=action.stage, microbatch=action.microbatch)
 
     def _input(self, action: Action, work: Work) -> None:
         at = (action.stage, action.microbatch)
         live = self._ready(at)
-        gradients, rest = backward_input(live.outputs, live.gradients, live.inputs) if live.outputs else ([], Rest())
+        with work.again(microbatch=action.microbatch):
+            done = backward_input(live.outputs, live.gradients, live.inputs) if live.outputs else ([], Rest())
+        gradients, rest = done
         self._return(at, gradients)
         self._live[at] = _Live(rest=rest)
 
@@ -173,7 +180,8 @@ class Pipeline:
         live = self._live.pop((action.stage, action.microbatch))
         assert live.rest is not None, "WEIGHT comes after INPUT"
         work.before_backward(stage=action.stage, microbatch=action.microbatch)
-        backward_weight(live.rest)
+        with work.again(microbatch=action.microbatch):
+            backward_weight(live.rest)
         work.after_backward(stage=action.stage, microbatch=action.microbatch)
 
     def _ready(self, at: At) -> _Live:

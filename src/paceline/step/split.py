@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from paceline.errors import LayoutError
+from paceline.torch_private import add_gradients, gradients_of
 
 
 @dataclass(kw_only=True)
@@ -37,9 +37,7 @@ def backward_input(
     kept: dict[Node, tuple[Tensor | None, ...]] = {}
     handles = [node.register_prehook(_keeper(node, kept)) for node, _ in borders]
     try:
-        found = torch.autograd.grad(
-            list(outputs), [*inputs, *shared], grad_outputs=list(gradients), retain_graph=True, allow_unused=True
-        )
+        found = gradients_of(outputs, [*inputs, *shared], gradients, retain_graph=True)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
@@ -63,18 +61,16 @@ def backward_input(
 def backward_weight(rest: Rest) -> None:
     """Add the weights' gradients to `.grad`; their hooks run as in any backward."""
     if rest.whole is not None:
-        torch.autograd.backward(rest.whole[0], rest.whole[1])
+        add_gradients(*rest.whole)
         return
     found = list(rest.early)
     for node, weights, arrived in rest.borders:
         edges = [GradientEdge(node, place) for place, gradient in enumerate(arrived) if gradient is not None]
-        gradients = torch.autograd.grad(
-            edges, weights, grad_outputs=[gradient for gradient in arrived if gradient is not None], allow_unused=True
-        )
+        gradients = gradients_of(edges, weights, [gradient for gradient in arrived if gradient is not None])
         found += [(w, g) for w, g in zip(weights, gradients, strict=True) if g is not None]
     rest.borders.clear()
     if found:
-        torch.autograd.backward([weight for weight, _ in found], [gradient for _, gradient in found])
+        add_gradients([weight for weight, _ in found], [gradient for _, gradient in found])
 
 
 def _keeper(node: Node, kept: dict[Node, tuple[Tensor | None, ...]]) -> Any:

@@ -1,6 +1,7 @@
 """What a rank of a pipeline does at its stages: the user's forward and loss, and sums of weights that several hold."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,6 +34,10 @@ class Staged:
         if not isinstance(output, Sent):
             self.results[microbatch] = output.detach() if isinstance(output, Tensor) else output
         return output
+
+    def again(self, *, microbatch: int) -> AbstractContextManager[None]:
+        """Give what its backward runs in."""
+        return nullcontext()
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
         """Nothing to prepare."""

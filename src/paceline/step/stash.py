@@ -7,6 +7,7 @@ which weights a microbatch sees (`schedule/stash.py`), that changes no weight.
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -255,6 +256,10 @@ class _Work:
                 return self._piped.stages.run(stage, received, lambda: self._loss(micro))  # type: ignore[no-any-return]
             with parts.weightless():
                 return self._piped.stages.run(stage, received, lambda: self._loss(micro))  # type: ignore[no-any-return]
+
+    def again(self, *, microbatch: int) -> AbstractContextManager[None]:
+        """Give nothing: only `dp_replicate` goes with it, so that a portion is a whole microbatch."""
+        return nullcontext()
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
         """Nothing is sent before the batch is whole."""

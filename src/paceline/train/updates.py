@@ -85,11 +85,13 @@ def lr_factor(rule: str, ratio: float) -> float:
 
 
 def make_scaler(kept: Holding, world: World, **options: Any) -> torch.amp.GradScaler:
-    """Where ranks hold parts, an overflow in one rank's is everybody's."""
+    """Return the loss scaler of this rank. Where ranks hold parts, an overflow in one rank's is everybody's."""
     device = world.device.type
     if kept.is_whole:
         return torch.amp.GradScaler(device, **options)
-    return JointScaler(device, join=lambda found: world.all_reduce(found, op="max"), **options)
+    scaler = JointScaler(device, join=lambda found: world.all_reduce(found, op="max"), **options)
+    scaler.scale(torch.zeros((), device=world.device))  # it begins with its first loss, and most stages have none
+    return scaler
 
 
 def _pieces(placed: Placed) -> set[str]:

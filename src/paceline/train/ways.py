@@ -129,10 +129,11 @@ def _batch(job: Job, settings: Settings, samples: int, length: int | None) -> An
 
 def _pass(parts: Parts, batch: Any, *, samples: int, lives: Lives | None, heard: list[Lives]) -> None:
     heard += [lives] if lives is not None else []
-    terms = forward(parts, parts.portion(batch), step=0, index=0, num_samples=samples)
+    portion = parts.portion(batch)
+    terms = forward(parts, portion, step=0, index=0, num_samples=samples)
     loss = torch.stack([total for total, _ in terms.values()]).sum()
     del terms
     if lives is not None:
         lives.turn()
-    backward(parts, loss, last=False)
+    backward(parts, loss, last=False, portion=portion)
     heard.clear()

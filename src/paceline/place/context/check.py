@@ -25,6 +25,7 @@ from paceline.place.context.sequence import ContextParallel, refuse_model, refus
 from paceline.place.exchange import Exchange, play
 from paceline.place.traceless import traceless
 from paceline.streams import host_states
+from paceline.torch_private import add_gradients
 
 _SEED = 0
 _ZERO = 1e-4  # a gradient that is nothing beside the model's largest is rounding
@@ -70,8 +71,9 @@ class _Run:
     is_watched: bool = False
 
     def __call__(self, over: Exchange) -> _Ran:
-        tensors = [*self.twin.parameters(), *(() if self.twin.training else self.twin.buffers())]
-        mirror = copy.deepcopy(self.twin, {id(tensor): tensor for tensor in tensors})  # its own hooks, the same weights
+        same = {id(buffer): buffer for buffer in (() if self.twin.training else self.twin.buffers())}
+        own = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.twin.parameters()}
+        mirror = copy.deepcopy(self.twin, {**same, **own})  # its own hooks and gradients, the same memory
         placed = ContextParallel(model=mirror, sequence=self.sequence, over=over, own_loss=self.own_loss)
         part = placed.cut(self.batch)
         watching: AbstractContextManager[Sequence[Draw]] = watched_draws() if self.is_watched else nullcontext(())
@@ -80,8 +82,10 @@ class _Run:
                 output = self.forward(mirror, part.data)
             found = self.loss(output, part.data) if self.loss is not None else {}
         ended = host_states()
-        ran = _ran(mirror, output, found, self.weigh, rank=over.rank, size=over.size, seen=seen)
-        return replace(ran, ended=ended, draws=draws)
+        target = _target(output, found, self.weigh, rank=over.rank, size=over.size)
+        with placed.backward(part), InDouble(), NoAttentionDropout():
+            add_gradients([target], [None])
+        return _ran(mirror, output, found, seen=seen, ended=ended, draws=draws)
 
 
 def check_context(
@@ -148,10 +152,10 @@ def _drawn(run: _Run, cut: Cut) -> LayoutError | None:
 
 def _run_again() -> LayoutError:
     return LayoutError(
-        "this model runs parts of its forward again in backward (torch.utils.checkpoint), and cp can't answer there.",
-        cause="outside of the forward its attention and its dropout see a part of the sequence alone",
-        hint="model.gradient_checkpointing_disable(), or checkpoint(..., use_reentrant=False) only around what works "
-        "position by position, without dropout; or leave cp out: --layout fsdp,remat=full",
+        "this model runs parts of its forward again in backward (torch.utils.checkpoint), and these do something else "
+        "there.",
+        cause="such a part reads what was made outside of it, as a convolution whose input was padded before",
+        hint="checkpoint(...) around whole blocks, or leave it out: --layout cp,remat=full runs the blocks again",
     )
 
 
@@ -175,31 +179,50 @@ class _Weigh:
         return total
 
 
-def _ran(
-    model: nn.Module, output: Any, found: Any, weigh: _Weigh, *, rank: int, size: int, seen: Mapping[str, Tensor]
-) -> _Ran:
-    outputs = [t for t in leaves(output) if t.is_floating_point() and t.dim() > 1]
+def _target(output: Any, found: Any, weigh: _Weigh, *, rank: int, size: int) -> Tensor:
+    """Return the number whose gradients are compared: of all outputs, and of the terms of the loss."""
     if isinstance(found, Tensor):
         raise LayoutError(
             "the loss is one number, a mean over its samples: parts of a sequence do not add up to it.",
             cause="each rank has some of a sample's positions, and a mean of means is another one",
             hint="loss -> (loss_sum, count), as in F.cross_entropy(..., reduction='sum'), targets.numel()",
         )
-    pairs = found if isinstance(found, Mapping) else {"loss": found} if isinstance(found, tuple) else {}
-    terms = [torch.as_tensor(value, dtype=torch.float64) for pair in pairs.values() for value in pair]
-    target = weigh(outputs, rank=rank, size=size)
-    target = target + sum((term for term in terms[::2]), target.new_zeros(()))
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    target = weigh(_outputs(output), rank=rank, size=size)
+    target = target + sum((term for term in _terms(found)[::2]), target.new_zeros(()))
     if not target.requires_grad:
         raise LayoutError(
             "no output of this model has the sequence in one of its dimensions.",
             cause="a pooled output (a classifier, an embedding) needs every position at once",
             hint="leave cp out",
         )
-    gradients = torch.autograd.grad(target, parameters, allow_unused=True)
-    kept = {name: tensor.detach() for name, tensor in seen.items()}
+    return target
+
+
+def _outputs(output: Any) -> list[Tensor]:
+    return [t for t in leaves(output) if t.is_floating_point() and t.dim() > 1]
+
+
+def _terms(found: Any) -> list[Tensor]:
+    pairs = found if isinstance(found, Mapping) else {"loss": found} if isinstance(found, tuple) else {}
+    return [torch.as_tensor(value, dtype=torch.float64) for pair in pairs.values() for value in pair]
+
+
+def _ran(
+    model: nn.Module,
+    output: Any,
+    found: Any,
+    *,
+    seen: Mapping[str, Tensor],
+    ended: tuple[object, ...],
+    draws: Sequence[Draw],
+) -> _Ran:
     return _Ran(
-        outputs=[o.detach() for o in outputs], terms=[t.detach() for t in terms], gradients=list(gradients), seen=kept
+        outputs=[o.detach() for o in _outputs(output)],
+        terms=[t.detach() for t in _terms(found)],
+        gradients=[p.grad for p in model.parameters() if p.requires_grad],
+        seen={name: tensor.detach() for name, tensor in seen.items()},
+        ended=ended,
+        draws=draws,
     )
 
 

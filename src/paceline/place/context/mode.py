@@ -33,9 +33,10 @@ _CONVOLUTIONS = (torch.conv1d, F.conv1d)
 
 
 class ContextMode(TorchFunctionMode):
-    """On during a forward (and a forward run again in backward). `answer_positions` is False where the model is given
-    its positions as an argument; `padded` says that the whole batch has hidden keys, on whichever rank; `rows` is how
-    many sequences stand one after another where a model flattens (batch, sequence) to one dimension."""
+    """On during a forward. `answer_positions` is False where the model is given its positions as an argument; `padded`
+    says that the whole batch has hidden keys, on whichever rank; `rows` is how many sequences stand one after another
+    where a model flattens (batch, sequence) to one dimension. `again`: the mode is on during a backward, and answers
+    what runs again there, which alone has gradients enabled."""
 
     def __init__(
         self,
@@ -46,8 +47,10 @@ class ContextMode(TorchFunctionMode):
         answer_positions: bool = True,
         padded: bool = False,
         rows: int = 1,
+        again: bool = False,
     ) -> None:
         super().__init__()
+        self._again = again
         self._exchange, self._cut, self._padded, self._rows = exchange, cut, padded, rows
         self._size = cut.size(exchange.rank)
         self._masks: list[tuple[Any, ...]] = []
@@ -66,7 +69,7 @@ class ContextMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Answer for the whole sequence, or pass on."""
         rule = self._rules.get(func)
-        if rule is None or self._exchange.size == 1:
+        if rule is None or self._exchange.size == 1 or (self._again and not torch.is_grad_enabled()):
             return func(*args, **(kwargs or {}))
         found = rule(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if found is NotImplemented else found

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.place.context.cut import Cut, Piece
 from paceline.place.exchange import Exchange
+from paceline.place.kept import run_again_together
 
 BLOCK = 1024
 
@@ -54,7 +55,8 @@ def ring_attention(
     `keep` (batch, length), uint8, is zero at this rank's keys that nobody may see; `drop` (batch, heads, length, whole
     length) is True where `ring.dropout` keeps a weight. A query that sees no key gives 0.
     """
-    found: Tensor = _Ring.apply(query, key, value, keep, drop, ring)  # type: ignore[no-untyped-call]
+    with run_again_together():
+        found: Tensor = _Ring.apply(query, key, value, keep, drop, ring)  # type: ignore[no-untyped-call]
     return found
 
 

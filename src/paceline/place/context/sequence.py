@@ -98,6 +98,15 @@ class ContextParallel:
             self._mode = mode
             yield
 
+    @contextmanager
+    def backward(self, part: Slice) -> Iterator[None]:
+        """Inside, a backward of this part runs: what checkpointing runs again there sees what the forward saw."""
+        if self._exchange.size == 1:
+            yield
+            return
+        with _mode(self._exchange, self._model, part.cut, part.padded, part.rows, again=True):
+            yield
+
     def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[Any]]:
         """`context_fn` for `torch.utils.checkpoint.checkpoint`: a forward run again in backward sees the same."""
         return nullcontext(), self._mode if self._mode is not None else nullcontext()
@@ -112,16 +121,21 @@ class ContextParallel:
 
 @contextmanager
 def _inside(over: Exchange, model: nn.Module, cut: Cut, padded: bool, rows: int) -> Iterator[ContextMode]:
-    accepted = inspect.signature(model.forward).parameters
-    answers = _POSITIONS not in accepted
-    mode = ContextMode(exchange=over, cut=cut, model=model, answer_positions=answers, padded=padded, rows=rows)
-    hook = _arguments(model, accepted, over, cut)
+    mode = _mode(over, model, cut, padded, rows)
+    hook = _arguments(model, inspect.signature(model.forward).parameters, over, cut)
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)
     try:
         with mode:
             yield mode
     finally:
         handle.remove()
+
+
+def _mode(over: Exchange, model: nn.Module, cut: Cut, padded: bool, rows: int, *, again: bool = False) -> ContextMode:
+    answers = _POSITIONS not in inspect.signature(model.forward).parameters
+    return ContextMode(
+        exchange=over, cut=cut, model=model, answer_positions=answers, padded=padded, rows=rows, again=again
+    )
 
 
 def _arguments(model: nn.Module, accepted: Mapping[str, Any], over: Exchange, cut: Cut) -> Any:

@@ -15,6 +15,7 @@ from paceline.place.stage.graph_cut import GraphCut
 from paceline.place.stage.graph_plan import GraphPlan, plan_graph
 from paceline.place.stage.graph_stages import GraphStages
 from paceline.place.stage.hollow import glue, hollow_parameters
+from paceline.place.stage.rehearse import rehearse
 from paceline.place.stage.stages import Stages
 from paceline.plan.mesh import Mesh
 from paceline.plan.pipeline import is_file, program_of
@@ -135,7 +136,13 @@ def _chain(
         chain = {block.name: block.module for block in find_blocks(model, listed=blocks)}
         weights = None if seconds is None else seconds(chain)
         plan = partial(plan_cut, model, num_stages=num_stages, call=call, blocks=blocks, bounds=bounds, weights=weights)
-        return plan() if late is None else late.planned(plan)
+
+        def tried() -> Cut:
+            cut = plan()
+            rehearse(model, cut=cut, call=call, has_values=late is None)
+            return cut
+
+        return tried() if late is None else late.planned(tried)
     except NoChain as error:
         if how.cut == "chain":
             raise LayoutError(error.what, where=error.where, cause=error.cause, hint=error.hint) from error

@@ -6,39 +6,63 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import LayoutError
+from paceline.errors import LayoutError, user_line
+from paceline.place.blocks import NoChain
 from paceline.place.stage.cut import Cut
 from paceline.place.stage.stages import Stages
 from paceline.place.stage.values import Path, tensors_in
-from paceline.streams import preserved
+from paceline.place.traceless import traceless
+from paceline.torch_modes import SeededOps
 
 _ROUNDING = 1e-5
 
 
-def rehearse(model: nn.Module, *, cut: Cut, call: Callable[[], Any]) -> None:
-    """Run a whole model stage by stage on one example, without dropout and gradients, and compare. Costs two forwards.
+def rehearse(model: nn.Module, *, cut: Cut, call: Callable[[], Any], has_values: bool = True) -> None:
+    """Run a whole model stage by stage on one example, without gradients, and compare. Costs two forwards.
 
-    What other stages hold answers with NaN, so a value that is needed and does not cross shows itself.
+    What other stages hold answers with NaN, so a value that is needed and does not cross shows itself; and hooks on
+    other stages' blocks are not called, so that what they catch is missed. Each stage begins with the model as it is,
+    as each does in a process of its own. Without `has_values`, or where the forward draws, nothing is compared.
 
     Raises:
-        LayoutError: the last stage's result is not the whole model's.
+        NoChain: a stage fails, or the last stage's result is not the whole model's.
     """
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        with preserved(), torch.no_grad():
-            right = dict(tensors_in(call()))
-            stages = Stages(model, cut=cut, own=range(cut.num_stages))
-            try:
-                found: Any = None
-                for index in range(cut.num_stages):
-                    found = stages.run(index, found, call)
-            finally:
-                stages.close()
+        with torch.no_grad():
+            with traceless(model), SeededOps() as watch:
+                right = dict(tensors_in(call()))
+            found = _staged(model, cut, call)
+        if has_values and not watch.seen:
             _compare(right, dict(tensors_in(found)))
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def _staged(model: nn.Module, cut: Cut, call: Callable[[], Any]) -> Any:
+    stages = Stages(model, cut=cut, own=range(cut.num_stages))
+    found: Any = None
+    try:
+        for index in range(cut.num_stages):
+            with traceless(model):
+                found = stages.run(index, found, call)
+    except torch.OutOfMemoryError:
+        raise
+    except LayoutError as error:
+        raise NoChain(error.what, where=error.where, cause=error.cause, hint=error.hint) from error
+    except Exception as error:
+        raise NoChain(
+            f"the forward needs more than its blocks give: stage {index}, which runs the blocks from "
+            f"{cut.blocks[cut.parts[index].start]}, ends with {type(error).__name__}: {error}",
+            where=str(user_line(error) or ""),
+            cause="a list that hooks on the blocks or the blocks themselves fill, or an attribute that they leave",
+            hint="return it from block to block, or --place.stages with both ends on one stage",
+        ) from error
+    finally:
+        stages.close()
+    return found
 
 
 def _compare(right: dict[Path, Tensor], found: dict[Path, Tensor]) -> None:
@@ -46,7 +70,7 @@ def _compare(right: dict[Path, Tensor], found: dict[Path, Tensor]) -> None:
         staged = found.get(path)
         name = f"the value at {'.'.join(map(str, path))}" if path else "the result"
         if staged is None or staged.shape != whole.shape:
-            raise LayoutError(f"run by its stages, the model gives another structure than whole: {name} differs.")
+            raise NoChain(f"run by its stages, the model gives another structure than whole: {name} differs.")
         if not whole.is_floating_point():
             differs = not torch.equal(whole, staged)
         else:
@@ -54,7 +78,7 @@ def _compare(right: dict[Path, Tensor], found: dict[Path, Tensor]) -> None:
             differs = not bool(apart <= _ROUNDING * whole.double().norm()) and bool(whole.isfinite().all())
         if differs:
             missing = whole.is_floating_point() and bool(staged.isnan().any())
-            raise LayoutError(
+            raise NoChain(
                 f"run by its stages, the model gives another result than whole: {name} "
                 + ("needs a value that an earlier stage has (it is NaN)." if missing else "differs."),
                 cause="state that a forward leaves outside of its blocks' arguments and results",

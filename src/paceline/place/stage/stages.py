@@ -18,7 +18,7 @@ from paceline.place.stage.dummies import Dummy, Form, Pool
 from paceline.place.stage.hollow import glue, hollow
 from paceline.place.stage.values import Spec, flattened, replaced, tensors_in, unflattened
 from paceline.streams import IdleRates
-from paceline.torch_private import Interception
+from paceline.torch_private import Interception, in_backward, in_reentrant_checkpoint
 
 
 @dataclass(kw_only=True)
@@ -39,6 +39,7 @@ class _Run:
 
     part: StagePart
     received: Sent | None
+    trains: bool = False
     pool: Pool = field(default_factory=dict)
     carried: dict[int, Tensor] = field(default_factory=dict)
     seen: dict[int, Tensor] = field(default_factory=dict)
@@ -98,7 +99,7 @@ class Stages:
         for gate in self._gates:
             gate.renew()
         part = self.cut.parts[stage]
-        run = _Run(part=part, received=received)
+        run = _Run(part=part, received=received, trains=torch.is_grad_enabled())
         if received is not None:
             self._unpack_carried(run, received)
         before, self._run = self._run, run
@@ -135,6 +136,8 @@ class Stages:
             if number != run.called:
                 raise self._another_way(run)
             run.called += 1
+            if run.trains and not torch.is_grad_enabled() and in_reentrant_checkpoint():
+                raise _reentrant(self.cut.blocks[number])
             if number == run.part.start - 1:
                 return self._take(run)
             if number < run.part.start:
@@ -166,8 +169,11 @@ class Stages:
         )
 
     def _outside(self, call: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
-        """A call that no stage runs is the plain model's, where all of it is here."""
-        if len(self.own) == self.cut.num_stages:
+        """Answer a call that no stage runs: the plain model's, where all of it is here, or a checkpoint's.
+
+        What a stage's backward runs again is what its forward ran; an answer of ours has no graph to go back through.
+        """
+        if len(self.own) == self.cut.num_stages or in_backward():
             return call(*args, **kwargs)
         raise RunError(
             f"{name} was called, but this process holds the stages {list(self.own)} of {self.cut.num_stages} only.",
@@ -253,6 +259,14 @@ def _through_stages(error: RuntimeError) -> LayoutError:
         where="" if line is None else str(line),
         cause="a gradient penalty or an energy: its graph goes through all blocks, and a stage has some of them",
         hint="--layout ddp or fsdp; or take the gradient inside of one block",
+    )
+
+
+def _reentrant(name: str) -> LayoutError:
+    return LayoutError(
+        f"the model checkpoints {name} with use_reentrant=True, and no gradient would come back over a stage border.",
+        cause="such a checkpoint knows its inputs' gradients alone, and a stage's first block answers with what came",
+        hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or --layout pp,remat=full without it",
     )
 
 

@@ -1,0 +1,163 @@
+"""Stages of models that checkpoint their own blocks, or whose blocks leave values by hooks; and a loss scale on them."""
+
+import json
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.errors import LayoutError
+from paceline.place.blocks import NoChain
+from paceline.place.stage.cut import plan_cut
+from paceline.place.stage.graph_stages import GraphStages
+from paceline.place.stage.pipe import cut_model
+from paceline.place.stage.rehearse import rehearse
+from paceline.place.stage.stages import Stages
+from paceline.plan.mesh import Mesh
+from paceline.spec.layout import parse_layout
+from paceline.spec.settings import Place
+from paceline.train.updates import make_scaler
+from paceline.world import World
+from tests.conftest import Shop
+from tests.parity.stages_bed import Ranks, alone
+
+SEEN: ContextVar[list[Tensor]] = ContextVar("seen")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.two(torch.tanh(self.one(x))))
+
+
+class Chain(nn.Module):
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.enter, self.blocks, self.head = nn.Linear(5, 8), nn.ModuleList(Block() for _ in range(4)), nn.Linear(8, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.enter, x, use_reentrant=False)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class Caught(Chain):
+    """As encoders of several resolutions do: a hook on each block catches what it gives, and the head mixes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda _, __, output: SEEN.get().append(output))
+        self.mix = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.set([])
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        found = [each(seen) for each, seen in zip(self.mix, SEEN.get(), strict=True)]
+        return self.head(torch.stack(found).sum(0))
+
+
+def loss(model: nn.Module, microbatch: int) -> Tensor:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(microbatch))
+    out: Tensor = model(x)
+    return out.square().sum()
+
+
+def test_stages_of_checkpointed_blocks_have_the_gradients_of_one_process() -> None:
+    torch.manual_seed(0)
+    model = Chain()
+    cut = plan_cut(model, num_stages=3, call=lambda: loss(model, 0))
+    rehearse(model, cut=cut, call=lambda: loss(model, 0))
+    losses, right, _ = alone(model, loss=loss, num_micro=2)
+    ranks = Ranks(model, cut=cut, loss=loss, staged=lambda each, index: Stages(each, cut=cut, own=[index]))
+    assert all(torch.equal(ranks.train(number), whole) for number, whole in enumerate(losses))
+    found = ranks.gradients()
+    assert found.keys() == right.keys() and all(torch.equal(found[name], right[name]) for name in right)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # what planning runs has no gradients
+def test_a_checkpoint_that_no_gradient_comes_back_through_is_refused() -> None:
+    model = Chain(reentrant=True)
+    cut = plan_cut(model, num_stages=2, call=lambda: loss(model, 0))
+    ranks = Ranks(model, cut=cut, loss=loss, staged=lambda each, index: Stages(each, cut=cut, own=[index]))
+    with pytest.raises(LayoutError, match=r"checkpoints blocks\.0 with use_reentrant=True"):
+        ranks.train(0)
+    with torch.no_grad():
+        ranks.forward(0)  # nothing has to come back
+
+
+def test_what_hooks_catch_of_blocks_is_cut_along_the_graph() -> None:
+    model, other = Caught().eval(), Caught().eval()
+    cut = plan_cut(model, num_stages=2, call=lambda: loss(model, 0))
+    with pytest.raises(NoChain, match=r"needs more than its blocks give: stage 1, .* ends with ValueError"):
+        rehearse(model, cut=cut, call=lambda: loss(model, 0))
+    told: list[str] = []
+    how: dict[str, Any] = {"asked": parse_layout("pp=2"), "mesh": Mesh(pp=2), "world": World.alone()}
+    piped = cut_model(model, call=lambda: loss(model, 0), how=Place(), say=told.append, **how)
+    assert isinstance(piped.stages, GraphStages) and "the forward needs more than its blocks give" in told[0]
+    with pytest.raises(LayoutError, match="needs more than its blocks give"):
+        cut_model(other, call=lambda: loss(other, 0), how=Place(cut="chain"), **how)
+
+
+def test_a_stage_without_a_loss_has_the_scale_too() -> None:
+    parts: Any = SimpleNamespace(is_whole=False)
+    scaler = make_scaler(parts, World.alone(), init_scale=8.0)
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    for gradient, after in ((torch.tensor([8.0, torch.inf]), [1.0, 1.0]), (torch.tensor([4.0, 8.0]), [0.0, -1.0])):
+        parameter.grad = gradient
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert parameter.tolist() == after and scaler.get_scale() == 4.0
+
+
+LAST = "checkpoints/step-00000012"
+JOB = """
+import torch, torch.nn as nn
+import paceline as pl
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 16), nn.Linear(16, 8)
+    def forward(self, x):
+        return x + self.two(torch.tanh(self.one(x)))
+
+x = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+job = pl.Job(
+    model=lambda: nn.Sequential(*(Block() for _ in range(4))),
+    loss=lambda output, batch: (10 * (output - 1).square().sum(), output.numel()),
+    count=lambda batch: batch[0].numel(),
+    train_data=torch.utils.data.TensorDataset(x, x),
+    optimizer=lambda named: torch.optim.SGD(named, lr=1e-3),
+    global_batch_size=8,
+)
+"""
+
+
+@pytest.mark.parametrize("layout", ["pp", pytest.param("pp,schedule=zb_v", marks=pytest.mark.soak)])
+def test_an_overflow_on_one_stage_is_every_stage_s(shop: Shop, layout: str) -> None:
+    """The first steps overflow at torch's first scale: skipped on all stages, and the rest is one process's training."""
+    shop.write("job.py", JOB)
+    words = ("--train.precision", "fp16", "--train.micro_batch_size", "4")
+    assert shop.train("one", *words, "--layout", "single", ranks=1, steps=12).code == 0
+    assert shop.train("two", *words, "--layout", layout, steps=12).code == 0
+    assert shop.digest("two") == shop.digest("one")
+    bodies = [json.loads((shop.path / run / LAST / "manifest.json").read_text())["body"] for run in ("one", "two")]
+    scales = [json.loads(body)["state"]["scaler"]["scale"] for body in bodies]
+    assert 1.0 < scales[0] == scales[1] < 65536
+    lines = (shop.path / "two" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines if '"loss"' in line]
+    assert losses[-1] < losses[0], "the last steps were taken"
