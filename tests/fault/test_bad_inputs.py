@@ -15,6 +15,7 @@ pytestmark = pytest.mark.one_worker  # they share SEEN
 SEEN: dict[str, str] = {}
 EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     "an empty job": (("train", ""), "the job is empty"),
+    "no such difference": (("train", "job.py", "--allow", "optimiser"), "did you mean 'optimizer'"),
     "an empty run folder": (("train", "job.py", "--run-dir", ""), "--run-dir is empty: an unset variable?"),
     "an empty run to resume": (("train", "job.py", "--resume="), "--resume is empty: an unset variable?"),
     "a name that no file has": (("train", "x" * 300 + ".py"), "File name too long"),

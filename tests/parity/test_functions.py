@@ -14,6 +14,8 @@ import torch.nn.functional as F
 
 import paceline as pl
 from paceline.job_transfer import open_job_file, receive_job
+from paceline.spec.allowances import ALLOWED
+from paceline.store.checkpoints import load
 from tests.conftest import Shop
 
 pytestmark = pytest.mark.one_worker
@@ -57,6 +59,8 @@ def test_a_job_is_trained_planned_and_evaluated_in_one_process(folder: Path) -> 
     assert found.exit_code == 0 and found.step == 3 and found.run == "run"
     again = pl.train(job, settings={"train.steps": 3, "train.exact": True, **halves}, run_dir="single")
     assert again.digest == found.digest
+    saved = load(folder / "run" / "checkpoints" / "step-00000003").state["identity"]
+    assert set(saved) | {"order"} == set(ALLOWED)
     metrics = pl.evaluate("run", job=job, ranks=1).metrics
     assert metrics.loss == found.evaluation.metrics["loss"]
     plans = [pl.plan(job, cluster="2xH100-80G") for _ in range(2)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.errors import ExitCode, JobError, UsageError
+from paceline.errors import ExitCode, JobError, UsageError, raise_all
 from paceline.events import EvalDone
 from paceline.feed.types import StepInput
 from paceline.job import Job
@@ -20,6 +20,7 @@ from paceline.launch.environments import detect, world_size
 from paceline.launch.meet import adopt
 from paceline.plan.machine import visible_gpus
 from paceline.plugins import resolve
+from paceline.spec.allowances import refuse_unknown_allowances
 from paceline.spec.auto import is_auto
 from paceline.spec.compress import parse_compress
 from paceline.spec.layout import parse_layout
@@ -76,6 +77,7 @@ class Run:
         if self._chooses:
             resolve("paceline.train.auto:refuse_auto")(update=update, compress=compress)
             layout = None
+        raise_all(refuse_unknown_allowances(tuple(allow)))
         asked = parse_layout(layout) if layout is not None else None
         rule, here = parse_update(update), visible_gpus() if kind == "cuda" else 1
         own = asked and asked.ranks and asked.ranks + rule.servers  # as the command has it

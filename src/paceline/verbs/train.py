@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ExitCode
+from paceline.errors import ExitCode, raise_all
+from paceline.spec.allowances import refuse_unknown_allowances
 from paceline.spec.auto import AUTO, is_auto
 from paceline.store.checkpoints import LATEST, marked, step_of
 from paceline.store.runs import RunFolder
@@ -29,6 +30,7 @@ def train(
     With the layout `auto` it is planned first, and falls back to a layout that needs less where memory is short.
     """
     common = common or Common()
+    raise_all(refuse_unknown_allowances(tuple(allow)))
     chooses = is_auto(common.layout)
     if chooses:
         from paceline.train.auto import fallen_back, refuse_auto, settled
