@@ -25,7 +25,7 @@ def test_module_fixtures_of_a_marked_file_are_made_once(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = one_worker: as in the project\n")
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_xdist_make_scheduler\n")
     (tmp_path / "test_together.py").write_text(TESTS.format(mark="pytestmark = pytest.mark.one_worker"))
-    (tmp_path / "test_spread.py").write_text(TESTS.format(mark=""))
+    (tmp_path / "test_spread.py").write_text(TESTS.format(mark="").replace("range(8)", "range(40)"))
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "."],
@@ -35,6 +35,6 @@ def test_module_fixtures_of_a_marked_file_are_made_once(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert "16 passed" in done.stdout, done.stdout + done.stderr
+    assert "48 passed" in done.stdout, done.stdout + done.stderr
     assert len(list(tmp_path.glob("test_together.[0-9]*"))) == 1
     assert len(list(tmp_path.glob("test_spread.[0-9]*"))) == 2
