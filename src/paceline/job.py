@@ -60,6 +60,7 @@ class Job:
     best: str | None = None
     early_stopping: EarlyStopping | int | None = None
     on_eval: Callable[[Any], Mapping[str, Any] | None] | None = None
+    on_update: Callable[[nn.Module, int], object] | None = None
     settings: Mapping[str, Any] | None = None
     name: str | None = None
 

@@ -1,6 +1,7 @@
 """Sites that train on their own and meet: equal to one process that does the same, through stops and other layouts."""
 
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from paceline.errors import LayoutError
 from paceline.place.holding import Holding, all_of
+from paceline.place.meeting import thread_worlds
 from paceline.place.units import trainable
 from paceline.plan.local import fragment_of, sent_after
 from paceline.spec.update import parse_update
@@ -240,6 +242,7 @@ def sites_of_three(update: str, model: torch.nn.Module, told: list[int], *, stag
 
 SCRIPT = """
 import json
+import threading
 import torch, torch.nn as nn, torch.nn.functional as F
 import paceline as pl
 
@@ -312,6 +315,34 @@ def test_a_buffer_that_a_forward_makes_as_long_as_its_input_stays_a_site_s_own()
         sites.after(step)
         with sites.together() as own:
             assert "running_mean" in own and "places" not in own, "another site's may have another length"
+
+
+@pytest.mark.parametrize("update", ["local,every=3", "diloco,every=6,fragments=2"])
+def test_running_statistics_of_sites_are_their_mean_right_after_a_meeting(update: str) -> None:
+    """Not only where somebody looks between two meetings, where the mean is taken for the look."""
+    peers = thread_worlds(replicas=3, world=World.alone(), timeout_seconds=30)
+    models = [torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4)) for _ in peers]
+    found: list[float] = [0.0] * len(peers)
+
+    def run(site: int) -> None:
+        model, rule = models[site], parse_update(update)
+        norm = model[1]
+        weights = Holding(world=World.alone(), held=all_of(model))
+        told = {"spread": lambda: None, "wrote": lambda: None}
+        sites = Sites(rule=rule, named=trainable(model), weights=weights, peers=peers[site], **told)
+        for step in range(1, rule.every + 1):
+            norm.running_mean.fill_(float(site + step))
+            sites.after(step)
+            if sent_after(step, update=rule) == 0:
+                found[site] = float(norm.running_mean[0]) - step
+        sites.arrive()
+
+    threads = [threading.Thread(target=run, args=(site,)) for site in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [1.0, 1.0, 1.0]
 
 
 def test_each_fragment_is_sent_once_in_a_round_and_holds_as_much_as_another() -> None:

@@ -102,6 +102,7 @@ class Reference:
         self.model: nn.Module = job.model().to(spec.device)
         self._forward = Forward(job, self.model)
         self.average = Average(self.model, decay=job.ema)
+        self._number = 0
         self._calls = Calls()
         for number, block in enumerate(random_blocks(self.model)):
             block.register_forward_pre_hook(self._seeder(number))
@@ -174,6 +175,7 @@ class Reference:
         microbatch's random numbers each one draws.
         """
         given = self.joined(self.pieces(at) if pieces is None else pieces, epoch=at.epoch)
+        self._number = at.number
         self.model.train()
         known = self.counts_of(self.job, [micro.data for micro in given])
         total: dict[str, Tensor] = {}
@@ -221,6 +223,9 @@ class Reference:
             self._clip(self.spec.max_grad_norm)
         for optimizer in self.optimizers:
             optimizer.step()
+        if self.job.on_update is not None:
+            with torch.no_grad():
+                self.job.on_update(self.model, self._number)
         self.average.update(self.model)
         for schedule in self.schedules:
             schedule.step()

@@ -135,9 +135,10 @@ class SpmdStep:
     def _refuse_writes(self, before: list[int]) -> None:
         after, self._seen_writes = self._versions(), True
         pairs = zip(self.parts.model.named_parameters(), before, after, strict=False)
-        names = [name for (name, _), old, new in pairs if old != new]
-        if names:
-            raise writes_to(names[0])
+        moved = [(name, parameter) for (name, parameter), old, new in pairs if old != new]
+        if moved:
+            name, parameter = moved[0]
+            raise writes_to(name, trains=parameter.requires_grad)
 
     def autocast(self) -> AbstractContextManager[None]:
         """The precision that forward and loss run in."""
@@ -150,10 +151,18 @@ class SpmdStep:
         buffers.settle(changed=joint.agreed().buffers_changed if on_host else buffers.changed())
 
 
-def writes_to(name: str) -> JobError:
-    """What to say of a forward that changes a parameter."""
+def writes_to(name: str, *, trains: bool = True) -> JobError:
+    """What to say of a forward that changes a parameter; one that does not train is likely a teacher."""
+    if not trains:
+        return JobError(
+            f"the forward writes to the parameter {name}, which is not trained: each rank would write to it once for "
+            "each of its own microbatches.",
+            cause="a momentum teacher (BYOL, DINO, MoCo, data2vec) that is moved in the forward",
+            hint="move it after each update: Job(on_update=lambda model, step: ...); or --ranks 1",
+        )
     return JobError(
         f"the forward writes to the parameter {name}: each replica would write other values.",
         cause="nn.Embedding(max_norm=...), or a forward that assigns to its weights",
-        hint="F.normalize(self.weight) where it is used, or --ranks 1 without --train.exact",
+        hint="F.normalize(self.weight) where it is used, Job(on_update=lambda model, step: ...) for what is done once "
+        "after each update, or --ranks 1 without --train.exact",
     )

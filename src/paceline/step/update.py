@@ -77,6 +77,7 @@ class Update:
         ema: Ema | None,
         norm: Norm | None = None,
         spread: Callable[[], None] = _nothing,
+        on_update: Callable[[int], object] | None = None,
     ) -> None:
         self.optimizers = list(optimizers)
         self.schedules = list(schedules)
@@ -88,6 +89,7 @@ class Update:
         self._skip = skip_nonfinite
         self._joint_norm = norm
         self._spread = spread
+        self._on_update = on_update
         self.lr = self.optimizers[0].param_groups[0]["lr"]  # of the last step; the schedule has moved on since
 
     @property
@@ -126,7 +128,7 @@ class Update:
         if self._max_grad_norm is not None and norm is not None:
             self._clip(gradients, norm, most=self._max_grad_norm)
         self.lr = self.optimizers[0].param_groups[0]["lr"]
-        self._take()
+        self._take(step)
         self._after(follow)
         return norm, True
 
@@ -203,13 +205,16 @@ class Update:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
 
-    def _take(self) -> None:
+    def _take(self, step: int) -> None:
         for optimizer in self.optimizers:
             if self.scaler is None:
                 optimizer.step()
             else:
                 self.scaler.step(optimizer)
         self._spread()
+        if self._on_update is not None:
+            with torch.no_grad():
+                self._on_update(step)
         if self.ema is not None:
             self.ema.update()
 

@@ -57,6 +57,7 @@ def refuse_asked(job: Job, settings: Settings, plan: Plan) -> None:
             )
         )
     problems += refuse_served_job(job, plan)
+    problems += _check_on_update(job, plan)
     if train.exact:
         problems += _check_exact(plan, train.precision)
     problems += _check_split(job, plan)
@@ -73,6 +74,26 @@ def refuse_asked(job: Job, settings: Settings, plan: Plan) -> None:
         problems += _check_whole(job, settings, plan)
     best_rule(job)
     raise_all(problems)
+
+
+def _check_on_update(job: Job, plan: Plan) -> list[PacelineError]:
+    """What is called after each update changes whole weights, on every rank alike."""
+    if job.on_update is None:
+        return []
+    if plan.rule.kind is not Kind.SYNC:
+        return [
+            JobError(f"on_update= with --update {plan.update}: ranks take updates of their own.", hint="--update sync")
+        ]
+    mesh = plan.mesh
+    if mesh.zero == 3 or mesh.pp > 1 or mesh.tp > 1 or mesh.ep > 1:
+        return [
+            LayoutError(
+                "on_update= needs whole weights on every rank, and this layout gives each rank parts of them.",
+                cause="a teacher that moves towards the weights, or weights that are clamped",
+                hint="--layout ddp, zero1 or zero2",
+            )
+        ]
+    return []
 
 
 def unheard_placing(how: Place, plan: Plan) -> list[str]:

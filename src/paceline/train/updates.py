@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ def make_update(
         ema=Ema(live=_averaged(placed), decay=job.ema, settle=placed.settle) if job.ema is not None else None,
         norm=None if plan.rule.is_stashed else _norm(placed, settings, world=world),
         spread=nothing if plan.rule.has_servers else placed.spread,
+        on_update=None if job.on_update is None else partial(job.on_update, model),
     )
     return update, given
 
