@@ -1,5 +1,6 @@
 """`compare` of recordings where a true gradient is zero: a convolution's bias before BatchNorm is rounding alone."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -68,26 +69,32 @@ def train(
     before: Spoil = nothing,
     after: Spoil = nothing,
     every: int = 1,
+    model: Callable[[], nn.Module] = Net,
+    autocast: bool = False,
+    parts: int = PARTS,
 ) -> Path:
-    """The gradients of four microbatches one by one, or as two ranks add them: in pairs."""
+    """The gradients of the microbatches one by one, or as two ranks add them: in pairs."""
     torch.manual_seed(0)
-    model = Net()
+    net = model()
     generator = torch.Generator().manual_seed(1)
-    steppers = optimizers(model)
-    with pl.record(model, steppers, path, every=every):
+    steppers = optimizers(net)
+    with pl.record(net, steppers, path, every=every):
         for step in range(1, STEPS + 1):
-            parts = []
-            for _ in range(PARTS):
-                x = torch.randn(MICRO, 1, 8, 8, generator=generator)
+            whole = torch.randn(MICRO * PARTS, 1, 8, 8, generator=generator)
+            found = []
+            for x in whole.chunk(parts):
                 y = (x[:, 0].mean((1, 2)) > 0).long()
-                parts.append(torch.autograd.grad(F.cross_entropy(model(x), y) / PARTS, list(model.parameters())))
-            for parameter, (a, b, c, d) in zip(model.parameters(), zip(*parts, strict=True), strict=True):
-                parameter.grad = (a + c) + (b + d) if pairs else ((a + b) + c) + d
-            before(step, model)
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    loss = F.cross_entropy(net(x).float(), y) / parts
+                found.append(torch.autograd.grad(loss, list(net.parameters())))
+            for parameter, each in zip(net.parameters(), zip(*found, strict=True), strict=True):
+                in_pairs = [sum(each[k + 2 :: 4], each[k]) for k in (0, 1)] if pairs else each
+                parameter.grad = sum(in_pairs[1:], in_pairs[0])
+            before(step, net)
             for optimizer in steppers:
                 optimizer.step()
             with torch.no_grad():
-                after(step, model)
+                after(step, net)
     return path
 
 
@@ -101,6 +108,62 @@ def test_a_gradient_of_rounding_alone_is_no_difference(tmp_path: Path, optimizer
     assert found.text.startswith(f"rounding: {STEPS // every} steps")
     assert found.text.endswith("not judged, as their gradient is lost in rounding: c1.bias, c2.bias")
     assert found.recordings[0]["unjudged"] == BIASES
+
+
+class Fused(nn.Module):
+    """Attention with one bias for query, key and value: a third of its elements has no true gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.norm, self.qkv = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 48)
+        self.out, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x[:, 0].to(self.into.weight.dtype))
+        heads = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        answer: Tensor = self.head(x.mean(1)).float()
+        return answer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optimizers", [sgd, adamw])
+def test_a_part_without_a_gradient_and_half_precision_are_no_difference(
+    tmp_path: Path, optimizers: Optimizers, dtype: torch.dtype
+) -> None:
+    def model() -> nn.Module:
+        return Fused().to(dtype)
+
+    one = train(tmp_path / "one", pairs=False, optimizers=optimizers, model=model)
+    two = train(tmp_path / "two", pairs=True, optimizers=optimizers, model=model)
+    found = pl.compare(one, two)
+    assert found.exit_code == 0 and found.text.startswith(f"rounding: {STEPS} steps"), found.text
+    for name, factor in (("out.weight", 2.0), ("into.weight", 1.5), ("head.bias", float("nan"))):
+        wrong = train(tmp_path / name, pairs=True, optimizers=optimizers, model=model, before=scaled(name, factor))
+        first = pl.compare(one, wrong).first_difference
+        assert first is not None and (first["step"], first["kind"], first["parameter"]) == (3, "gradient", name)
+
+
+def test_autocast_is_noted_where_the_forward_runs(tmp_path: Path) -> None:
+    """Other microbatches under autocast: gradients in float32 that are as coarse as bfloat16."""
+    paths = [
+        train(tmp_path / str(parts), pairs=False, optimizers=adamw, model=Fused, autocast=True, parts=parts)
+        for parts in (4, 2)
+    ]
+    found = pl.compare(*paths)
+    assert found.exit_code == 0 and found.text.startswith("rounding"), found.text
+
+
+def test_recordings_without_units_are_still_read(tmp_path: Path) -> None:
+    path = train(tmp_path / "new", pairs=False, optimizers=sgd)
+    old = tmp_path / "old"
+    old.mkdir()
+    lines = [json.loads(line) for line in (path / "rank-0.jsonl").read_text().splitlines()]
+    for line in lines:
+        for part in ("gradients", "weights"):
+            line[part] = {name: entry[:5] for name, entry in line[part].items()}
+    (old / "rank-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert pl.compare(path, old).text.startswith(f"bitwise: {STEPS} steps")
 
 
 def scaled(name: str, factor: float) -> Spoil:

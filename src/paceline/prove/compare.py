@@ -46,6 +46,7 @@ def compare_recordings(
     worst = 0.0
     doubt = Doubt(pairs, floor=floor)
     for one, other in pairs:
+        doubt.step(one.step)
         found = _first_in(one, other, floor, doubt)
         if found is not None:
             text = f"different: first at {_place(found)}, {found['kind']} of {found['parameter']}: {found['cause']}"

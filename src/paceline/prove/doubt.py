@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from paceline.prove.prints import Print, Record
+from paceline.prove.prints import Print, Record, faint_size
 
 SHAPE = 1e-3
-_ULP = 2.0**-23  # of float32
-_SIZE = 256 * _ULP  # of a gradient that is rounding; convnets, attention and normed weights had 1 to 30 last places
-_DIFFERENCE = 16 * _ULP  # of a small true gradient with rounding on it
+_DIFFERENCE = 16.0  # units, of a small true gradient with rounding on it
+_COARSE = 2.0**-20  # of units beyond it rounding itself is more than the floor
+_SHARE = 16.0  # units, of the way that a weight goes, may be another way where its gradient is that coarse
+_GRADIENT = 12.0  # units, of a gradient that is that coarse; nets of four layers parted by 2 to 10
 _STEPS = 4.0  # two runs move both ways, and both moves are estimates
 _SPREAD = 2.0  # fewer than about four elements may be in line by chance
 
@@ -36,6 +37,9 @@ class Doubt:
                     whole.update(getattr(record, parts))
         self._steps = sorted(self._weights)
         self._moved: dict[str, float] = {}
+        self._faint: dict[str, float] = {}
+        self._coarse: dict[str, float] = {}
+        self._reckoned: set[int] = set()
         self._last: tuple[int, dict[str, float]] = (-1, {})
 
     @property
@@ -46,11 +50,14 @@ class Doubt:
     def gradient(self, name: str, step: int) -> bool:
         """Whether both gradients, or their difference, are of the size of rounding, and no factor is between them."""
         one, other = (prints[name] for prints in self._gradients[step])
+        unit = max(one.unit, other.unit)
         around = min(_around(name, prints) for prints in self._gradients[step])
         apart = _apart(one, other)
         if not math.isfinite(apart + around):
             return False
-        is_noise = max(_rms(one), _rms(other)) <= _SIZE * around or apart <= _DIFFERENCE * around
+        if unit > _COARSE and apart <= _GRADIENT * unit * max(_rms(one), _rms(other)):
+            return True
+        is_noise = max(_rms(one), _rms(other)) <= faint_size(unit) * around or apart <= _DIFFERENCE * unit * around
         if not is_noise or _is_scaled(one, other):
             return False
         others = [move for n, move in self._moves(step).items() if n != name and n not in self._moved]
@@ -60,8 +67,32 @@ class Doubt:
     def weight(self, name: str, step: int) -> bool:
         """Whether what the optimizer may have made of such gradients explains it."""
         one, other = (prints[name] for prints in self._weights[step])
-        allowed = self._moved.get(name, 0.0) + self._floor * max(_rms(one), _rms(other))
-        return name in self._moved and _apart(one, other) <= allowed
+        here = self._moved.get(name, 0.0) + self._faint.get(name, 0.0) + self._coarse.get(name, 0.0)
+        unit = max(one.unit, other.unit)
+        rounded = unit * math.sqrt(max(step, 1)) if unit > _COARSE else 0.0
+        allowed = here + (self._floor + rounded) * max(_rms(one), _rms(other))
+        apart = _apart(one, other)
+        return (here > 0.0 or rounded > 0.0) and math.isfinite(apart + allowed) and apart <= allowed
+
+    def step(self, step: int) -> None:
+        """Reckon how far weights may part in this step by what rounds in their gradients.
+
+        A tensor may be in part without a true gradient, as a fused query, key and value bias is in its middle: its
+        faint elements go by whole steps of Adam. In half precision all of a gradient is as coarse as its unit.
+        """
+        if step in self._reckoned:
+            return
+        self._reckoned.add(step)
+        moves = self._moves(step)
+        for name in self._gradients[step][0].keys() & self._gradients[step][1].keys():
+            one, other = (prints[name] for prints in self._gradients[step])
+            others = max((move for n, move in moves.items() if n != name), default=0.0)
+            faint, unit = max(one.faint, other.faint), max(one.unit, other.unit)
+            if faint:
+                self._faint[name] = self._faint.get(name, 0.0) + _STEPS * math.sqrt(faint) * others
+            if unit > _COARSE:
+                share = min(1.0, _SHARE * unit)
+                self._coarse[name] = self._coarse.get(name, 0.0) + share * max(moves.get(name, 0.0), others)
 
     def _moves(self, step: int) -> dict[str, float]:
         """How far each weight went since the step before, in the run where it went further."""
@@ -83,14 +114,19 @@ def factor_between(one: Print, other: Print) -> float | None:
         return None
     factor = float(a @ b / (b @ b))
     residual = float(np.linalg.norm(a - factor * b))
-    return abs(factor) if residual <= SHAPE * max(float(np.linalg.norm(a)), 1e-300) else None
+    return abs(factor) if residual <= _shape(one, other) * max(float(np.linalg.norm(a)), 1e-300) else None
+
+
+def _shape(one: Print, other: Print) -> float:
+    """How far one may be from a multiple of the other; in half precision rounding is in between."""
+    return max(SHAPE, _GRADIENT * max(one.unit, other.unit))
 
 
 def _is_scaled(one: Print, other: Print) -> bool:
     """Rounding has no direction that two runs share: what has one is a gradient, however small."""
     factor = factor_between(one, other)
     spread = min(one.norm - _SPREAD * one.largest, other.norm - _SPREAD * other.largest)
-    return factor is not None and abs(factor - 1.0) > SHAPE and spread >= 0.0
+    return factor is not None and abs(factor - 1.0) > _shape(one, other) and spread >= 0.0
 
 
 def _around(name: str, prints: Prints) -> float:

@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError
 
+_FAINT, _FAINT_OF_HALF = 256.0, 16.0
 NUM_PROJECTIONS = 16
+UNIT = 2.0**-23  # of float32; what is finer is compared as if it were that
 _BLOCK = 4096
 FOLDER = "record"
 Vector = NDArray[np.float64]
@@ -26,28 +28,37 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Print:
-    """The fingerprint of one tensor."""
+    """The fingerprint of one tensor.
+
+    `unit`: the relative step of the numbers that it was computed in. `faint`: the share of elements that are too small
+    beside its largest one to be more than rounding, and not zero.
+    """
 
     numel: int
     norm: float
     largest: float
     projections: tuple[float, ...]
     digest: str
+    unit: float = UNIT
+    faint: float = 0.0
 
     def as_json(self) -> list[Any]:
         """Compact, for a JSON line."""
-        return [self.numel, self.norm, self.largest, list(self.projections), self.digest]
+        return [self.numel, self.norm, self.largest, list(self.projections), self.digest, self.unit, self.faint]
 
     @staticmethod
     def from_json(value: list[Any]) -> "Print":
-        """From a JSON line."""
-        numel, norm, largest, projections, digest = value
+        """From a JSON line; those that were written before have no unit and no share."""
+        numel, norm, largest, projections, digest, *rest = value
+        unit, faint = rest or (UNIT, 0.0)
         return Print(
             numel=int(numel),
             norm=float(norm),
             largest=float(largest),
             projections=tuple(float(p) for p in projections),
             digest=str(digest),
+            unit=float(unit),
+            faint=float(faint),
         )
 
     def distance(self, other: "Print") -> float:
@@ -55,6 +66,8 @@ class Print:
         if self.digest == other.digest:
             return 0.0
         if self.numel != other.numel:
+            return float("inf")
+        if not np.all(np.isfinite([*self.projections, *other.projections])):
             return float("inf")
         difference = np.subtract(self.projections, other.projections)
         size = max(self.norm, other.norm)
@@ -72,6 +85,14 @@ class Record:
     weights: Mapping[str, Print]
     batch: int | None = None
     optimizer: int = 0
+
+
+def faint_size(unit: float) -> float:
+    """How large rounding may be beside the gradients around it; convnets, attention, normed weights had 1 to 30 units.
+
+    Of half precision that is no small number, so that it is less there.
+    """
+    return min(_FAINT * unit, max(_FAINT_OF_HALF * unit, _FAINT * UNIT))
 
 
 def fingerprint(values: Vector, *, raw: bytes | memoryview) -> Print:

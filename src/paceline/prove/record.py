@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.feed.stream import checksum
-from paceline.prove.prints import Print, digest_of, signs_for
+from paceline.prove.prints import UNIT, Print, digest_of, faint_size, signs_for
 
 _INSIDE = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 Optimizers = Optimizer | Iterable[Optimizer]
@@ -33,6 +33,8 @@ class Recorder:
         self._model = model
         self._every = every
         self._batch: int | None = None
+        self._unit = UNIT
+        self._seen = model.register_forward_pre_hook(self._note_precision)
         self._watches = [_Watch(self, number, one, optimizers) for number, one in enumerate(optimizers)]
 
     def batch(self, batch: Any) -> None:
@@ -41,11 +43,21 @@ class Recorder:
 
     def close(self) -> None:
         """Remove the hooks and close the file; a second call does nothing."""
+        self._seen.remove()
         for watch in self._watches:
             watch.remove()
         if self._watches:
             os.close(self._handle)
         self._watches = []
+
+    def _note_precision(self, *_: object) -> None:
+        """Under autocast gradients are as coarse as its type, whatever their own is."""
+        kinds = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        self._unit = max([UNIT, *(torch.finfo(kind).eps for kind in kinds)])
+
+    def print_gradient(self, gradient: Tensor) -> Print:
+        """The fingerprint of a gradient, in the units of the forward that it came from."""
+        return print_of(gradient, unit=self._unit)
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +121,9 @@ class _Watch:
         return result
 
     def _look(self) -> None:
-        self._gradients = {name: print_of(p.grad) for name, p in self._named() if p.grad is not None}
+        self._gradients = {
+            name: self._recorder.print_gradient(p.grad) for name, p in self._named() if p.grad is not None
+        }
 
     def _after(self, *_: object) -> None:
         if self._recorder.is_due(self._step):
@@ -161,8 +175,11 @@ def _rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def print_of(tensor: Tensor) -> Print:
-    """The fingerprint of a tensor on any device; of a sharded one as a whole, which all its ranks ask for together."""
+def print_of(tensor: Tensor, *, unit: float = UNIT) -> Print:
+    """The fingerprint of a tensor on any device; of a sharded one as a whole, which all its ranks ask for together.
+
+    It is as coarse as its own type, or as `unit`.
+    """
     whole: Any = tensor.detach()
     if hasattr(whole, "full_tensor"):
         whole = whole.full_tensor()
@@ -173,10 +190,16 @@ def print_of(tensor: Tensor) -> Print:
     flat = whole.cpu().contiguous().reshape(-1)
     raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     values = flat.double()
+    unit = max(unit, float(torch.finfo(flat.dtype).eps) if flat.is_floating_point() else 0.0)
+    sizes = values.abs()
+    largest = float(sizes.max()) if values.numel() else 0.0
+    faint = (sizes <= faint_size(unit) * largest) & (sizes > 0.0)
     return Print(
+        unit=unit,
+        faint=float(faint.double().mean()) if values.numel() else 0.0,
         numel=values.numel(),
         norm=float(torch.linalg.vector_norm(values)),
-        largest=float(values.abs().max()) if values.numel() else 0.0,
+        largest=largest,
         projections=tuple(_project(values).tolist()),
         digest=digest_of(memoryview(raw)),
     )
