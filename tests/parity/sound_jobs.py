@@ -102,7 +102,7 @@ def draw(seed: int) -> Draw:
             (("sync", "none"), (dice.choice(UPDATES), "none"), ("sync", dice.choice(WIRES))), (4, 2, 2)
         )[0]
         if job.get("norm") == "batch" and update == "sync" and compress == "none" and dice.random() < 0.4:
-            settings["train.buffers"] = dice.choice(("sync_bn", "mean", "broadcast"))
+            settings["train.buffers"] = "sync_bn"
     if job.get("half"):  # under autocast torch has no such layer norm
         settings["train.precision"] = "fp32"
     if job.get("norm") == "batch" and settings.get("train.micro_batch_size") == 1:  # one value has no variance

@@ -79,7 +79,9 @@ def table(value: dict[str, Any]) -> list[str]:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f"  {rung['name']}: {rung['detail']}" for rung in value["rungs"] if rung["detail"]]
     warnings = [f"  warning: {rung['warning']}" for rung in value["rungs"] if rung["warning"]]
-    warnings += [f"  not covered: {rung['left_out']}." for rung in value["rungs"] if rung["left_out"]]
+    warnings += [
+        f"  not covered: {what}." for what in dict.fromkeys(rung["left_out"] for rung in value["rungs"]) if what
+    ]
     return [*lines, *warnings, _sentence(value)]
 
 

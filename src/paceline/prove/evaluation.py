@@ -142,7 +142,8 @@ def _batches_of(data: Any, size: int, collate: Callable[[list[Any]], Any]) -> tu
 
 def _apart(found: float, right: float) -> float:
     """How far a metric is off; none where it is beyond rounding of the sums alone."""
-    if math.isclose(found, right, rel_tol=_METRIC, abs_tol=_METRIC) or (math.isnan(found) and math.isnan(right)):
+    none = not math.isfinite(found) and not math.isfinite(right)
+    if none or math.isclose(found, right, rel_tol=_METRIC, abs_tol=_METRIC):
         return 0.0
     return abs(found - right) if math.isfinite(found - right) else math.inf
 

@@ -38,6 +38,11 @@ class Finding:
         if self.first_difference is None:
             self.first_difference = {"step": step, "parameter": parameter, "cause": cause}
 
+    def leave_out(self, what: str) -> None:
+        """Remember what the verdict does not speak of."""
+        if what and what not in self.left_out:
+            self.left_out = f"{self.left_out}; {what}" if self.left_out else what
+
     def count(self, kind: str, number: int) -> None:
         """Remember how many things of a kind were compared."""
         self.compared[kind] = self.compared.get(kind, 0) + number

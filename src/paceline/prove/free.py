@@ -38,7 +38,7 @@ class Drift:
 
 def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say, drift: Drift | None = None) -> Finding:
     """Compare the weights after `steps` steps, with the drift of a disturbed one-process run as the floor."""
-    finding = Finding()
+    finding, asked = Finding(), steps
     start: dict[str, Tensor] = {}
     right_losses: list[float] = []
     right_contents: Contents = {}
@@ -58,6 +58,9 @@ def run_free(built: Built, *, reference: Reference | None, steps: int, say: Say,
     weights = of_layout(built) | buffers_of(built)
     with mean_in_place(built):
         evaluated, kept = evaluated_by(built), listed(built)
+    if reference is not None and steps < asked:
+        why = "one process has no finite gradient there, or no target of a term"
+        finding.leave_out(f"step {steps + 1} and what comes after it: {why}")
     if reference is not None and steps:
         judge(finding, weights, reference, partial(_disturbed, reference, steps), start, steps, drift or Drift())
         finding.detail = f"Loss {losses[-1]:.6g} beside {right_losses[-1]:.6g} after {many(steps, 'step')}."
@@ -95,14 +98,14 @@ def _see_contents(finding: Finding, built: Built, mine: Contents, right: Content
 
 
 def _alone(reference: Reference, steps: int, *, backwards: bool, contents: Contents | None = None) -> list[float]:
-    """One process; it ends before a step that has no finite gradient."""
+    """One process; it ends before a step that has no finite gradient, or a term without a target."""
     at, losses = At(step=0, epoch=0, position=0), []
     for _ in range(steps):
         pieces = reference.pieces(at)
         if contents is not None:
             contents |= {(at.number, index): checksum(piece.data, 0) for index, piece in enumerate(pieces)}
         gradient = reference.gradient(at, pieces=pieces, backwards=backwards)
-        if not all(bool(torch.isfinite(value).all()) for value in gradient.total.values()):
+        if gradient.empty or not all(bool(torch.isfinite(value).all()) for value in gradient.total.values()):
             break
         reference.update(gradient.total)
         losses.append(gradient.loss)
@@ -161,7 +164,7 @@ def judge(
         if number:
             finding.count(kind, number)
     if not any(moved.values()):
-        finding.left_out = unmoved(moved, steps=steps, rises=False)
+        finding.leave_out(unmoved(moved, steps=steps, rises=False))
     if bad:
         name = max(bad, key=lambda key: bad[key])
         weights = any(name in bad for name in reference.weights())

@@ -55,9 +55,9 @@ class Inquiry:
         return known_counts(self._reference.job, [piece.data for piece in self.pieces])
 
     @property
-    def count(self) -> float:
-        """The step's count, of its first term."""
-        return sum(self.gradient.counts)
+    def is_blurred(self) -> bool:
+        """Whether rounding alone explains whatever was found; nobody asks where nothing was."""
+        return "floors" in vars(self) and self.floors.blurred
 
     def floor(self, name: str) -> float:
         """What is rounding in this parameter's gradient."""

@@ -67,12 +67,22 @@ class Judge:
         if not self.is_finite:
             self._see_nothing(seen.gradients)
             return
+        empty = ", ".join(self._inquiry.gradient.empty)
+        if empty:
+            self._finding.detail += (
+                f" Step {self._at.number} has no target of {empty}: train stops there, or leaves the step out "
+                "(train.on_nonfinite)."
+            )
         folded = {f"{name}." for name, _ in running(self._reference.model)}
         kept = {name for name, _ in self._reference.model.named_buffers() if not name.startswith(tuple(folded))}
         self._losses = seen.losses
         self._see_buffers(seen.buffers, kept)  # the forward may read them: before the gradients
         self._see_gradients(seen, is_data_right=data is None)
         self._see_losses(seen.losses)
+        if self._inquiry.is_blurred:
+            self._finding.leave_out(
+                f"gradients of step {self._at.number} in half precision: rounding alone makes others of them there"
+            )
         self._see_buffers(seen.buffers, {name for name, _ in self._reference.model.named_buffers()} - kept)
 
     def _see_nothing(self, everywhere: Sequence[Tensors]) -> None:
@@ -80,12 +90,13 @@ class Judge:
         for rank, parts in enumerate(everywhere):
             if all(bool(torch.isfinite(value).all()) for value in parts.values()):
                 of = of_copy(next(iter(self.right)), rank, places=self._places)
-                cause = f"finite on {of} where one process's gradient is not (its count is {self._inquiry.count:g})"
+                counts = self._inquiry.gradient.counts_in_words
+                cause = f"finite on {of} where one process's gradient is not ({counts})"
                 self._finding.blame(step=self._at.number, parameter=next(iter(self.right)), cause=cause)
                 return
         self._finding.detail += (
-            f" Step {self._at.number} has no finite gradient in one process nor here (its count is "
-            f"{self._inquiry.count:g}): train.on_nonfinite decides."
+            f" Step {self._at.number} has no finite gradient in one process nor here "
+            f"({self._inquiry.gradient.counts_in_words}): train.on_nonfinite decides."
         )
 
     @property
@@ -237,7 +248,8 @@ class Judge:
     def _see_losses(self, losses: Sequence[float]) -> None:
         for rank, loss in enumerate(losses):
             wanted = self._inquiry.gradient.loss
-            apart = 0.0 if loss == wanted or (math.isnan(loss) and math.isnan(wanted)) else abs(loss - wanted)
+            none = not math.isfinite(loss) and not math.isfinite(wanted)  # of a sum that overflows, however it is told
+            apart = 0.0 if loss == wanted or none else abs(loss - wanted)
             floor = self._inquiry.floors.loss if apart else 0.0
             if judged(apart, floor) == DIFFERENT:
                 ratio = loss / self._inquiry.gradient.loss if self._inquiry.gradient.loss else float("inf")

@@ -40,7 +40,7 @@ class Lockstep:
         self._say = say
         self._last: Mapping[str, Tensor] = {}
         self._moved: dict[str, bool] = {}  # of those with a gradient, whether its rate was ever more than 0
-        self._has_moved = self._was_zero = False
+        self._has_stepped = self._has_moved = self._was_zero = False
         self.finding = Finding()
 
     def run(self, cursors: Sequence[Cursor]) -> Finding:
@@ -53,14 +53,19 @@ class Lockstep:
             self._step(cursor, at)
             if self._world.share_json(self.finding.first_difference is not None):
                 break
-        if self._reference is not None:
-            if not self._has_moved:
-                self._moved = dict.fromkeys(self._moved, False)
-            rated = self._reference.rated()
-            rises = self._was_zero and any(rated[name] for name, has in self._moved.items() if not has)
-            self.finding.left_out = unmoved(self._moved, steps=len(cursors), rises=rises)
+        if self._reference is not None and self.finding.first_difference is None:
+            self.finding.leave_out(self._untested(self._reference, steps=len(cursors)))
         found: Finding = Finding(**self._world.share_json(vars(self.finding)))
         return found
+
+    def _untested(self, reference: Reference, *, steps: int) -> str:
+        """What these steps have not put to the test."""
+        if not self._has_stepped:
+            return "gradients and weights: no compared step has a finite gradient in one process"
+        moved = self._moved if self._has_moved else dict.fromkeys(self._moved, False)
+        rated = reference.rated()
+        rises = self._was_zero and any(rated[name] for name, has in moved.items() if not has)
+        return unmoved(moved, steps=steps, rises=rises)
 
     def _compare_start(self) -> None:
         """Weights and buffers as they were built, on every rank."""
@@ -236,7 +241,7 @@ class Lockstep:
         everybody = everywhere(self._mine(), holding=weights, world=self._world, names=kept.names)
         if self._reference is None or judge is None:
             return
-        rated = self._reference.rated()
+        rated, self._has_stepped = self._reference.rated(), True
         self._was_zero = not all(rated.values())
         self._reference.update(right)
         for name, value in self._reference.weights().items():

@@ -31,6 +31,7 @@ class Floors:
     """What is rounding in one step: Euclidean norms by name, and of the loss.
 
     `repeats`: the same step from the same weights and buffers gives the same again. `any_order`: also backwards.
+    `blurred`: in half precision rounding alone makes another gradient of it.
     """
 
     gradients: dict[str, float]
@@ -38,6 +39,7 @@ class Floors:
     loss: float
     repeats: bool = True
     any_order: bool = True
+    blurred: bool = False
 
 
 class Kept:
@@ -69,11 +71,14 @@ def floors(reference: Reference, gradient: Gradient, *, at: At, pieces: Sequence
     any_order = is_rounding(gradient, turned, reference)
     others = [turned] if any_order else []
     buffers: list[dict[str, Tensor]] = []
+    blurred = False
     for run in range(_RUNS if repeats else 0):
         start.put_back()
         disturb(reference, seed=run)
         moved = reference.gradient(at, pieces=pieces)
-        if is_rounding(gradient, moved, reference):  # else a decision has flipped (round, argmax, top-k): no rounding
+        is_like = is_rounding(gradient, moved, reference)
+        blurred = blurred or (is_coarse(reference) and not is_like)
+        if is_like or blurred:  # else a decision has flipped (round, argmax, top-k): no rounding
             others.append(moved)
             buffers.append({name: b.detach().clone() for name, b in reference.model.named_buffers()})
     ended.put_back()
@@ -82,7 +87,7 @@ def floors(reference: Reference, gradient: Gradient, *, at: At, pieces: Sequence
         step = reference.spec.grid * value * len(pieces) * gradient.total[name].numel() ** 0.5
         gradients[name] = max(gradients[name], step)
     kept = _floors({name: b.detach() for name, b in reference.model.named_buffers()}, buffers)
-    if reference.spec.together > 1:  # a normalisation over replicas is not the stock kernel
+    if reference.spec.own_kernels:
         gradients = {name: value * _OTHER_ARITHMETIC for name, value in gradients.items()}
         kept = {name: value * _OTHER_ARITHMETIC for name, value in kept.items()}
     losses = [abs(other.loss - gradient.loss) for other in others if repeats]
@@ -92,6 +97,7 @@ def floors(reference: Reference, gradient: Gradient, *, at: At, pieces: Sequence
         loss=MARGIN * max(*losses, 0.0, _ULPS * eps_of(next(iter(gradient.total.values()))) * abs(gradient.loss)),
         repeats=repeats,
         any_order=any_order,
+        blurred=blurred,
     )
 
 
@@ -119,6 +125,12 @@ def nudge(model: nn.Module, *, seed: int, least: float = 0.0) -> None:
             parameter.add_(sign * parameter.abs().clamp(min=usual) * max(eps_of(parameter), least))
 
 
+def is_coarse(reference: Reference) -> bool:
+    """Whether slices are computed in half precision: there a decision that flips is rounding too, on every rank."""
+    halves = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in reference.model.parameters())
+    return reference.spec.is_cut and (halves or reference.spec.autocast is not None)
+
+
 def disturb(reference: Reference, *, seed: int) -> None:
     """Do it to the reference: by the autocast's unit where slices of a product are each rounded to it."""
     kind = reference.spec.autocast if reference.spec.is_cut else None
@@ -127,6 +139,8 @@ def disturb(reference: Reference, *, seed: int) -> None:
 
 def can_disturb(reference: Reference, *, at: At, seed: int) -> bool:
     """Whether that moves the gradient by rounding only; the reference is left as it was."""
+    if is_coarse(reference):
+        return True
     start = Kept(reference.model)
     one = reference.gradient(at)
     start.put_back()

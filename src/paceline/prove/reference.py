@@ -29,6 +29,7 @@ class Spec:
 
     `together`: microbatches that normalisation sees as one. `grid`: the relative step of exact mode's integers.
     `is_cut`: the layout computes a microbatch in slices (tp, cp, ep), whose every result is rounded otherwise.
+    `own_kernels`: attention or normalisation is computed by another formula than in one process (cp, sync_bn).
     `loss_scale`: what backward runs on is this many times the loss, so that fp16 holds small gradients.
     """
 
@@ -47,6 +48,7 @@ class Spec:
     loss_scale: float = 1.0
     workers: int = 0
     is_cut: bool = False
+    own_kernels: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,20 @@ class Gradient:
     parts: list[dict[str, Tensor]] = field(default_factory=list)
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
     term_counts: dict[str, list[float]] = field(default_factory=dict)
+    """Of each term, by microbatch."""
     largest: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> list[str]:
+        """The terms of which the step has no target: `train` stops there, or leaves the step out."""
+        return [name for name, counts in self.term_counts.items() if not sum(counts)]
+
+    @property
+    def counts_in_words(self) -> str:
+        """The step's count, or that of each of its terms."""
+        if len(self.term_counts) < 2:
+            return f"its count is {sum(self.counts):g}"
+        return "its counts are " + ", ".join(f"{sum(each):g} of {name}" for name, each in self.term_counts.items())
 
 
 class Reference:
@@ -206,7 +221,7 @@ class Reference:
             total={name: value / divisor for name, value in total.items()},
             counts=counts,
             divisor=divisor,
-            loss=sum(losses) / divisor if divisor else float("nan"),
+            loss=sum(losses) / divisor if divisor and all(map(sum, term_counts.values())) else float("nan"),
             samples=[micro.samples for micro in given],
             parts=parts if keep else [],
             buffers=buffers,

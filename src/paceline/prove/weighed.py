@@ -10,13 +10,13 @@ from paceline.job import Job
 
 
 def weighed(terms: Mapping[str, tuple[Tensor, Any]], known: Mapping[str, float] | None) -> Tensor:
-    """What backward runs on: the only sum, or the quotients with the joint counts."""
+    """What backward runs on: the only sum, or the quotients with the joint counts; a term without targets as it is."""
     if known is None:
         (total, _), *rest = terms.values()
         if rest:
             raise ValueError("several terms without counts")
         return total
-    parts = [value / known[name] for name, (value, _) in terms.items()]
+    parts = [value / (known[name] or 1.0) for name, (value, _) in terms.items()]
     return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
 

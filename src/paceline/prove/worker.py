@@ -143,6 +143,7 @@ def reference(
         shards=settings.data.shards,
         workers=JobData(ready.job, settings).workers,
         is_cut=max(plan.mesh.tp, plan.mesh.cp, plan.mesh.ep) > 1,
+        own_kernels=plan.mesh.cp > 1 or settings.train.buffers == "sync_bn",
         loss_scale=scale if dtype is not torch.float64 and settings.train.precision == "fp16" else 1.0,
     )
     job = job_in(ready.job, dtype)
