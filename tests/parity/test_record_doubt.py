@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline as pl
+from paceline.errors import UsageError
 
 STEPS, MICRO, PARTS = 12, 8, 4
 BIASES = ("c1.bias", "c2.bias")
@@ -166,6 +167,19 @@ def test_recordings_without_units_are_still_read(tmp_path: Path) -> None:
     assert pl.compare(path, old).text.startswith(f"bitwise: {STEPS} steps")
 
 
+@pytest.mark.parametrize("line", ["", "{}", "[]", '{"step": 1}', "7", "nonsense", '{"step": 1e999}', "\udcff"])
+def test_a_damaged_line_is_named_and_a_torn_last_one_passed_over(tmp_path: Path, line: str) -> None:
+    path = train(tmp_path / "new", pairs=False, optimizers=sgd, every=6)
+    whole = (path / "rank-0.jsonl").read_bytes().splitlines(keepends=True)
+    odd = line.encode("utf-8", "surrogateescape")
+    for name, lines in (("torn", [*whole, odd]), ("damaged", [whole[0], odd + b"\n", *whole[1:]])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-0.jsonl").write_bytes(b"".join(lines))
+    assert pl.compare(path, tmp_path / "torn").text.startswith("bitwise")
+    with pytest.raises(UsageError, match=r"rank-0.jsonl: line 2 is no step of a recording"):
+        pl.compare(path, tmp_path / "damaged")
+
+
 def scaled(name: str, factor: float) -> Spoil:
     def spoil(step: int, model: nn.Module) -> None:
         gradient = model.get_parameter(name).grad
@@ -208,6 +222,13 @@ def test_a_fault_in_such_a_gradient_is_found_where_it_has_a_size(tmp_path: Path)
         first = pl.compare(right, wrong).first_difference
         assert first is not None, what
         assert (first["step"], first["kind"], first["parameter"]) == (3, "gradient", name), what
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.001, "different"), (1.0 + 1e-6, "rounding")])
+def test_a_gradient_a_thousandth_off_is_a_difference(tmp_path: Path, factor: float, verdict: str) -> None:
+    right = train(tmp_path / "right", pairs=False, optimizers=sgd)
+    wrong = train(tmp_path / "wrong", pairs=False, optimizers=sgd, before=scaled("out.weight", factor))
+    assert pl.compare(right, wrong).recordings[0]["verdict"] == verdict
 
 
 @pytest.mark.parametrize("optimizers", [sgd, adamw])

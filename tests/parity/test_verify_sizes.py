@@ -118,6 +118,21 @@ def test_a_gradient_is_rounding_below_four_units_and_different_from_a_thousand_o
 
 
 @pytest.mark.parametrize("dtype", EPS)
+def test_an_update_is_rounding_to_one_unit_and_different_from_a_thousand_on(dtype: torch.dtype) -> None:
+    """Of the weight; in bfloat16, where one rule on one gradient seldom rounds otherwise, from eight units on."""
+    eps = EPS[dtype]
+    for units, verdict in ((1.0, "rounding"), (1000.0 if eps < 1e-3 else 8.0, "different")):
+        judge = seen_with(dtype, 1.0)[1]
+        reference, finding = judge._reference, judge._finding
+        before = {name: weight.clone() for name, weight in reference.weights().items()}
+        reference.update(judge.right)
+        after = {name: weight.clone() for name, weight in reference.weights().items()}
+        after["first.weight"] = (after["first.weight"].double() * (1.0 + units * eps)).to(dtype)
+        judge.update(before=before, after=after)
+        assert finding.verdict == verdict, (units, finding)
+
+
+@pytest.mark.parametrize("dtype", EPS)
 def test_floors_of_sound_steps_have_an_upper_bound(dtype: torch.dtype) -> None:
     judge = seen_with(dtype, 1.0 + EPS[dtype])[1]
     most = 1000.0 * EPS[dtype] if dtype is not torch.bfloat16 else 0.5
@@ -171,6 +186,16 @@ def statistics_between_steps(built: Built) -> None:
     built.step.run = changed  # type: ignore[method-assign]
 
 
+def wrong_norm(by: float) -> Spoil:
+    """What the gradient is clipped by."""
+
+    def spoil(built: Built) -> None:
+        norm = built.update._norm
+        built.update._norm = lambda gradients: (found := norm(gradients)) and found * (1.0 + by)  # type: ignore[method-assign]
+
+    return spoil
+
+
 def wrong_loss(built: Built) -> None:
     step = built.step.gradients
 
@@ -189,6 +214,7 @@ SIZES: dict[str, tuple[Spoil, str, str]] = {
     "one bit of a start weight": (moved_start, "second.bias", "unequal start weights"),
     "running statistics, by 1e-4": (wrong_statistics, "norm.running_mean", "buffers"),
     "running statistics between steps": (statistics_between_steps, "norm.running_mean", "a buffer does not"),
+    "the norm that is clipped by, by 2e-3": (wrong_norm(2e-3), "(gradient norm)", "measures their norm"),
     "the loss that is told, by 1e-3": (wrong_loss, "(loss)", "1.001 times"),
 }
 
@@ -196,7 +222,8 @@ SIZES: dict[str, tuple[Spoil, str, str]] = {
 @pytest.mark.parametrize("name", SIZES)
 def test_a_fault_of_this_size_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil, parameter, cause = SIZES[name]
-    answer = verify(job_of(norm="statistics" in name), spoil, monkeypatch)
+    clip = {"train.max_grad_norm": 0.1} if "norm that" in name else {}
+    answer = verify(job_of(norm="statistics" in name), spoil, monkeypatch, **clip)
     first = answer["first_difference"]
     assert answer["verdict"] == "different", answer["lines"]
     assert parameter in first["parameter"] and cause in first["cause"], first

@@ -12,6 +12,9 @@ from torch.utils.data import TensorDataset
 
 from paceline.errors import JobError
 from paceline.place.units import Named
+from paceline.prove.amount import distance
+from paceline.prove.cast import in_type
+from paceline.prove.whole import merged, part_of
 from paceline.step.update import Update
 from tests.parity.test_verify_sizes import Net, job_of, verify
 
@@ -197,6 +200,43 @@ def test_a_metric_of_random_numbers_is_not_compared(monkeypatch: pytest.MonkeyPa
     for job in (replace(job_of(), eval_data=Noisy()), replace(job_of(), forward=drawing)):
         answer = verify(job, lambda built: torch.rand(1) and None, monkeypatch)
         assert said(answer)
+
+
+def test_distances_of_every_type() -> None:
+    one = torch.tensor([1.0 + 1.0j, 2.0])
+    assert distance(one, torch.tensor([1.0 + 4.0j, 2.0 + 4.0j])) == 5.0
+    assert distance(one.conj(), one) == 2.0
+    infinite = torch.tensor([float("inf"), float("nan"), 1.0])
+    assert distance(infinite, infinite.clone()) == 0.0
+    assert not distance(infinite, torch.tensor([float("inf"), 0.0, 1.0])) <= 1e300
+    assert not distance(infinite, torch.tensor([float("-inf"), float("nan"), 1.0])) <= 1e300
+    assert distance(torch.tensor([True, False]), torch.tensor([True, True])) == 1.0
+    assert distance(torch.eye(2).to_sparse(), torch.zeros(2, 2).to_sparse()) == pytest.approx(2**0.5)
+
+
+def test_a_model_in_float64_keeps_its_ties_and_its_complex_numbers() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3, bias=False), "c": Turned(), "d": nn.LSTM(2, 2)})
+    model["b"].weight.data = model["a"].weight.data.t()
+    model["c"].register_buffer("part", model["c"].turns[1:3])
+    right = {name: value.clone() for name, value in model.state_dict().items()}
+    out = in_type(model, torch.float64)["d"](torch.ones(1, 1, 2, dtype=torch.float64))[0]
+    assert out.dtype is torch.float64
+    assert model["c"].turns.dtype is torch.complex128 and model["c"].mask.dtype is torch.float64
+    for name, value in model.state_dict().items():
+        assert distance(value, right[name]) == 0.0, name
+    with torch.no_grad():
+        model["a"].weight[0, 1] = 7.0
+        model["c"].turns[2] = 5.0j
+    assert float(model["b"].weight[1, 0].detach()) == 7.0 and complex(model["c"].part[1]) == 5.0j
+
+
+def test_lists_beside_tensors_are_joined_where_microbatches_are() -> None:
+    parts = [{"x": torch.ones(n), "texts": ["a"] * n, "pair": (torch.ones(n), "k"), "none": None} for n in (2, 3)]
+    one = merged(parts, [2, 3], lambda: None)
+    assert one["texts"] == ["a"] * 5 and len(one["x"]) == 5 and one["pair"][1] == "k"
+    assert part_of(parts, live=1, sizes=[2, 3])["texts"] == ["a"] * 5
+    other = [*parts[:1], {**parts[1], "none": 3}]
+    assert merged(other, [2, 3], lambda: "read anew") == "read anew"
 
 
 def test_one_norm_for_gradients_of_half_precision() -> None:

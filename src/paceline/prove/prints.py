@@ -23,6 +23,7 @@ NUM_PROJECTIONS = 16
 UNIT = 2.0**-23  # of float32; what is finer is compared as if it were that
 _BLOCK = 4096
 FOLDER = "record"
+_DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 Vector = NDArray[np.float64]
 
 
@@ -51,6 +52,8 @@ class Print:
         """From a JSON line; those that were written before have no unit and no share."""
         numel, norm, largest, projections, digest, *rest = value
         unit, faint = rest or (UNIT, 0.0)
+        if len(projections) != NUM_PROJECTIONS:
+            raise ValueError(f"{len(projections)} projections, expected {NUM_PROJECTIONS}")
         return Print(
             numel=int(numel),
             norm=float(norm),
@@ -145,7 +148,7 @@ def read_recording(path: Path, *, rank: int = 0) -> list[Record]:
         UsageError: there is none.
     """
     file = _file(path, rank)
-    if not file.exists():
+    if not file.is_file():
         raise UsageError(f"{path} holds no recording.", hint="pl.record(model, optimizer, path)")
     return list(_records(file))
 
@@ -164,15 +167,26 @@ def _file(path: Path, rank: int = 0) -> Path:
 
 
 def _records(file: Path) -> Iterator[Record]:
-    for line in file.read_text(encoding="utf-8").splitlines():
+    lines = file.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
         try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        yield Record(
-            step=int(value["step"]),
-            gradients={name: Print.from_json(entry) for name, entry in value["gradients"].items()},
-            weights={name: Print.from_json(entry) for name, entry in value["weights"].items()},
-            batch=value.get("batch"),
-            optimizer=int(value.get("optimizer", 0)),
-        )
+            yield _record(json.loads(line))
+        except _DAMAGED as error:
+            if number == len(lines):  # torn by a kill
+                return
+            raise UsageError(
+                f"{file}: line {number} is no step of a recording: {type(error).__name__}: {error}",
+                cause="the file was changed or damaged after it was written",
+                hint="record it again: pl.record(model, optimizer, path)",
+            ) from None
+
+
+def _record(value: Any) -> Record:
+    batch = value.get("batch")
+    return Record(
+        step=int(value["step"]),
+        gradients={str(name): Print.from_json(entry) for name, entry in value["gradients"].items()},
+        weights={str(name): Print.from_json(entry) for name, entry in value["weights"].items()},
+        batch=None if batch is None else int(batch),
+        optimizer=int(value.get("optimizer", 0)),
+    )

@@ -237,25 +237,6 @@ def num_rows(batch: Any) -> int:
     return next((rows for rows in map(num_rows, parts) if rows), 0)
 
 
-def merged(parts: Sequence[Any], collated: Callable[[], Any]) -> Any:
-    """Several microbatches as one, for layers that see all replicas at once; anew where they can't be joined."""
-    try:
-        return parts[0] if len(parts) == 1 else _joined(parts)
-    except (TypeError, RuntimeError):
-        return collated()
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    first = parts[0]
-    if isinstance(first, Tensor) and first.dim():
-        return torch.cat(list(parts))
-    if isinstance(first, Mapping):
-        return {name: _joined([part[name] for part in parts]) for name in first}
-    if isinstance(first, tuple | list):
-        return type(first)(_joined(column) for column in zip(*parts, strict=True))
-    raise TypeError(type(first).__name__)
-
-
 def _order_of(sampler: Any) -> Any:
     if isinstance(sampler, SequentialSampler):
         return "sequential"

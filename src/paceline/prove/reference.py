@@ -17,9 +17,9 @@ from paceline.job import Job
 from paceline.prove.alone import alone
 from paceline.prove.average import Average
 from paceline.prove.forward import Forward
-from paceline.prove.reading import merged, reading_of
+from paceline.prove.reading import reading_of
 from paceline.prove.weighed import known_counts, leaves_of, weighed
-from paceline.prove.whole import part_of
+from paceline.prove.whole import merged, part_of
 from paceline.streams import Calls, block_key, key, random_blocks, seed_all, seed_torch
 
 
@@ -28,7 +28,7 @@ class Spec:
     """What the reference must know of the run.
 
     `together`: microbatches that normalisation sees as one. `grid`: the relative step of exact mode's integers.
-    `is_cut`: the layout computes a microbatch in slices (tp, cp, ep), whose every result is rounded otherwise.
+    `is_cut`: the layout computes a microbatch in slices (tp, cp, ep, sync_bn), whose every result is rounded otherwise.
     `own_kernels`: attention or normalisation is computed by another formula than in one process (cp, sync_bn).
     `loss_scale`: what backward runs on is this many times the loss, so that fp16 holds small gradients.
     """
@@ -166,7 +166,8 @@ class Reference:
         for start in range(0, len(pieces), width):
             group = pieces[start : start + width]
             part = tuple(sample for piece in group for sample in piece.samples)
-            data = merged([piece.data for piece in group], self._anew(epoch, part))
+            sizes = [len(piece.samples) for piece in group]
+            data = merged([piece.data for piece in group], sizes, self._anew(epoch, part))
             found.append(Micro(samples=part, data=data))
         return found
 
@@ -302,13 +303,18 @@ class Reference:
     ) -> Iterator[tuple[int, dict[str, tuple[Tensor, Any]]]]:
         """The terms of each microbatch; where the loss is over the batch, of all of it with one microbatch live."""
         if self.job.loss_over == "batch":
-            data, total = [micro.data for micro in given], sum(len(micro.samples) for micro in given)
+            data, sizes = [micro.data for micro in given], [len(micro.samples) for micro in given]
             outputs: list[Any] = [None] * len(given)
             for index in order:
                 draw(index)
                 outputs[index] = self._output(data[index])
             for index in order:
-                yield index, self._terms(part_of(outputs, live=index), part_of(data, live=index), total)
+                yield (
+                    index,
+                    self._terms(
+                        part_of(outputs, live=index, sizes=sizes), part_of(data, live=index, sizes=sizes), sum(sizes)
+                    ),
+                )
             return
         for index in order:
             draw(index)

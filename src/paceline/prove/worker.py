@@ -128,6 +128,7 @@ def reference(
 ) -> Reference:
     """The one-process oracle of this job, in this precision; `make` makes that of another rule."""
     plan, settings = ready.plan, ready.settings
+    is_joined = settings.train.buffers == "sync_bn"
     spec = Spec(
         seed=settings.seed,
         global_batch_size=plan.global_batch_size,
@@ -136,14 +137,14 @@ def reference(
         drop_last=settings.data.drop_last,
         autocast=None if dtype is torch.float64 else _AUTOCAST.get(settings.train.precision),
         sample_seeds=settings.data.sample_seeds,
-        together=plan.replicas if settings.train.buffers == "sync_bn" else 1,
+        together=plan.replicas if is_joined else 1,
         lr_factor=lr_factor(settings.train.lr_scaling, plan.global_batch_size / ready.job.global_batch_size),
         device=plan.device,
         grid=_GRID if settings.train.exact else 0.0,
         shards=settings.data.shards,
         workers=JobData(ready.job, settings).workers,
-        is_cut=max(plan.mesh.tp, plan.mesh.cp, plan.mesh.ep) > 1,
-        own_kernels=plan.mesh.cp > 1 or settings.train.buffers == "sync_bn",
+        is_cut=max(plan.mesh.tp, plan.mesh.cp, plan.mesh.ep) > 1 or is_joined,
+        own_kernels=plan.mesh.cp > 1 or is_joined,
         loss_scale=scale if dtype is not torch.float64 and settings.train.precision == "fp16" else 1.0,
     )
     job = job_in(ready.job, dtype)

@@ -16,9 +16,8 @@ from paceline.step.result import StepResult
 from paceline.torch_private import lerp_all
 
 Norm = Callable[[], Tensor]
-_EXACT_ENOUGH = (
-    4  # bytes of an element: in half precision a norm has three digits, and pieces would be clipped by others
-)
+# Bytes of an element: in half precision a norm has three digits, and pieces would be clipped by another one.
+_EXACT_ENOUGH = 4
 
 
 def _nothing() -> None:
