@@ -3,9 +3,8 @@
 import importlib
 import importlib.util
 import inspect
-import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,8 +13,13 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import JobError, PacelineError, raise_all
+from paceline.errors import JobError, raise_all
+from paceline.job_fields import unfit_fields
+from paceline.job_parameters import typed_parameters
+from paceline.scalar import as_count, as_number
 from paceline.spec.jobref import JobRef
+
+_MAKES = "def make_job() -> pl.Job: return pl.Job(...)"
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
@@ -28,6 +32,10 @@ class EarlyStopping:
     mode: Literal["min", "max"] = "min"
     patience: int = 3
     min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Take numbers of any type."""
+        _take_numbers(self, counts=("patience",), numbers=("min_delta",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +72,20 @@ class Job:
     settings: Mapping[str, Any] | None = None
     name: str | None = None
 
+    def __post_init__(self) -> None:
+        """Take numbers of any type."""
+        counts = ("global_batch_size", "micro_batch_size", "early_stopping")
+        _take_numbers(self, counts=counts, numbers=("max_grad_norm", "ema"))
+
+
+def _take_numbers(owner: Any, *, counts: Sequence[str], numbers: Sequence[str]) -> None:
+    """Put Python's own numbers where NumPy's or tensors of one element were given."""
+    for names, read in ((counts, as_count), (numbers, as_number)):
+        for name in names:
+            number = read(getattr(owner, name))
+            if number is not None:
+                object.__setattr__(owner, name, number)
+
 
 def load_job(ref: JobRef, *, params: Mapping[str, Any]) -> Job:
     """Import what `ref` names and return its job; a function is called with `params`."""
@@ -77,12 +99,22 @@ def load_job(ref: JobRef, *, params: Mapping[str, Any]) -> Job:
             )
         return _checked(ref, found)
     if not callable(found):
-        raise JobError(f"{ref} is a {type(found).__name__}, expected a paceline.Job or a function giving one.")
+        raise JobError(
+            f"{ref} is a {type(found).__name__}, expected a paceline.Job or a function giving one.",
+            where=str(ref),
+            hint=_MAKES,
+        )
     made = found(**_accepted(ref, found, params))
+    if inspect.iscoroutine(made):
+        made.close()
+        raise JobError(
+            f"{ref} is async and gave a coroutine, expected a paceline.Job.", where=str(ref), hint=f"no async: {_MAKES}"
+        )
     if not isinstance(made, Job):
         raise JobError(
             f"{ref} gave a {type(made).__name__}, expected a paceline.Job.",
             where=str(ref),
+            cause="there is no return at its end" if made is None else "",
             hint="return pl.Job(model=..., train_data=..., optimizer=..., global_batch_size=...)",
         )
     return _checked(ref, made)
@@ -131,21 +163,7 @@ def _accepted(ref: JobRef, factory: Callable[..., Any], params: Mapping[str, Any
             f"{ref} has no parameter {', '.join(unknown)}.",
             hint=f"it takes: {', '.join(known) or 'none'}",
         )
-    return {name: _like(name, known[name], value) for name, value in params.items()}
-
-
-def _like(name: str, default: Any, value: Any) -> Any:
-    """A value from the command line (text) in the type of the parameter's default."""
-    if not isinstance(value, str) or default is inspect.Parameter.empty or isinstance(default, str):
-        return value
-    try:
-        if isinstance(default, bool):
-            return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
-        return type(default)(value) if isinstance(default, int | float) else value
-    except (ValueError, KeyError):
-        raise JobError(
-            f"--job.{name}={value} is no {type(default).__name__}.", hint=f"--job.{name}={default}"
-        ) from None
+    return typed_parameters(factory, params)
 
 
 def _checked(ref: JobRef, job: Job) -> Job:
@@ -159,24 +177,7 @@ def refuse_job(job: Job, *, where: str) -> None:
     Raises:
         JobError, Problems: with all of them.
     """
-    problems: list[PacelineError] = []
-    if type(job.global_batch_size) is not int or job.global_batch_size < 1:
-        problems.append(
-            JobError(
-                f"global_batch_size={job.global_batch_size!r} is no count of samples.",
-                hint="global_batch_size=64: 1 or more",
-            )
-        )
-    if job.train_data is None:
-        problems.append(JobError("train_data is None.", hint="give a dataset with __len__ and __getitem__"))
-    for name in ("model", "optimizer"):
-        if not callable(getattr(job, name)):
-            problems.append(JobError(f"{name} is not callable.", hint=f"{name}=lambda ...: ..."))
-    if job.loss_over not in ("samples", "batch"):
-        problems.append(JobError(f"loss_over={job.loss_over!r} is not known.", hint='loss_over="samples" or "batch"'))
-    if job.ema is not None and not 0.0 < job.ema < 1.0:
-        problems.append(JobError(f"ema={job.ema} is no decay between 0 and 1.", hint="ema=0.999"))
-    problems += _unheard_rule(job.early_stopping)
+    problems = list(unfit_fields(job))
     for problem in problems:
         problem.where = problem.where or where
     raise_all(problems)
@@ -190,23 +191,3 @@ def no_loss(batch: Any) -> JobError:
         cause=f"the rows have no `labels` (they have {', '.join(map(str, batch))})" if unlabelled else "",
         hint=("rows with `labels`, or " if unlabelled else "") + "loss=lambda output, batch: (loss_sum, count)",
     )
-
-
-def _unheard_rule(rule: EarlyStopping | int | None) -> list[PacelineError]:
-    """What is wrong with a rule to stop early."""
-    if rule is None:
-        return []
-    patience = rule.patience if isinstance(rule, EarlyStopping) else rule
-    found: list[PacelineError] = []
-    if type(patience) is not int or patience < 1:
-        found.append(
-            JobError(
-                f"early_stopping={rule!r}: the patience is no count of evaluations.",
-                hint="early_stopping=3: 1 or more; leave it out to train to the end",
-            )
-        )
-    if isinstance(rule, EarlyStopping) and rule.mode not in ("min", "max"):
-        found.append(JobError(f"early_stopping={rule!r}: mode is not known.", hint='mode="min" or "max"'))
-    if isinstance(rule, EarlyStopping) and not 0.0 <= rule.min_delta < math.inf:
-        found.append(JobError(f"early_stopping={rule!r}: min_delta is no amount.", hint="min_delta=0.0 or more"))
-    return found

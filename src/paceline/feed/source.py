@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from paceline.errors import DataError, JobError
+from paceline.job_fields import whole_indices
 from paceline.order.permute import Permutation, Positions
 from paceline.streams import key, preserved, seed_all
 
@@ -200,7 +201,7 @@ class Order:
             return Permutation(num_samples=self._total, seed=self._seed, epoch=epoch)
         if self._order == "sequential":
             return np.arange(self._total, dtype=np.int64)
-        drawn = np.asarray(list(self._drawn(epoch)), dtype=np.int64)
+        drawn = whole_indices(self._drawn(epoch))
         if len(drawn) == 0 or drawn.min() < 0 or drawn.max() >= self._total:
             raise DataError(
                 f"order= gave indices outside 0..{self._total - 1} at epoch {epoch}.",

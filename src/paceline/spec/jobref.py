@@ -158,7 +158,7 @@ def _defined(tree: ast.Module) -> set[str]:
     rest: list[ast.AST] = [tree]
     while rest:
         node = rest.pop()
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}

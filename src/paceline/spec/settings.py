@@ -35,6 +35,7 @@ class Train:
     precision: Precision = "fp32"
     exact: bool = False
     on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_empty: Literal["stop", "zero"] = "stop"
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     buffers: Buffers = "fold"
     compile: bool = False

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.errors import DesyncError, JobError
 from paceline.step.bundle import Bundle
-from paceline.step.loss import Terms
+from paceline.step.loss import Terms, refuse_count
 from paceline.world import World
 
 STOP, BUFFERS, MISMATCH, FINGERPRINT = range(4)
@@ -51,11 +51,12 @@ class Joint:
     Slots are filled by one rank each, so that the sum over ranks adds zeros and no grouping changes a bit.
     """
 
-    def __init__(self, *, world: World, names: Sequence[str], num_micro: int) -> None:
+    def __init__(self, *, world: World, names: Sequence[str], num_micro: int, on_empty: str = "stop") -> None:
         self._world = world
         self._ranks = world.world_size
         self.names = tuple(names)
         self._num_micro = num_micro
+        self._on_empty = on_empty
         self._flags = [0.0] * _NUM_FLAGS
         self._slots: dict[int, Terms] = {}
         self._vector: Tensor | None = None
@@ -84,7 +85,7 @@ class Joint:
 
     def across(self, bundle: Bundle) -> "Joint":
         """The same of all sites. What it counts was divided by each site's own, which has been looked at there."""
-        wide = Joint(world=self._world, names=self.names, num_micro=self._num_micro)
+        wide = Joint(world=self._world, names=self.names, num_micro=self._num_micro, on_empty=self._on_empty)
         wide._flags, wide._ranks = self._flags, self._ranks * bundle.peers.world_size
         wide._vector = self._arrived().clone()
         wide._wait = bundle.add(wide._vector)
@@ -103,10 +104,17 @@ class Joint:
         return sum(_quotient(total, count) for total, count in sums.values() if total or count)
 
     def divisor(self) -> float | Tensor:
-        """The global count of the only term; zero gives NaN gradients, which the finite check names."""
+        """The global count of the only term; zero gives NaN gradients, which the finite check names.
+
+        Where a term without targets gives nothing, its sums are zero, and one divides them.
+        """
         vector = self._arrived()
         counts = vector[_NUM_FLAGS + 1 :: 2]
-        return math.fsum(counts.tolist()) if vector.device.type == "cpu" else counts.sum()
+        if vector.device.type == "cpu":
+            total = math.fsum(counts.tolist())
+            return total or 1.0 if self._on_empty == "zero" else total
+        found = counts.sum()
+        return torch.where(found == 0, torch.ones_like(found), found) if self._on_empty == "zero" else found
 
     def agreed(self) -> Agreed:
         """Read the joint values; on a GPU this waits for the device."""
@@ -120,14 +128,10 @@ class Joint:
         width = 2 * len(self.names)
         for place, name in enumerate(self.names):
             slots = values[_NUM_FLAGS + 2 * place :: width], values[_NUM_FLAGS + 2 * place + 1 :: width]
+            for count in slots[1]:
+                refuse_count(name, count)
             sums[name], counts[name] = _total(slots[0]), _total(slots[1])
-        negative = [name for name, count in counts.items() if count < 0]
-        if negative:
-            raise JobError(
-                f"the count of {', '.join(negative)} is {counts[negative[0]]:g} over the global batch: below zero.",
-                hint="return (loss_sum, how many targets it sums over)",
-            )
-        terms = {name: _quotient(sums[name], counts[name]) for name in self.names}
+        terms = {name: _quotient(sums[name], counts[name], on_empty=self._on_empty) for name in self.names}
         return Agreed(
             loss=math.fsum(terms.values()) if all(map(math.isfinite, terms.values())) else math.nan,
             terms=terms,
@@ -189,7 +193,9 @@ def _total(values: Sequence[float]) -> float:
     return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
 
 
-def _quotient(total: float, count: float) -> float:
+def _quotient(total: float, count: float, *, on_empty: str = "stop") -> float:
+    if not count and on_empty == "zero" and not total:
+        return 0.0
     return total / count if count else math.nan
 
 

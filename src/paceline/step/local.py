@@ -86,7 +86,12 @@ class LocalStep(SpmdStep):
     def _left_out(self, given: Given, *, stop: bool) -> StepResult:
         """A short batch that this site has nothing of."""
         self.parts.update.follow()
-        joint = Joint(world=self.parts.world, names=self._names or (), num_micro=given.num_micro)
+        joint = Joint(
+            world=self.parts.world,
+            names=self._names or (),
+            num_micro=given.num_micro,
+            on_empty=self.parts.update.on_empty,
+        )
         joint.flag(STOP, float(stop))
         joint.flag(FINGERPRINT, float(given.fingerprint))
         joint.start()

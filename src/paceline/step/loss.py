@@ -5,6 +5,7 @@ they happened to be dealt. So a loss gives sums and counts, and the engine divid
 """
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError
 from paceline.job import Job
+from paceline.scalar import as_number
+from paceline.step.frozen import FrozenParameters
 from paceline.step.own_loss import DIVISOR, OwnLoss
 
 Number = Tensor | float
 Terms = dict[str, tuple[Tensor, Number]]
 SINGLE = "loss"
+COUNT_HINT = "return (loss_sum, how many targets it sums over)"
 
 
 class LossContract:
@@ -27,6 +31,7 @@ class LossContract:
         self._job = job
         self._own = OwnLoss(model, takes_divisor=asks and job.forward is None and _takes(model, DIVISOR))
         self._accepted = _accepted_names(model)
+        self._frozen = FrozenParameters(model)
         self.num_terms_without_count = 0
 
     @property
@@ -58,12 +63,26 @@ class LossContract:
         """The counts of one microbatch, before its forward."""
         assert self._job.count is not None
         found = self._job.count(batch)
-        return dict(found) if isinstance(found, Mapping) else {SINGLE: found}
+        given = dict(found) if isinstance(found, Mapping) else {SINGLE: found}
+        return {str(name): _count(str(name), value) for name, value in given.items()}
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """The model's output on one microbatch."""
+        """The model's output on one microbatch.
+
+        Raises:
+            JobError: a batch that no forward takes, or what was frozen is to be trained.
+        """
+        try:
+            return self._output(model, batch)
+        finally:  # a stage of a pipeline leaves the forward early
+            self._frozen.refuse_thawed()
+
+    def _output(self, model: nn.Module, batch: Any) -> Any:
         if self._job.forward is not None:
-            return self._job.forward(model, batch)
+            found = self._job.forward(model, batch)
+            if found is None:
+                raise JobError("forward= gave None.", hint="forward=lambda model, batch: model(...): return the output")
+            return found
         if isinstance(batch, Tensor):
             return model(batch)
         if isinstance(batch, Mapping):
@@ -79,6 +98,11 @@ class LossContract:
         """The named `(sum, count)` of one microbatch."""
         if self._job.loss is None:
             return {SINGLE: self._own.term(output, batch, num_samples=num_samples)}
+        if _is_torch_s(self._job.loss) and not isinstance(batch, Tensor):
+            raise JobError(
+                f"loss= is a {type(self._job.loss).__name__}, which takes (output, target), not (output, batch).",
+                hint="loss=lambda output, batch: (F.cross_entropy(output, batch[-1], reduction='sum'), len(output))",
+            )
         found = self._job.loss(output, batch)
         if isinstance(found, Mapping):
             return {str(name): _pair(name, value) for name, value in found.items()}
@@ -87,7 +111,7 @@ class LossContract:
         if isinstance(found, Tensor):
             return {SINGLE: (_scalar(SINGLE, found) * num_samples, float(num_samples))}
         raise JobError(
-            f"loss gave a {type(found).__name__}.",
+            f"loss= gave a {type(found).__name__}.",
             cause="expected (loss_sum, count), a dict of them, or a scalar tensor",
             hint="return F.cross_entropy(output, target, reduction='sum'), target.numel()",
         )
@@ -107,7 +131,7 @@ def _pair(name: object, value: Any) -> tuple[Tensor, Number]:
 
 
 def _scalar(name: str, value: Any) -> Tensor:
-    if isinstance(value, int | float):
+    if not isinstance(value, Tensor) and as_number(value) is not None:
         raise JobError(
             f"the sum of loss term {name!r} is a {type(value).__name__}, expected a scalar tensor.",
             cause="loss.item() or float(loss): a number has no gradient",
@@ -120,6 +144,8 @@ def _scalar(name: str, value: Any) -> Tensor:
             cause="a loss with reduction='none' was not summed",
             hint="loss.sum()",
         )
+    if value.is_complex():
+        raise JobError(f"the sum of loss term {name!r} is complex.", hint="loss.abs(), or loss.real: a real number")
     return value if value.dim() == 0 else value.reshape(())
 
 
@@ -130,13 +156,32 @@ def _count(name: str, value: Any) -> Number:
                 f"the count of loss term {name!r} has shape {tuple(value.shape)}, expected one number.",
                 hint="mask.sum()",
             )
+        if value.device.type == "cpu":
+            refuse_count(name, float(value))
         return value.detach() if value.dim() == 0 else value.detach().reshape(())
-    if isinstance(value, int | float):
-        return float(value)
-    raise JobError(
-        f"the count of loss term {name!r} is a {type(value).__name__}, expected a number.",
-        hint="return (loss_sum, how many targets it sums over)",
-    )
+    number = as_number(value)
+    if number is None:
+        raise JobError(
+            f"the count of loss term {name!r} is a {type(value).__name__}, expected a number.", hint=COUNT_HINT
+        )
+    return refuse_count(name, float(number))
+
+
+def refuse_count(name: str, number: float) -> float:
+    """Return the count of a microbatch.
+
+    Raises:
+        JobError: it is negative or not finite.
+    """
+    if not 0.0 <= number < math.inf:
+        raise JobError(
+            f"the count of loss term {name!r} is {number:g} for a microbatch: no number of targets.", hint=COUNT_HINT
+        )
+    return number
+
+
+def _is_torch_s(loss: Any) -> bool:
+    return type(loss).__module__ == "torch.nn.modules.loss"
 
 
 def _takes(model: nn.Module, name: str) -> bool:

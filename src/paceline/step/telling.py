@@ -40,7 +40,10 @@ class Telling:
 
     def joint(self, given: Given, terms: Terms | None, *, stop: bool) -> Joint:
         """The vector of this step, before anything was put into it."""
-        joint = Joint(world=self._parts.world, names=self._agreed_names(terms), num_micro=given.num_micro)
+        names = self._agreed_names(terms)
+        joint = Joint(
+            world=self._parts.world, names=names, num_micro=given.num_micro, on_empty=self._parts.update.on_empty
+        )
         joint.flag(STOP, float(stop))
         joint.flag(FINGERPRINT, float(given.fingerprint))
         return joint

@@ -77,12 +77,14 @@ class Update:
         norm: Norm | None = None,
         spread: Callable[[], None] = _nothing,
         on_update: Callable[[int], object] | None = None,
+        on_empty: str = "stop",
     ) -> None:
         self.optimizers = list(optimizers)
         self.schedules = list(schedules)
         self.scaler = scaler
         self.ema = ema
         self.named = list(named)
+        self.on_empty = on_empty
         self._max_grad_norm = max_grad_norm
         self._check = check_finite
         self._skip = skip_nonfinite
@@ -142,7 +144,7 @@ class Update:
         Raises:
             NonFiniteError: the count of a term is zero, and such steps are not to be skipped.
         """
-        if 0 in counts.values() and not self.skips:
+        if 0 in counts.values() and not self.skips and self.on_empty == "stop":
             raise self.refusal(step=step, loss=loss, counts=counts)
 
     def refusal(self, *, step: int, loss: float, counts: Mapping[str, float] | None = None) -> NonFiniteError:
@@ -157,7 +159,7 @@ class Update:
             return NonFiniteError(
                 f"step {step}: the count of {', '.join(empty)} is 0 over the whole global batch.",
                 cause="every target of the batch is masked, as may happen in a short last batch",
-                hint="--train.on_nonfinite skip, or --data.drop_last true",
+                hint="--train.on_empty zero: such a term gives nothing; or --train.on_nonfinite skip: no step is taken",
             )
         bad = [
             member.name

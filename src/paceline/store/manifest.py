@@ -66,9 +66,22 @@ def write_manifest(aside: Path, *, listed: Listed, state: Mapping[str, Any], ste
                 hint="older checkpoints are untouched",
             ) from None
     form = FORMAT if all(kind_of(name) == name for name in listed) else FORMAT_OF_RANKS
-    body = {"format": form, "step": step, "state": state, "files": listed}
+    _write_body(aside, {"format": form, "step": step, "state": state, "files": listed})
+
+
+def amend_state(path: Path, **changes: Any) -> None:
+    """Replace parts of the state of a checkpoint that is whole, at once: a reader sees the old ones or the new.
+
+    Raises:
+        CheckpointError: its manifest can't be read.
+    """
+    body = read_body(path)
+    _write_body(path, {**body, "state": {**body["state"], **changes}})
+
+
+def _write_body(path: Path, body: Mapping[str, Any]) -> None:
     text = json.dumps(body, separators=(",", ":"))
-    write_text(aside / MANIFEST, json.dumps({"digest": digest(text.encode()), "body": text}))
+    write_text(path / MANIFEST, json.dumps({"digest": digest(text.encode()), "body": text}))
 
 
 def read_body(path: Path) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from paceline.train.context import UNTRIED, can_be_tried, context_of, try_expert
 from paceline.train.example import Example
 from paceline.train.feeds import JobData
 from paceline.train.fit import refuse_unfit
+from paceline.train.loss_notes import loss_notes
 from paceline.train.options import Options
 from paceline.train.refuse import refuse_asked, refuse_foreign, unheard_placing
 from paceline.train.served import among_servers
@@ -125,7 +126,16 @@ def build_model(job: Job, *, seed: int) -> nn.Module:
     """The model of one plain build: its draws depend on the seed alone."""
     guard_hooks()
     seed_all(key(seed, "build"))
-    model = job.model()
+    try:
+        model = job.model()
+    except (ValueError, RuntimeError) as error:
+        if "process group" not in str(error):
+            raise
+        raise JobError(
+            f"model= failed: {error}",
+            cause="DistributedDataParallel or another wrapper inside model=, which Paceline brings itself",
+            hint="model= without it; --layout ddp or fsdp",
+        ) from error
     if not isinstance(model, nn.Module):
         raise JobError(
             f"model= gave a {type(model).__name__}, expected a torch.nn.Module.", hint="model=lambda: MyModel()"
@@ -158,6 +168,7 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     named = [trainable(model) for model in models]
     notes = [*unheard_placing(settings.place, plan), *begun[0].notes]
     notes += _equal_start(models[0], world) if begun[0].is_whole else []
+    notes += [] if world.is_imagined else loss_notes(job.loss, model=models[0], world=world)
     shared = SharedModel(models[0], world=world) if plan.rule.kind is Kind.HOGWILD else None
     rules = learn_rules(job, named[0], plan=plan, exact=settings.train.exact)
     unlisted, data = Unlisted(models[0]), JobData(job, settings)

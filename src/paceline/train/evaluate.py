@@ -88,6 +88,7 @@ class Evaluator:
         self._world = built.world
         self._seed = built.settings.seed
         self._data = built.data
+        self._on_empty = built.settings.train.on_empty
         self._meets = parts.meets
         self._in_time = parts.meets or self._worlds.data.world_size < self._world.world_size
         self._tells = built.step.passes.tells
@@ -234,13 +235,15 @@ class Evaluator:
         self._world.all_reduce(vector)
         values = vector.tolist()
         width = _LIMBS + 1
-        metrics = {}
+        metrics, empty = {}, set()
         for place, name in enumerate(names):
             start = 2 * place * width
             total = ExactSum.total(values[start : start + width])
             count = ExactSum.total(values[start + width : start + 2 * width])
             metrics[name] = total / count if count else math.nan
-        parts = [value for name, value in metrics.items() if name.startswith(f"{LOSS}/")]
+            if not count and not total and self._on_empty == "zero":
+                empty.add(name)
+        parts = [value for name, value in metrics.items() if name.startswith(f"{LOSS}/") and name not in empty]
         if parts:
             metrics = {LOSS: math.fsum(parts), **metrics}
         return metrics, int(values[-1])

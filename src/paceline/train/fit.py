@@ -1,19 +1,28 @@
 """What a job can't bring: found before the first step, each by name, all at once."""
 
 import inspect
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from paceline.errors import CheckpointError, JobError, PacelineError, raise_all
 from paceline.job import Job
+from paceline.scalar import as_number
 from paceline.train.apart import extra_state, tensors_of
 from paceline.train.convert import DTYPES, first_names
 from paceline.train.state import make_optimizers
+
+_WRAPPERS = {
+    "DistributedDataParallel": "--layout ddp",
+    "FullyShardedDataParallel": "--layout fsdp",
+    "FSDPModule": "--layout fsdp",
+    "DataParallel": "--layout threads",
+}
 
 
 def refuse_unfit(job: Job, model: nn.Module, *, takes_sparse: bool = False) -> None:
@@ -29,18 +38,29 @@ def refuse_unfit(job: Job, model: nn.Module, *, takes_sparse: bool = False) -> N
             cause="nn.LazyLinear and its like; the optimizer and the other ranks need the parameters before",
             hint="nn.Linear(in_features, ...), or one forward on a sample inside model=",
         )
-    problems = [*_complex(model), *([] if takes_sparse else _sparse(model)), *_unsaved(model)]
+    problems = [*_wrapped(model), *_complex(model), *([] if takes_sparse else _sparse(model)), *_unsaved(model)]
     if problems:
         with suppress(Exception):
             optimizers = make_optimizers(job, model)
             problems += unfit_optimizers(optimizers)
-            problems += unfit_schedules([job.lr_schedule(o) for o in optimizers] if job.lr_schedule else [])
+            problems += unfit_schedules([job.lr_schedule(o) for o in optimizers] if job.lr_schedule else [], optimizers)
         raise_all(problems)
 
 
 def unfit_optimizers(optimizers: Sequence[Optimizer]) -> list[PacelineError]:
-    """Optimizers that want to call the loss themselves."""
-    return [
+    """Optimizers that want to call the loss themselves, and options that are no numbers to step with."""
+    odd: list[PacelineError] = [
+        JobError(
+            f"optimizer= gave {type(optimizer).__name__} with {key}={number} in group {place}.",
+            cause="a division by zero or an overflow where it is computed",
+            hint=f"{key}=a number that is finite",
+        )
+        for optimizer in optimizers
+        for place, group in enumerate(optimizer.param_groups)
+        for key, number in ((key, as_number(value)) for key, value in group.items() if not _is_elsewhere(value))
+        if number is not None and (math.isnan(number) or (key == "lr" and math.isinf(number)))
+    ]
+    return odd + [
         JobError(
             f"optimizer= gave {type(optimizer).__name__}, whose step() needs a closure.",
             cause="it calls the loss several times in one step; a step here has one forward and backward",
@@ -51,9 +71,27 @@ def unfit_optimizers(optimizers: Sequence[Optimizer]) -> list[PacelineError]:
     ]
 
 
-def unfit_schedules(schedules: Sequence[Any]) -> list[PacelineError]:
-    """Schedules that want to be told something."""
-    return [
+def unfit_schedules(schedules: Sequence[Any], optimizers: Sequence[Optimizer]) -> list[PacelineError]:
+    """Schedules that want to be told something, that move another optimizer, or that can't be saved."""
+    strange: list[PacelineError] = [
+        JobError(
+            f"lr_schedule= gave a {type(schedule).__name__}, expected a schedule with step() and state_dict().",
+            hint="lr_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, steps)",
+        )
+        for schedule in schedules
+        if not all(hasattr(schedule, name) for name in ("step", "state_dict", "load_state_dict"))
+    ]
+    foreign: list[PacelineError] = [
+        JobError(
+            f"lr_schedule= gave {type(schedule).__name__}, which moves another optimizer than the one it was given.",
+            cause="it was made of an optimizer in a variable; a run makes its own with optimizer=",
+            hint="lr_schedule=lambda optimizer: ...(optimizer, ...): of the argument",
+        )
+        for schedule, optimizer in zip(schedules, optimizers, strict=False)
+        if getattr(schedule, "optimizer", optimizer) is not optimizer
+    ]
+    schedules = [] if strange else schedules
+    return [*strange, *foreign] + [
         JobError(
             f"lr_schedule= gave {type(schedule).__name__}, whose step() needs {', '.join(_required(schedule))}.",
             cause="a schedule is moved once a step, by the number of the step alone",
@@ -69,6 +107,26 @@ def _required(thing: Any) -> list[str]:
     """The arguments without which its `step` can't be called."""
     parameters = inspect.signature(thing.step).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _is_elsewhere(value: Any) -> bool:
+    """Whether looking at it would wait for a device."""
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+def _wrapped(model: nn.Module) -> list[PacelineError]:
+    """A model that another tool has made parallel already."""
+    for name, module in model.named_modules():
+        kind = next((one.__name__ for one in type(module).__mro__ if one.__name__ in _WRAPPERS), None)
+        if kind is not None:
+            return [
+                JobError(
+                    f"model= gave {f'{name} in a' if name else 'a'} {kind}.",
+                    cause="the wrapper would add gradients, or cut parameters, a second time",
+                    hint=f"model= without {kind}; {_WRAPPERS[kind]}",
+                )
+            ]
+    return []
 
 
 def _complex(model: nn.Module) -> list[PacelineError]:

@@ -19,6 +19,7 @@ from paceline.survive.signals import StopFlag
 from paceline.train.against import Against
 from paceline.train.built import Built
 from paceline.train.evaluate import Evaluator, eval_batch_size
+from paceline.train.finite import refuse_nonfinite_weights
 from paceline.train.handout import Handout
 from paceline.train.heard import Heard
 from paceline.train.inputs import name_inputs
@@ -27,6 +28,7 @@ from paceline.train.length import Clock, Length, Progress, derived_interval
 from paceline.train.replicas import check_replicas
 from paceline.train.reread import whole_batch
 from paceline.train.saving import Saver
+from paceline.train.shared_metrics import SharedMetrics, numbers_and_text
 from paceline.train.shortage import Before, naming_memory
 from paceline.train.sites import mean_in_place
 from paceline.world import World
@@ -78,13 +80,15 @@ class Loop:
         self._judge = Judge(built.job, progress)
         self.anew = self._judge.anew
         self._evaluator = Evaluator(built)
+        self._shared = SharedMetrics(built.world)
         self._began = self._checked = cursor.step
         self._given: deque[StepInput] = deque(maxlen=kept_batches(built))
 
     def batches(self) -> Iterator[StepInput]:
         """This replica's share of each step from where the run stands, until the run is over or stopped."""
+        self.progress.unjudged = self.progress.unjudged and self.built.job.eval_data is not None
         if self.progress.unjudged and not self.stopping:
-            self.save(best=self._improves(self.evaluate()))
+            self._record_verdict(self._improves(self.evaluate()))
         if self.stopping or self.is_over():
             return
         batches = self._handout.loop()
@@ -171,18 +175,20 @@ class Loop:
             found = self._evaluator.run(data, batch_size=size, name=f"{split}_data", beat=self._beat, stop=stop)
             if found is None:
                 return None
-            extra = dict(self.built.job.on_eval(self._target) or {}) if self.built.job.on_eval else {}
+            extra, text = numbers_and_text(self.built.job.on_eval(self._target) if self.built.job.on_eval else None)
         if self.built.job.on_eval:
             self.built.step.settle()  # where workers race none goes on while another still looks at the weights
-        numbers = {name: float(value) for name, value in extra.items() if isinstance(value, int | float)}
+        metrics = self._shared.share({**found.metrics, **extra})
+        if self._shared.note:
+            self.stream.emit(Note(text=self._shared.note, level="warning"))
         event = EvalDone(
             step=self.cursor.step,
             split=split,
-            metrics={**found.metrics, **numbers},
+            metrics=metrics,
             samples=found.samples,
             seconds=time.perf_counter() - began,
             average=self.built.update.ema is not None,
-            extra={name: str(value) for name, value in extra.items() if name not in numbers},
+            extra=text,
         )
         self._heard.clock.evaluating += time.perf_counter() - began
         self.stream.emit(event)
@@ -194,6 +200,7 @@ class Loop:
         began = time.perf_counter()
         self.built.step.late.hear(None)
         self._check()
+        refuse_nonfinite_weights(self.built, step=self.cursor.step)
         self._tell_late()
         self._faults.fire("save", step=self.cursor.step)
         for event in self._saver.save(cursor=self.cursor, feed=self.feed, extra=self.progress.as_json(), best=best):
@@ -235,11 +242,16 @@ class Loop:
         every = self.built.settings.train.check_every
         if step == self._began + 1 or (every and step % every == 0):
             self._check()
+        if step == self._began + 1:
+            self.settle()
+            self._saver.check()
         over = self.is_over()
         due = self.built.job.eval_data is not None and (step % self.eval_every == 0 or over)
-        improved = due and self._evaluated()
-        if improved or step % self.save_every == 0 or over or self.stopping:
-            self.save(best=improved)
+        if step % self.save_every == 0 or over or self.stopping:
+            self.progress.unjudged = due  # what is due is saved first: an evaluation may fail
+            self.save()
+        if due:
+            self._evaluate_due()
         self._beat()
 
     def _check(self) -> None:
@@ -249,15 +261,25 @@ class Loop:
             check_replicas(self.built, step=self.cursor.step)
             self._checked = self.cursor.step
 
-    def _evaluated(self) -> bool:
+    def _evaluate_due(self) -> None:
         """Evaluate, unless asked to stop before or meanwhile: then it is done first when the run goes on."""
         self._faults.fire("eval", step=self.cursor.step)
         event = None if self.stopping else self._evaluate(stop=lambda: self._stop.requested)
         if event is None:
             self.progress.unjudged = True
             self.stopping, self.reason = True, self.reason or "signal"
-            return False
-        return self._improves(event)
+        best = event is not None and self._improves(event)
+        if event is not None or self._saver.last_saved != self.cursor.step:
+            self._record_verdict(best)
+
+    def _record_verdict(self, best: bool) -> None:
+        """Have on disk what came of an evaluation: of a step that is saved the marks, else save where it matters."""
+        if self._saver.last_saved == self.cursor.step:
+            self._saver.amend(extra=self.progress.as_json(), best=best)
+            if best:
+                self.stream.emit(Note(text=f"step {self.cursor.step} is the best so far"))
+        elif best or self.stopping:
+            self.save(best=best)
 
     def _improves(self, event: EvalDone) -> bool:
         verdict = self._judge.hear(event)

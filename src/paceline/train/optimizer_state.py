@@ -16,10 +16,13 @@ from paceline.store.pieces import Stored
 from paceline.store.tensors import Writable
 from paceline.train.convert import from_bytes, to_bytes
 from paceline.train.options import KERNELS
-from paceline.train.plain import from_plain, to_plain, without_anew
+from paceline.train.plain import from_plain, made_anew, to_plain, without_anew
 from paceline.train.slices import own_pieces, read_part, speaker
 from paceline.train.together import merged
 from paceline.world import World
+
+_INNER = "+"  # before the number of a tensor that stands in a list or dict
+_NOBODY = ""  # the name of what belongs to no parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,23 +64,81 @@ def group_names(optimizers: Sequence[Optimizer], shares: Shares) -> list[list[li
 def own_state(optimizers: Sequence[Optimizer], shares: Shares) -> tuple[list[Writable], list[dict[str, Any]]]:
     """The tensors that this rank writes, and its scalars as JSON: for each optimizer, by name.
 
+    Tensors in lists and dicts stand beside the others under a number, and the JSON names them. What belongs to no
+    parameter stands under the empty name, as a list of keys and values.
+
     Raises:
-        CheckpointError: a state can't be cut as its parameter is.
+        CheckpointError: a state can't be cut as its parameter is, or is a rank's own.
     """
     tensors: list[Writable] = []
     scalars: list[dict[str, Any]] = []
     names = shares.names
     for index, optimizer in enumerate(optimizers):
         scalars.append({})
+        kind = type(optimizer).__name__
         for parameter, state in optimizer.state.items():
+            if id(parameter) not in names:
+                continue
             name = names[id(parameter)]
+            apart = {key: value for key, value in state.items() if not _is_plain_tensor(key, value)}
             for key, value in state.items():
-                if isinstance(value, Tensor):
-                    tensors += _own(f"{index}/{name}/{key}", value, name, parameter, shares, type(optimizer).__name__)
-                elif speaker(shares.kept.parts(name)) == shares.world.rank:
-                    plain = to_plain(value, where=type(optimizer).__name__)
-                    scalars[-1].setdefault(name, {})[key] = plain
+                if key not in apart:
+                    tensors += _own(f"{index}/{name}/{key}", value, name, parameter, shares, kind)
+            inner: list[Tensor] = []
+            plain = to_plain(apart, where=kind, keep=partial(_numbered, inner))
+            for number, value in enumerate(inner):
+                tensors += _own(f"{index}/{name}/{_INNER}{number}", value, name, parameter, shares, kind)
+            if apart and speaker(shares.kept.parts(name)) == shares.world.rank:
+                scalars[-1][name] = plain
+        shared, found = _shared_state(optimizer, index, shares)
+        tensors += found
+        if shared:
+            scalars[-1][_NOBODY] = shared
     return tensors, scalars
+
+
+def _is_plain_tensor(key: Any, value: Any) -> bool:
+    return isinstance(value, Tensor) and isinstance(key, str) and "/" not in key and not key.startswith(_INNER)
+
+
+def _numbered(inner: list[Tensor], value: Tensor) -> str:
+    inner.append(value)
+    return f"{_INNER}{len(inner) - 1}"
+
+
+def _shared_state(optimizer: Optimizer, index: int, shares: Shares) -> tuple[list[Any], list[Writable]]:
+    """What `state` holds under keys that are no parameters: a count of all, say."""
+    kind, names = type(optimizer).__name__, shares.names
+    rest = {key: value for key, value in optimizer.state.items() if id(key) not in names}
+    addresses = {number for m in shares.named for number in (id(m.parameter), m.parameter.data_ptr())}
+    inner: list[Tensor] = []
+    found = []
+    for key, value in rest.items():
+        is_tensor = isinstance(key, Tensor)
+        plain = None if is_tensor else to_plain(key, where=kind)
+        if is_tensor or made_anew(plain) or key in addresses:
+            raise CheckpointError(
+                f"the state of {kind} has a key that can't be saved: "
+                + (
+                    "a tensor that is no parameter of this model." if is_tensor else f"{key!r}, another after a resume."
+                ),
+                cause="state[...] by an address, which is another after a resume, or of a tensor that is in no group",
+                hint="self.state[parameter], with the parameters of self.param_groups",
+            )
+        found.append([plain, to_plain(value, where=kind, keep=partial(_numbered, inner))])
+    if inner and not shares.kept.is_whole:
+        raise _nobody_s(kind, [pair[0] for pair in found])
+    writes = inner if shares.world.rank == 0 else []
+    return found, [to_bytes(f"{index}//{_INNER}{number}", value) for number, value in enumerate(writes)]
+
+
+def _nobody_s(kind: str, keys: Sequence[Any]) -> CheckpointError:
+    return CheckpointError(
+        f"the state of {kind} under {', '.join(map(str, keys)) or 'some keys'} belongs to no parameter, and ranks hold "
+        "parts of them: each would have its own.",
+        cause="state[...] by a number or a name; how it is cut is not known",
+        hint="self.state[parameter] in the optimizer, or --layout ddp",
+    )
 
 
 def _own(key: str, value: Tensor, name: str, parameter: Tensor, shares: Shares, optimizer: str) -> list[Writable]:
@@ -110,6 +171,9 @@ def plains(
             for names, group in zip(groups, optimizer.param_groups, strict=True)
         ]
         all_scalars = merged(each[index] for each in told)
+        shared = all_scalars.get(_NOBODY, [])
+        if any(each[index].get(_NOBODY, []) != shared for each in told):
+            raise _nobody_s(type(optimizer).__name__, [key for key, _ in shared])
         found.append({"kind": type(optimizer).__name__, "scalars": all_scalars, "groups": said})
     return found
 
@@ -146,9 +210,18 @@ def load_state(optimizer: Optimizer, plain: Mapping[str, Any], stored: Stored, *
             part = shares.part(name)
             known = name in keys or name in plain["scalars"]
             if known and (part.boxes or part.is_all):
-                state = from_plain(plain["scalars"].get(name, {}))
-                state |= {key.rpartition("/")[2]: _loaded(stored, key, part) for key in keys.get(name, [])}
-                optimizer.state[parameter] = {k: _placed(k, v, parameter) for k, v in state.items()}
+                find = partial(_found, stored, f"{prefix}{name}/", part, parameter)
+                state = from_plain(plain["scalars"].get(name, {}), find=find)
+                leaves = {key: key.rpartition("/")[2] for key in keys.get(name, [])}
+                own = {leaf: _loaded(stored, key, part) for key, leaf in leaves.items() if not leaf.startswith(_INNER)}
+                optimizer.state[parameter] = {**state, **{k: _placed(k, v, parameter) for k, v in own.items()}}
+    for key, value in plain["scalars"].get(_NOBODY, []):
+        whole = from_plain(value, find=lambda inner: from_bytes(stored[f"{prefix}/{inner}"]))
+        optimizer.state[from_plain(key)] = whole
+
+
+def _found(stored: Stored, prefix: str, part: Part, parameter: nn.Parameter, inner: str) -> Tensor:
+    return _placed(inner, _loaded(stored, f"{prefix}{inner}", part), parameter)
 
 
 def _loaded(stored: Stored, key: str, part: Part) -> Tensor:
@@ -157,8 +230,6 @@ def _loaded(stored: Stored, key: str, part: Part) -> Tensor:
     return from_bytes(stored[key])
 
 
-def _placed(key: str, value: Any, parameter: nn.Parameter) -> Any:
+def _placed(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor:
     """State lives beside its parameter; a step count stays where the optimizer keeps it."""
-    if not isinstance(value, Tensor) or key == "step":
-        return value
-    return value.to(parameter.device)
+    return value if key == "step" else value.to(parameter.device)

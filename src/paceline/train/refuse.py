@@ -58,6 +58,7 @@ def refuse_asked(job: Job, settings: Settings, plan: Plan) -> None:
         )
     problems += refuse_served_job(job, plan)
     problems += _check_on_update(job, plan)
+    problems += _check_empty(settings, plan)
     if train.exact:
         problems += _check_exact(plan, train.precision)
     problems += _check_split(job, plan)
@@ -94,6 +95,17 @@ def _check_on_update(job: Job, plan: Plan) -> list[PacelineError]:
             )
         ]
     return []
+
+
+def _check_empty(settings: Settings, plan: Plan) -> list[PacelineError]:
+    if not plan.rule.has_servers or settings.train.on_empty == "stop":
+        return []
+    return [
+        UsageError(
+            f"--train.on_empty zero with --update {plan.rule.kind}: a server hears of the counts after its update.",
+            hint="--update sync, or --train.on_empty stop",
+        )
+    ]
 
 
 def unheard_placing(how: Place, plan: Plan) -> list[str]:

@@ -17,9 +17,10 @@ from paceline.spec.task import Task
 from paceline.spec.update import Kind
 from paceline.spec.words import many
 from paceline.start import kernels
-from paceline.store.checkpoints import Loaded, load, mark_best, marked, newest_good, prune, was_saved
+from paceline.store.checkpoints import Loaded, load, mark_best, marked, newest_good, prune, step_name, was_saved
 from paceline.store.disk import folder_bytes, write_json
 from paceline.store.full import written
+from paceline.store.manifest import amend_state
 from paceline.store.runs import RunFolder
 from paceline.train.built import Built
 from paceline.train.consolidated import consolidate
@@ -27,7 +28,7 @@ from paceline.train.convert import weights_digest
 from paceline.train.held_back import held_files, load_held
 from paceline.train.identity import check_identity
 from paceline.train.listing import list_model
-from paceline.train.optimizer_state import Shares, group_names
+from paceline.train.optimizer_state import Shares, group_names, own_state, plains
 from paceline.train.phases import write_together
 from paceline.train.schedules import describe_saved, describe_schedules
 from paceline.train.sites import is_writer, load_sites, mean_in_place, of_site, site_files
@@ -109,7 +110,7 @@ class Saver:
         self._folder = folder
         self._identity = identity
         self._names = names
-        self._unsaved = Unsaved(built.update.optimizers)
+        self._unsaved = Unsaved(built.update.optimizers, model=built.model, loss=built.job.loss)
         self.last_saved = begun_from.step if begun_from is not None and begun_from.is_in(folder) else -1
 
     def save(self, *, cursor: Cursor, feed: Feed, extra: Mapping[str, Any], best: bool) -> list[Event]:
@@ -138,13 +139,41 @@ class Saver:
             path = write_together(self._world, folder=self._folder, step=cursor.step, files=files, state=state)
         together(self._world, partial(self._mark, path, cursor.step, best))
         self.last_saved = cursor.step
+        lost = self._unsaved.note(self._world)
         if not self._world.is_main:
             return []
         seconds = time.perf_counter() - began
         num_bytes = folder_bytes(path)
         saved = CheckpointSaved(step=cursor.step, path=str(path), seconds=seconds, num_bytes=num_bytes, best=best)
-        lost = self._unsaved.note()
         return [saved, *([Note(text=lost, level="warning")] if lost else [])]
+
+    def check(self) -> None:
+        """Find after a run's first step what could not be saved later. Every rank calls this.
+
+        Raises:
+            CheckpointError: the optimizers hold something that no checkpoint can.
+        """
+        built = self._built
+        optimizers, shares = built.update.optimizers, trained_of(built).shares
+        _, scalars = together(built.site, partial(own_state, optimizers, shares))
+        plains(optimizers, shares, scalars)
+        self._unsaved.begin()
+
+    def amend(self, *, extra: Mapping[str, Any], best: bool) -> None:
+        """Write what an evaluation has changed into the checkpoint of this step. Every rank calls this.
+
+        Raises:
+            SaveError: it can't be written.
+        """
+        step = self.last_saved
+        path = self._folder / step_name(step)
+        together(self._world, partial(self._amend, path, extra))
+        together(self._world, partial(self._mark, path, step, best))
+
+    def _amend(self, path: Path, extra: Mapping[str, Any]) -> None:
+        if self._world.is_main:
+            with written(f"what was evaluated at {path.name}", self._folder):
+                amend_state(path, extra=dict(extra))
 
     def _mark(self, path: Path, step: int, best: bool) -> None:
         if not self._world.is_main:

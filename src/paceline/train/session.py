@@ -39,7 +39,7 @@ from paceline.train.ready import Ready, as_first_cut
 from paceline.train.saving import Saver, find_checkpoint, goes_on, identity, restore, write_final
 from paceline.train.schedules import refuse_short
 from paceline.train.shortage import Before, naming_memory
-from paceline.train.wishes import asked_of, notes, nothing_left, stopped_early
+from paceline.train.wishes import asked_of, last_batch_notes, notes, nothing_left, refuse_large_batch, stopped_early
 from paceline.watch.sinks import CURVES, make_sinks
 from paceline.world import World
 
@@ -75,6 +75,7 @@ class Session:
         self.loop = self._make_loop(cursor, loaded, target)
         if ready.task.verb == "train":
             refuse_short(self.built.update.schedules, total_steps=self.loop.total_steps)
+            refuse_large_batch(self.built.plan, num_samples=self._feed.num_samples)
         self._announce(cursor, loaded, events)
 
     def finish(self) -> int:
@@ -253,6 +254,9 @@ class Session:
             lines.append(told(settings.train.buffers, is_race=rule.kind is Kind.HOGWILD, has_sites=rule.has_sites))
         micro, goes_on = self.ready.plan.micro_batch_size, self._resume is not None
         lines += notes(self.ready.job, settings, model=self.built.model, micro_batch_size=micro, goes_on=goes_on)
+        lines += last_batch_notes(
+            self.ready.plan, settings, self.built.model, samples=samples, total_steps=loop.total_steps
+        )
         scale = settings.train.lr_scaling
         lines.append(f"lr: {loop.built.update.optimizers[0].param_groups[0]['lr']:.3g} (scaling: {scale})")
         if loaded is None and self._resume is not None:

@@ -315,5 +315,6 @@ def _check_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> 
         raise JobError(
             f"optimizer=: {'; '.join(part for part in parts if part)}.",
             cause="every trainable parameter belongs in exactly one group",
-            hint="build the groups from the (name, parameter) pairs that the factory is given",
+            hint="build the groups from the (name, parameter) pairs that the factory is given; a parameter of the loss "
+            "trains as a part of the model: put the loss's module into model= (docs/loss.md)",
         )

@@ -60,7 +60,7 @@ def make_update(
             offload_state(optimizer)
     given = given_options(optimizers)
     schedules = [job.lr_schedule(optimizer) for optimizer in optimizers] if job.lr_schedule else []
-    raise_all([*unfit_optimizers(optimizers), *unfit_schedules(schedules)])
+    raise_all([*unfit_optimizers(optimizers), *unfit_schedules(schedules, optimizers)])
     fp16 = settings.train.precision == "fp16"
     update = Update(
         named=placed.named,
@@ -70,6 +70,7 @@ def make_update(
         max_grad_norm=settings.train.max_grad_norm,
         check_finite=not fp16,
         skip_nonfinite=settings.train.on_nonfinite == "skip",
+        on_empty=settings.train.on_empty,
         ema=Ema(live=_averaged(placed), decay=job.ema, settle=placed.settle) if job.ema is not None else None,
         norm=None if plan.rule.is_stashed else _norm(placed, settings, world=world),
         spread=nothing if plan.rule.has_servers else placed.spread,

@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from paceline.errors import JobError, PacelineError, raise_all
+from paceline.errors import JobError, PacelineError, UsageError, raise_all
 from paceline.job import EarlyStopping, Job
+from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.spec.words import did_you_mean, many
 from paceline.train.length import Progress
@@ -98,6 +99,38 @@ def notes(
         yield "evaluate: never, since the job has metrics= but no eval_data="
     if job.ema is not None:
         yield f"ema: {job.ema:g}, evaluated and consolidated in the weights' place"
+
+
+def refuse_large_batch(plan: Plan, *, num_samples: int | None) -> None:
+    """Refuse a global batch that no epoch can fill.
+
+    Raises:
+        UsageError: with the number of samples.
+    """
+    batch = plan.global_batch_size
+    if num_samples is not None and batch > num_samples:
+        raise UsageError(
+            f"global_batch_size={batch:,} is larger than the data, {many(num_samples, 'sample')} an epoch.",
+            cause="a batch never crosses an epoch, so that no step would have as many samples",
+            hint=f"global_batch_size={num_samples} or less in the job, or --train.global_batch_size {num_samples}",
+        )
+
+
+def last_batch_notes(
+    plan: Plan, settings: Settings, model: nn.Module, *, samples: int | None, total_steps: int | None
+) -> Iterator[str]:
+    """A line where the last batch of an epoch has a microbatch of one sample, which batch norm can't be trained on."""
+    if samples is None or settings.data.drop_last or plan.micro_batch_size == 1:
+        return
+    last = samples % plan.global_batch_size
+    is_alone = last == 1 if settings.train.buffers == "sync_bn" else last % plan.micro_batch_size == 1
+    is_reached = total_steps is None or total_steps > samples // plan.global_batch_size
+    if is_alone and is_reached and any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
+        yield (
+            f"warning: step {samples // plan.global_batch_size + 1}, the last of an epoch, has a microbatch of one "
+            "sample: "
+            "a batch norm of one value for each channel ends the run there; --data.drop_last true leaves it out"
+        )
 
 
 def stopped_early(job: Job, progress: Progress, *, step: int) -> Iterator[str]:

@@ -1,0 +1,156 @@
+"""What a field of a job may be. Each that is something else is named, with the line to write."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Sampler
+
+from paceline.errors import JobError, PacelineError
+from paceline.scalar import as_count
+
+_MODEL = "model=lambda: MyModel()"
+_OPTIMIZER = "optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)"
+_LOSS = "loss=lambda output, batch: (loss_sum, count)"
+_CALLED = {
+    "model": _MODEL,
+    "optimizer": _OPTIMIZER,
+    "loss": _LOSS,
+    "lr_schedule": "lr_schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)",
+    "forward": "forward=lambda model, batch: model(batch[0])",
+    "count": "count=lambda batch: len(batch[1])",
+    "collate": "collate=lambda samples: ...",
+    "on_update": "on_update=lambda model, step: ...",
+    "on_eval": 'on_eval=lambda run: {"bleu": score}',
+}
+_NEEDED = frozenset({"model", "optimizer"})
+
+
+def unfit_fields(job: Any) -> Iterator[PacelineError]:
+    """Yield what is wrong with the fields of a job, each by name."""
+    yield from _uncallable(job)
+    yield from _unfit_numbers(job)
+    if job.train_data is None:
+        yield JobError("train_data is None.", hint="give a dataset with __len__ and __getitem__")
+    if job.loss_over not in ("samples", "batch"):
+        yield JobError(f"loss_over={job.loss_over!r} is not known.", hint='loss_over="samples" or "batch"')
+    if job.best is not None and not isinstance(job.best, str):
+        yield _is_a("best", job.best, "the name of a metric", 'best="accuracy:max"')
+    yield from _unfit_metrics(job.metrics)
+    yield from _unfit_order(job.order)
+    for name, hint in (("settings", 'settings={"train.steps": 100}'), ("sequence", 'sequence={"input_ids": 1}')):
+        value = getattr(job, name)
+        if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+            yield _is_a(name, value, "a dict with names as keys", hint)
+    yield from _unheard_rule(job.early_stopping)
+
+
+def _uncallable(job: Any) -> Iterator[PacelineError]:
+    for name, hint in _CALLED.items():
+        value = getattr(job, name)
+        if value is None and name not in _NEEDED:
+            continue
+        kind = type(value).__name__
+        if name == "model" and isinstance(value, nn.Module):
+            yield JobError(
+                f"model= is a {kind} that is built already, expected a function that builds it.",
+                cause="every process builds its own, from the same seed, so that start values are the same everywhere",
+                hint=f"model=lambda: {kind}(...)",
+            )
+        elif isinstance(value, Optimizer | LRScheduler):
+            yield JobError(
+                f"{name}= is a {kind} that is made already, expected a function that makes it.",
+                cause="it is made once the model is built and placed",
+                hint=hint,
+            )
+        elif name == "loss" and isinstance(value, type) and issubclass(value, nn.Module):
+            yield JobError(
+                f"loss= is the class {value.__name__}, expected a function or a module that is made.", hint=hint
+            )
+        elif not callable(value):
+            yield JobError(f"{name} is not callable: {name}={_short(value)}.", hint=hint)
+
+
+def _unfit_numbers(job: Any) -> Iterator[PacelineError]:
+    for name, is_needed in (("global_batch_size", True), ("micro_batch_size", False)):
+        value = getattr(job, name)
+        if (value is not None or is_needed) and (type(value) is not int or value < 1):
+            yield JobError(f"{name}={_short(value)} is no count of samples.", hint=f"{name}=64: 1 or more")
+    norm = job.max_grad_norm
+    if norm is not None and not (_is_number(norm) and norm > 0):
+        yield JobError(f"max_grad_norm={_short(norm)} is no norm.", hint="max_grad_norm=1.0: above 0")
+    if job.ema is not None and not (_is_number(job.ema) and 0.0 < job.ema < 1.0):
+        yield JobError(f"ema={_short(job.ema)} is no decay between 0 and 1.", hint="ema=0.999")
+
+
+def _unfit_metrics(metrics: Any) -> Iterator[PacelineError]:
+    hint = 'metrics={"accuracy": lambda output, batch: (correct.sum(), correct.numel())}'
+    if metrics is None:
+        return
+    if not isinstance(metrics, Mapping):
+        yield _is_a("metrics", metrics, "a dict of functions by name", hint)
+        return
+    for name, metric in metrics.items():
+        if not callable(metric) and not hasattr(metric, "compute"):
+            yield JobError(f"metrics[{name!r}] is not callable: {_short(metric)}.", hint=hint)
+
+
+def _unfit_order(order: Any) -> Iterator[PacelineError]:
+    hint = 'order="sequential", a sampler, or a function (num_samples, epoch, seed) -> indices'
+    if isinstance(order, str) and order != "sequential":
+        yield JobError(f"order={order!r} is not known.", hint=f"{hint}; leave it out to shuffle")
+    elif not (order is None or isinstance(order, str | Sampler) or callable(order) or hasattr(order, "__iter__")):
+        yield _is_a("order", order, "an order of samples", hint)
+
+
+def _unheard_rule(rule: Any) -> Iterator[PacelineError]:
+    """What is wrong with a rule to stop early: a number of evaluations, or an `EarlyStopping`."""
+    if rule is None:
+        return
+    patience = getattr(rule, "patience", rule)
+    if type(patience) is not int or patience < 1:
+        yield JobError(
+            f"early_stopping={rule!r}: the patience is no count of evaluations.",
+            hint="early_stopping=3: 1 or more; leave it out to train to the end",
+        )
+    if not hasattr(rule, "patience"):
+        return
+    if rule.mode not in ("min", "max"):
+        yield JobError(f"early_stopping={rule!r}: mode is not known.", hint='mode="min" or "max"')
+    if not (_is_number(rule.min_delta) and 0.0 <= rule.min_delta < math.inf):
+        yield JobError(f"early_stopping={rule!r}: min_delta is no amount.", hint="min_delta=0.0 or more")
+
+
+def whole_indices(order: Sequence[Any]) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """Return the sample numbers of an order.
+
+    Raises:
+        JobError: something in it is no whole number.
+    """
+    found = np.asarray(order)
+    if found.dtype.kind in "iu" or not len(order):
+        return found.astype(np.int64)
+    for place, index in enumerate(order):
+        if as_count(index) is None:
+            raise JobError(
+                f"order= gave {_short(index)} at place {place}, expected the number of a sample.",
+                hint="order=lambda num_samples, epoch, seed: [0, 1, ...]: whole numbers",
+            )
+    return np.asarray([as_count(index) for index in order], dtype=np.int64)
+
+
+def _is_a(name: str, value: Any, expected: str, hint: str) -> JobError:
+    return JobError(f"{name}={_short(value)} is a {type(value).__name__}, expected {expected}.", hint=hint)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,33 @@
+"""Parameters that were frozen when the run was built: no optimizer holds them, so they must stay so."""
+
+from torch import nn
+
+from paceline.errors import JobError
+
+
+class FrozenParameters:
+    """The frozen parameters of a model that is not placed yet. Freezing others later is right, thawing these is not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [
+            (f"{path}.{leaf}" if path else leaf, module._parameters, leaf)
+            for path, module in model.named_modules()
+            for leaf, parameter in module._parameters.items()
+            if parameter is not None and not parameter.requires_grad
+        ]
+
+    def refuse_thawed(self) -> None:
+        """Refuse to go on where one of them is to be trained.
+
+        Raises:
+            JobError: with its name.
+        """
+        for name, owner, leaf in self._held:
+            parameter = owner.get(leaf)
+            if parameter is not None and parameter.requires_grad:
+                raise JobError(
+                    f"{name} was frozen when the run was built and is thawed now. No optimizer holds it.",
+                    cause="requires_grad_(True) in the forward, in on_eval= or between two steps",
+                    hint="let it train in model= and freeze it in the first forward: what is frozen later may thaw; or "
+                    "save, thaw it in model=, and go on with --allow optimizer",
+                )

@@ -1,0 +1,137 @@
+"""A job's fields and the parameters of `make_job`: each in its type, or refused by name with the line to write."""
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import paceline as pl
+from paceline.errors import JobError, PacelineError
+from paceline.job import load_job, refuse_job
+from paceline.job_fields import whole_indices
+from paceline.job_parameters import typed_parameters
+from paceline.spec.jobref import parse_jobref
+
+
+class Kind(Enum):
+    SMALL = "small"
+    LARGE = "large"
+
+
+def make_job(
+    layers=[1, 2], pair=(0.5, 1), folder=Path("data"), kind=Kind.SMALL, table={"a": 1}, word="x", flag=False,  # noqa: B006
+    nothing=None, rate=1e-3, count=3, free=[],  # noqa: B006
+    sizes: list[int] | None = None, width: int | None = None, loss: Literal["sum", "mean"] = "sum", root: Path | str = "",
+    triple: tuple[int, float, str] = (1, 2.0, "c"), half: float = 1, names: Sequence[str] = (), odds: Mapping[str, float] = {},
+    either: int | float | str = 0, truth: bool | None = None, made: nn.Module | None = None, needed: int = 1,
+) -> None:  # fmt: skip
+    """Parameters of every type."""
+
+
+RIGHT: list[tuple[str, Any, Any]] = [
+    ("layers", "3,4", [3, 4]), ("layers", "[3, 4]", [3, 4]), ("layers", [3, 4], [3, 4]), ("layers", "", []),
+    ("pair", "2,3", (2, 3)), ("pair", "(2, 'x')", (2, "x")), ("folder", "a/b", Path("a/b")), ("kind", "LARGE", Kind.LARGE),
+    ("kind", "large", Kind.LARGE), ("table", "{'a': 2, 'b': 3}", {"a": 2, "b": 3}), ("word", "5", "5"), ("flag", "true", True),
+    ("flag", "0", False), ("nothing", "data", "data"), ("rate", "5", 5.0), ("rate", 5, 5.0), ("count", "4", 4),
+    ("free", "1,x", [1, "x"]), ("sizes", "1,2", [1, 2]), ("sizes", "none", None), ("width", "8", 8), ("width", "None", None),
+    ("loss", "mean", "mean"), ("root", "a/b", Path("a/b")), ("triple", "1,2,3", (1, 2.0, "3")), ("half", "0.5", 0.5),
+    ("names", "a, b", ["a", "b"]), ("odds", "{'x': 1}", {"x": 1.0}), ("either", "3", 3), ("either", "0.5", 0.5),
+    ("either", "x", "x"), ("truth", "false", False), ("truth", "none", None),
+]  # fmt: skip
+WRONG: list[tuple[str, Any]] = [
+    ("layers", "a,b"), ("layers", 3), ("kind", "HUGE"), ("table", "a=1"), ("word", 5), ("flag", "maybe"), ("flag", 1),
+    ("nothing", "5"), ("nothing", "[1]"), ("rate", [1, 2]), ("rate", True), ("rate", "fast"), ("count", 2.5), ("count", "2.5"),
+    ("sizes", "x"), ("width", "wide"), ("loss", "max"), ("triple", "1,2"), ("half", "x"), ("made", "Linear"), ("truth", "2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given", "expected"), RIGHT)
+def test_a_parameter_has_its_type(name: str, given: Any, expected: Any) -> None:
+    found = typed_parameters(make_job, {name: given})[name]
+    assert found == expected and type(found) is type(expected)
+
+
+@pytest.mark.parametrize(("name", "given"), WRONG)
+def test_what_a_parameter_can_t_be_is_refused_by_name(name: str, given: Any) -> None:
+    with pytest.raises(JobError, match=rf"--job\.{name}="):
+        typed_parameters(make_job, {name: given})
+
+
+def job(**fields: Any) -> pl.Job:
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 4), torch.zeros(8))
+    values: dict[str, Any] = {
+        "model": lambda: nn.Linear(4, 2),
+        "loss": lambda output, batch: (output.sum(), len(output)),
+        "train_data": data,
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+        "global_batch_size": 4,
+    }
+    return pl.Job(**{**values, **fields})
+
+
+PARAMETER = nn.Parameter(torch.zeros(1))
+SGD = torch.optim.SGD([PARAMETER], lr=0.1)
+FIELDS: list[tuple[str, Any]] = [
+    *((name, 3) for name in ("model", "optimizer", "loss", "lr_schedule", "forward", "count", "collate", "on_eval")),
+    *((name, None) for name in ("model", "optimizer", "train_data", "global_batch_size")),
+    *((name, 3) for name in ("metrics", "settings", "sequence", "order", "best")), ("metrics", {"a": 3}), ("settings", {3: 4}),
+    ("model", nn.Linear(4, 2)), ("model", nn.Sequential()), ("optimizer", SGD), ("loss", nn.MSELoss),
+    ("lr_schedule", torch.optim.lr_scheduler.StepLR(SGD, 3)), ("ema", "x"), ("ema", 1.0), ("ema", True), ("max_grad_norm", 0),
+    ("max_grad_norm", "x"), ("micro_batch_size", 0), ("micro_batch_size", 2.5), ("global_batch_size", 2.5),
+    ("global_batch_size", True), ("order", "random"), ("loss_over", "batches"), ("early_stopping", 0), ("early_stopping", "x"),
+    ("early_stopping", pl.EarlyStopping(metric="loss", patience=0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), FIELDS, ids=lambda value: str(value)[:20])
+def test_a_field_that_is_something_else_is_named(name: str, value: Any) -> None:
+    with pytest.raises(PacelineError) as refused:
+        refuse_job(job(**{name: value}), where="job.py")
+    assert name in str(refused.value) and f"{name}" in refused.value.hint + str(refused.value)
+    assert "to do: " in str(refused.value) and refused.value.exit_code == 2
+
+
+def test_numbers_of_any_type_are_numbers() -> None:
+    rule = pl.EarlyStopping(metric="loss", patience=np.int64(3), min_delta=torch.tensor(0.5))  # type: ignore[arg-type]
+    made = job(
+        global_batch_size=np.int64(8), micro_batch_size=torch.tensor(2), max_grad_norm=np.float32(0.5),
+        ema=np.float64(0.9), early_stopping=rule,
+    )  # fmt: skip
+    refuse_job(made, where="")
+    assert [type(getattr(made, name)) for name in ("global_batch_size", "micro_batch_size", "max_grad_norm", "ema")] == [
+        int, int, float, float,
+    ]  # fmt: skip
+    assert (rule.patience, rule.min_delta) == (3, 0.5)
+
+
+@pytest.mark.parametrize("order", [[0.5, 1.5], ["a"], [0, None], torch.tensor([0.5])])
+def test_an_order_of_what_is_no_number_of_a_sample_is_refused(order: Any) -> None:
+    with pytest.raises(JobError, match=r"order= gave .* at place"):
+        whole_indices(list(order))
+
+
+@pytest.mark.parametrize("order", [[2, 0], np.array([2, 0]), [torch.tensor(2), torch.tensor(0)], [np.int32(2), 0]])
+def test_an_order_of_whole_numbers_of_any_type_is_taken(order: Any) -> None:
+    assert whole_indices(list(order)).tolist() == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("async def make_job(): pass", "async and gave a coroutine"),
+        ("def make_job(): pass", "gave a NoneType"),
+        ("job = 3", "is a int, expected a paceline.Job or a function"),
+        ("make_job = 3", "is a int, expected a paceline.Job or a function"),
+    ],
+)
+def test_a_file_whose_job_is_none_says_the_line_to_write(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "a_job.py"
+    path.write_text(text)
+    with pytest.raises(JobError) as refused:
+        load_job(parse_jobref(str(path)), params={})
+    assert words in str(refused.value) and "return pl.Job(" in refused.value.hint
