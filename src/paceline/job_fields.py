@@ -76,12 +76,14 @@ def _uncallable(job: Any) -> Iterator[PacelineError]:
 
 
 def _unfit_numbers(job: Any) -> Iterator[PacelineError]:
-    for name, is_needed in (("global_batch_size", True), ("micro_batch_size", False)):
-        value = getattr(job, name)
-        if (value is not None or is_needed) and (type(value) is not int or value < 1):
-            yield JobError(f"{name}={_short(value)} is no count of samples.", hint=f"{name}=64: 1 or more")
-    norm = job.max_grad_norm
-    if norm is not None and not (_is_number(norm) and norm > 0):
+    batch, micro, norm = job.global_batch_size, job.micro_batch_size, job.max_grad_norm
+    if type(batch) is not int or batch < 1:
+        yield JobError(
+            f"global_batch_size={_short(batch)} is no count of samples.", hint="global_batch_size=64: 1 or more"
+        )
+    if micro is not None and type(micro) is not int:  # the range is that of the setting
+        yield JobError(f"micro_batch_size={_short(micro)} is no count of samples.", hint="micro_batch_size=8")
+    if norm is not None and not _is_number(norm):
         yield JobError(f"max_grad_norm={_short(norm)} is no norm.", hint="max_grad_norm=1.0: above 0")
     if job.ema is not None and not (_is_number(job.ema) and 0.0 < job.ema < 1.0):
         yield JobError(f"ema={_short(job.ema)} is no decay between 0 and 1.", hint="ema=0.999")

@@ -16,11 +16,18 @@ from torch import Tensor, nn
 
 import paceline as pl
 from paceline.errors import CheckpointError, JobError, PacelineError, UsageError
+from paceline.place.holding import Held, Holding
+from paceline.place.parts import Part
+from paceline.place.units import trainable
+from paceline.schedule.stash import Rule, Stash
 from paceline.step.found_modules import found_parameters
 from paceline.step.loss import LossContract
+from paceline.step.stash import StashStep
+from paceline.step.versions import Versions
 from paceline.train.loss_notes import loss_notes
 from paceline.train.options import given_options
 from paceline.train.unsaved import Unsaved
+from paceline.train.updates import make_scaler
 from paceline.world import World
 from tests.parity.test_found import job, rows, trained
 from tests.parity.test_saved_first import Ranks
@@ -357,6 +364,63 @@ def test_the_zoo_s_models_keep_nothing(tmp_path: Path) -> None:
     unsaved.begin()
     model(torch.zeros(2, 4))
     assert unsaved.note() == ""
+
+
+# -- steps that are left out, and scales that all ranks share
+
+
+def test_schedules_go_on_in_a_step_that_is_left_out(tmp_path: Path) -> None:
+    x, y = torch.randn(24, 4), torch.zeros(24, dtype=torch.long)
+    x[8] = math.nan
+    made = job(
+        train_data=torch.utils.data.TensorDataset(x, y), eval_data=None, order="sequential", model=lambda: nn.Linear(4, 2),
+        lr_schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), settings={"train.on_nonfinite": "skip"},
+    )  # fmt: skip
+    trained(made, tmp_path, train_steps=3, log_every=1)
+    found = {row["step"]: row["lr"] for row in rows(tmp_path) if "lr" in row}
+    assert found[1] == 0.1 and found[3] == 0.1 * 0.5**2
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_where_ranks_hold_parts_an_overflow_of_one_is_everybody_s(is_cut: bool) -> None:
+    weight = torch.ones(2, 2)
+    part = Part.of_ranges((4, 2), dim=0, ranges=[(0, 2)]) if is_cut else Part.all_of((2, 2))
+    held = Held(name="weight", part=part, dtype=weight.dtype, find=lambda: weight)
+    scaler = make_scaler(Holding(world=World(device=torch.device("cpu")), held=[held]), Overflowing(), init_scale=8.0)
+    parameter = nn.Parameter(weight)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert bool((parameter == 1.0).all()) is is_cut  # the other rank's rows were infinite: no rank takes the step
+    assert scaler.get_scale() == (4.0 if is_cut else 8.0)
+
+
+class Overflowing(World):
+    """Another rank has found an infinity."""
+
+    def __init__(self) -> None:
+        super().__init__(device=torch.device("cpu"))
+
+    def all_reduce(self, tensor: Tensor, *, op: Any = "sum") -> Tensor:
+        assert op == "max"
+        return tensor.fill_(1.0)
+
+
+@pytest.mark.parametrize("step", [5, 2])
+def test_the_weights_of_earlier_updates_stand_under_their_own_number(step: int) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    stash = StashStep.__new__(StashStep)
+    stash._stash, stash._stage = Stash(stages=3, rule=Rule.NEWEST), 0
+    stash.versions = Versions(model, named=trainable(model), direct=False)
+    kept = {ago: {"weight": torch.full((1, 2), float(step - ago))} for ago in (1, 2)}
+    with torch.no_grad():
+        model.weight.fill_(float(step))
+    stash.begin(step, ends=[-2, -1, 0], kept=kept)
+    for number in (step, step - 1, step - 2):
+        weights = stash.versions.of(number)
+        assert weights is not None and weights["weight"].tolist() == [[float(number)] * 2]
+    assert stash.versions.held(0) == step - 2
 
 
 # -- known at the start

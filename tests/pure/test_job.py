@@ -81,8 +81,7 @@ FIELDS: list[tuple[str, Any]] = [
     *((name, None) for name in ("model", "optimizer", "train_data", "global_batch_size")),
     *((name, 3) for name in ("metrics", "settings", "sequence", "order", "best")), ("metrics", {"a": 3}), ("settings", {3: 4}),
     ("model", nn.Linear(4, 2)), ("model", nn.Sequential()), ("optimizer", SGD), ("loss", nn.MSELoss),
-    ("lr_schedule", torch.optim.lr_scheduler.StepLR(SGD, 3)), ("ema", "x"), ("ema", 1.0), ("ema", True), ("max_grad_norm", 0),
-    ("max_grad_norm", "x"), ("micro_batch_size", 0), ("micro_batch_size", 2.5), ("global_batch_size", 2.5),
+    ("lr_schedule", torch.optim.lr_scheduler.StepLR(SGD, 3)), ("ema", "x"), ("ema", 1.0), ("ema", True), ("max_grad_norm", "x"), ("micro_batch_size", 2.5), ("global_batch_size", 2.5),
     ("global_batch_size", True), ("order", "random"), ("loss_over", "batches"), ("early_stopping", 0), ("early_stopping", "x"),
     ("early_stopping", pl.EarlyStopping(metric="loss", patience=0)),
 ]  # fmt: skip

@@ -77,6 +77,21 @@ def test_any_split_gives_each_sample_once(num: int, batch: int, micro: int, repl
     assert consumed == list(range(expected))
 
 
+@given(num=st.integers(1, 60), batch=st.integers(1, 40), drop_last=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_samples_are_counted_from_the_run_s_start_over_all_epochs(num: int, batch: int, drop_last: bool) -> None:
+    if drop_last and num < batch:
+        return
+    cursor, total, steps = Cursor(), 0, 0
+    while cursor.epoch < 3:
+        given_batch = next_batch(
+            cursor, num_samples=num, global_batch_size=batch, micro_batch_size=7, drop_last=drop_last
+        )
+        total, steps = total + sum(micro.num_samples for micro in given_batch.micro), steps + 1
+        cursor = given_batch.after
+        assert (cursor.samples, cursor.step) == (total, steps)
+
+
 def test_the_cursor_survives_json() -> None:
     cursor = Cursor(epoch=3, position=7, samples=99, step=12)
     assert Cursor.from_json(cursor.as_json()) == cursor

@@ -45,6 +45,8 @@ def _difference(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> 
     if name == "schedule":
         differs = bool(optimizer_difference(saved.get("optimizer"), now["optimizer"]))
         return schedule_difference(was, has, lr_differs=differs)
+    if name == "ema" and was is None:  # one that is added begins at the weights, and stands in the banner
+        return ""
     return "" if was == has else f"was {_short(was)}, is {_short(has)}"
 
 
