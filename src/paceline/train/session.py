@@ -54,6 +54,8 @@ class Session:
         self.run = RunFolder(Path(folder))
         start = Path(self._resume or "")
         self._start = start if start.name.startswith("step-") else None
+        if ready.task.verb == "evaluate":  # in the microbatches of the run, so that no layout changes what is added
+            ready = as_first_cut(ready, folder=self.run.path, world=world)
         if self._resume is not None:
             begun = run_of(self._start) if self._start is not None else self.run
             ready = as_first_cut(ready, folder=begun.path, world=world)

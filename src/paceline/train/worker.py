@@ -1,8 +1,11 @@
 """What each rank runs for `train` and `evaluate`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from paceline.errors import CheckpointError, JobError
 from paceline.spec.task import Task
@@ -35,6 +38,7 @@ def evaluate(payload: Mapping[str, Any]) -> int:
     split = str(task.options.get("split", "eval"))
     if getattr(asked.job, f"{split}_data", None) is None:
         raise JobError(f"the job has no {split}_data.", hint=f"pl.Job(..., {split}_data=...)")
+    _leave_out_training(asked)
     session = asked.open()
     task = session.ready.task
     run = RunFolder(Path(task.run))
@@ -54,6 +58,17 @@ def evaluate(payload: Mapping[str, Any]) -> int:
             "samples": event.samples,
             "average": event.average,
         }
-        write_json(run.path / "answer-evaluate.json", answer)
+        write_json(Path(task.options["answer"]), answer)
     session.close()
     return 0
+
+
+def _leave_out_training(run: Run) -> None:
+    """Let no rule of the optimizer decide in which layouts a model is evaluated: it takes no step."""
+    assert run._ready is not None
+    run.job = replace(run.job, optimizer=_idle, lr_schedule=None)
+    run._ready = replace(run._ready, job=run.job)
+
+
+def _idle(named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)

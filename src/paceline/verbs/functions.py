@@ -231,6 +231,7 @@ def evaluate(
     split: str = "eval",
     best: bool = False,
     ranks: int | None = None,
+    layout: str | None = None,
     job: JobOrPath | None = None,
 ) -> Result:
     """Return the exact metrics of a run's newest good checkpoint, of its best, or of the one named.
@@ -240,6 +241,7 @@ def evaluate(
         split: `eval` or `test`.
         best: the checkpoint that is marked as the best.
         ranks: processes; as many as the run had if not given.
+        layout: how the model is placed, as `fsdp` or `pp=2,tp=2`; the run's own if not given.
         job: the `Job` of a run that was started with an object.
 
     Returns:
@@ -250,8 +252,8 @@ def evaluate(
     """
     where = None if run is None else str(run)
     if job is None or isinstance(job, str | Path):
-        return _result(evaluate_verb.evaluate(where, split=split, best=best, common=Common(ranks=ranks)))
-    with _common(job, ranks=ranks) as (_, common):
+        return _result(evaluate_verb.evaluate(where, split=split, best=best, common=Common(ranks=ranks, layout=layout)))
+    with _common(job, ranks=ranks, layout=layout) as (_, common):
         return _result(evaluate_verb.evaluate(where, split=split, best=best, common=common))
 
 

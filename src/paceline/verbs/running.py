@@ -165,10 +165,13 @@ def with_run(task: Task, *, resume: str | None) -> Task:
     return replace(task, run=str(run.path), resume=start)
 
 
-def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False) -> Answer:
-    """Run `entry` on every rank: in this process where a world exists already, else in new ones."""
+def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False, logs: Path | None = None) -> Answer:
+    """Run `entry` on every rank: in this process where a world exists already, else in new ones.
+
+    With `logs` the folder of the run is left alone, and what the ranks say lies there.
+    """
     joined = detect(os.environ)
-    if task.run and (joined is None or joined.rank == 0):
+    if task.run and logs is None and (joined is None or joined.rank == 0):
         (Path(task.run) / f"answer-{task.verb}.json").unlink(missing_ok=True)
     if joined is not None:
         adopt(joined, os.environ)
@@ -190,7 +193,7 @@ def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False)
 
     request = Request(
         ranks=count,
-        run=RunFolder(Path(task.run)),
+        run=RunFolder(logs or Path(task.run)),
         entry=entry,
         payload=task.as_json(),
         threads=settle_threads(

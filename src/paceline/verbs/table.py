@@ -115,6 +115,8 @@ class EvaluateOptions:
     split: str = "eval"
     best: bool = False
     ranks: int | None = None
+    layout: str | None = None
+    """How the model is placed; not given: as in the run."""
     json: bool = False
 
 
@@ -226,7 +228,7 @@ def _simulate(options: simulate_verb.SimulateOptions, settings: list[str]) -> Pr
 
 
 def _evaluate(options: EvaluateOptions, _: list[str]) -> Printed:
-    common = Common(ranks=options.ranks, quiet=options.json)
+    common = Common(ranks=options.ranks, layout=options.layout, quiet=options.json)
     answer = evaluate(options.run, split=options.split, best=options.best, common=common)
     if not answer.tells:
         return answer.exit_code, None, ""

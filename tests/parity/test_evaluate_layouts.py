@@ -1,0 +1,77 @@
+"""`evaluate` in another layout than a run was trained in: each sample once, the same metrics; a failed one changes nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Shop
+
+JOB = """
+import torch, torch.nn as nn
+import paceline as pl
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 16), nn.Linear(16, 8)
+    def forward(self, x):
+        return x + self.two(torch.tanh(self.one(x)))
+
+x = torch.randn(45, 8, generator=torch.Generator().manual_seed(0))
+data = torch.utils.data.TensorDataset(x, x.roll(1, 1))
+job = pl.Job(
+    model=lambda: nn.Sequential(*(Block() for _ in range(4))),
+    loss=lambda output, batch: ((output - batch[1]).square().sum(), output.numel()),
+    metrics={"large": lambda output, batch: ((output > 0.5).sum(), output.numel())},
+    train_data=data,
+    eval_data=data,
+    optimizer=lambda named: torch.optim.Adafactor(named, lr=1e-2),     # looks at whole tensors: fsdp and tp refuse it
+    global_batch_size=8,
+    ema=0.5,
+)
+"""
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def trained(shop: Shop) -> Shop:
+    shop.write("job.py", JOB)
+    ended = shop.train("run", "--train.micro_batch_size", "4", ranks=1, steps=3)
+    assert ended.code == 0, ended.text
+    return shop
+
+
+def metrics(shop: Shop, *words: str) -> dict[str, Any]:
+    found: dict[str, Any] = shop.run("evaluate", "run", "--json", *words).json()
+    assert found["samples"] == 45
+    return dict(found["metrics"])
+
+
+def test_a_model_is_evaluated_in_any_layout_as_in_one_process(trained: Shop) -> None:
+    one = metrics(trained)
+    for layout in ("fsdp", "pp"):
+        assert metrics(trained, "--layout", layout, "--ranks", "2") == one, layout
+    ended = trained.run("evaluate", "run", "--layout", "pp=3,tp=2", "--ranks", "4")
+    assert ended.code == 2 and "needs 6 ranks" in ended.err
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [("tp", 2), ("zero2", 3), ("pp=2,dp_shard=2", 4), ("hsdp", 4), ("threads=2", 2)]
+)
+def test_more_layouts_evaluate_as_one_process_does(trained: Shop, layout: str, ranks: int) -> None:
+    found = metrics(trained, "--layout", layout, "--ranks", str(ranks))
+    assert found == pytest.approx(metrics(trained), rel=2e-7)  # a product in parts rounds in its last place
+
+
+def test_an_evaluation_that_is_refused_changes_nothing_of_the_run(trained: Shop) -> None:
+    metrics(trained)
+    before = content(trained.path / "run")
+    ended = trained.run("evaluate", "run", "--split", "test")
+    assert ended.code and "the job has no test_data" in ended.text
+    assert trained.run("evaluate", "run", "--split", "dev").code == 2
+    assert content(trained.path / "run") == before
