@@ -18,6 +18,7 @@ from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.step.loss import LossContract
 from paceline.streams import preserved
+from paceline.torch_modes import unseen
 from paceline.train.feeds import JobData, read_first
 
 FEW = 2  # one alone may go another way
@@ -38,7 +39,8 @@ class Example:
 
     def __call__(self) -> Any:
         """What the loss gives, in training mode."""
-        kept = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
+        with unseen():  # planning watches which buffers the forward itself computes with
+            kept = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
         mode = self.model.training
         self.model.train()
         try:
@@ -46,8 +48,9 @@ class Example:
                 return self.run(self.model)
         finally:
             self.model.train(mode)
-            for buffer, value in kept:
-                write(buffer.data, value)
+            with unseen():
+                for buffer, value in kept:
+                    write(buffer.data, value)
 
     def run(self, model: nn.Module) -> Any:
         """Forward and loss of this model, be it the job's or a copy of it: the sums of the terms."""
