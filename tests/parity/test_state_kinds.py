@@ -481,3 +481,10 @@ def test_options_of_other_kinds_are_recorded() -> None:
     optimizer = torch.optim.SGD([{"params": [parameter], "kind": torch.float16, "made": object()}], lr=0.1)
     (found,) = given_options([optimizer])[0]
     assert found["kind"]["is"] == "torch.float16" and found["lr"] == 0.1
+
+
+def test_a_checkpoint_with_more_names_says_what_they_are(tmp_path: Path) -> None:
+    trained(job(eval_data=None), tmp_path, train_steps=2)
+    fewer = job(eval_data=None, model=lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)))
+    with pytest.raises(PacelineError, match=r"2.bias is float32\[2\] there and absent here"):
+        trained(fewer, tmp_path, train_steps=4)

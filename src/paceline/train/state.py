@@ -126,7 +126,8 @@ def load_model(loaded: Loaded, trained: Trained) -> None:
 
 
 def _check_model(loaded: Loaded, stored: Stored, aliases: Mapping[str, str], listing: Listing) -> None:
-    wanted, found = listing.structure, dict.fromkeys(stored, "")
+    wanted = listing.structure
+    found = {name: described(DTYPES[stored.dtype(name)], stored.shape(name)) for name in stored}
     for name in wanted:
         found.pop(name, None)
         source = aliases.get(name, name)
