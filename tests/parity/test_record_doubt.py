@@ -228,7 +228,10 @@ def test_a_fault_in_such_a_gradient_is_found_where_it_has_a_size(tmp_path: Path)
 def test_a_gradient_a_thousandth_off_is_a_difference(tmp_path: Path, factor: float, verdict: str) -> None:
     right = train(tmp_path / "right", pairs=False, optimizers=sgd)
     wrong = train(tmp_path / "wrong", pairs=False, optimizers=sgd, before=scaled("out.weight", factor))
-    assert pl.compare(right, wrong).recordings[0]["verdict"] == verdict
+    found = pl.compare(right, wrong)
+    assert found.recordings[0]["verdict"] == verdict
+    if verdict == "different":
+        assert found.first_difference is not None and found.first_difference["step"] == 3
 
 
 @pytest.mark.parametrize("optimizers", [sgd, adamw])

@@ -23,7 +23,7 @@ def alarms(draws: list[Draw], log: Path) -> tuple[list[str], Counter[str]]:
 
 
 def test_a_handful_of_sound_draws_gives_no_alarm(tmp_path: Path) -> None:
-    wrong, counts = alarms([draw(seed) for seed in (2, 8)], tmp_path)
+    wrong, counts = alarms([draw(seed) for seed in (7, 8)], tmp_path)
     assert not wrong, "\n".join(wrong)
     assert counts["bitwise"] + counts["rounding"] == 2, counts
 

@@ -16,6 +16,7 @@ import paceline as pl
 from paceline.prove import worker
 from paceline.prove.finding import Finding
 from paceline.prove.judge import Judge
+from paceline.prove.noise import is_rounding
 from paceline.prove.reference import At, Reference, Spec
 from paceline.prove.seen import Seen
 from paceline.spec.task import Task
@@ -139,6 +140,16 @@ def test_floors_of_sound_steps_have_an_upper_bound(dtype: torch.dtype) -> None:
     for name, value in judge.right.items():
         assert 0.0 < judge._inquiry.floor(name) <= most * float(value.double().norm()), name
     assert judge._inquiry.floors.loss <= most * abs(judge._inquiry.gradient.loss)
+
+
+@pytest.mark.parametrize("dtype", EPS)
+def test_a_gradient_beyond_rounding_is_no_noise(dtype: torch.dtype) -> None:
+    """A nudge that has flipped a decision is left out: from 4096 units on, in bfloat16 from 16."""
+    judge = seen_with(dtype, 1.0)[1]
+    one = judge._inquiry.gradient
+    for units, is_noise in ((1.0, True), (5000.0 if EPS[dtype] < 1e-3 else 20.0, False)):
+        other = {name: value.double() * (1.0 + units * EPS[dtype]) for name, value in one.total.items()}
+        assert is_rounding(one, replace(one, total=other), judge._reference) is is_noise
 
 
 def test_a_sound_run_is_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
