@@ -215,7 +215,8 @@ def _buffers_of_stages(model: nn.Module, flow: Flow, bounds: Bounds) -> list[fro
                 cause="one module with a buffer in several blocks, or one buffer in several modules",
                 hint="a module for each block, --place.stages with all of them on one stage, or --layout fsdp",
             )
-    around = {name for name, blocks in flow.used.items() if None in blocks}
+    own = {name for name in norms if stages.get(name)}  # their statistics are kept and put back around a forward
+    around = {name for name, blocks in flow.used.items() if None in blocks and name not in own}
     return [frozenset(around | {name for name, among in stages.items() if at in among}) for at in range(len(bounds))]
 
 
