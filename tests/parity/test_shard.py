@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.place.shard.chosen import FullySharded
 from paceline.place.shard.wrap import Units
+from tests.parity import shard_bed
 from tests.parity.shard_bed import CLIP, Case, alone, plain, run, together
 
 pytestmark = pytest.mark.one_worker  # what they share is made once
@@ -62,6 +63,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[Case
         return dict(zip(chosen, run(cases, ranks=ranks, folder=tmp_path_factory.mktemp("ranks")), strict=True))
 
     return answers
+
+
+@pytest.fixture(scope="module")
+def in_small_buckets(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Any]]:
+    cases = [_with(case, replicate=2) for case in FEW]
+    answers = run(cases, ranks=4, folder=tmp_path_factory.mktemp("small"), work=shard_bed.train_in_small_buckets)
+    return dict(zip(FEW, answers, strict=True))
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +137,12 @@ def test_every_layout_is_the_training_of_one_process(trained: Any, case: Case, r
 @pytest.mark.parametrize(("ranks", "replicate"), [(3, 1), (4, 1), (4, 2)])
 def test_and_so_are_replicas_of_shards(trained: Any, case: Case, ranks: int, replicate: int) -> None:
     check(case, trained(ranks, replicate, "daily")[case])
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_several_buckets_on_two_replicas_of_two_shards(in_small_buckets: dict[Case, list[Any]], case: Case) -> None:
+    """Of each step two buckets are under way at once, some parameters travel alone, and replicas add up what is left."""
+    check(case, in_small_buckets[case])
 
 
 @pytest.mark.parametrize("case", FAULTS, ids=str)
