@@ -215,6 +215,11 @@ def line_now() -> UserLine | None:
     return None if last is None else UserLine(file=last.filename, line=last.lineno or 0, text=last.line or "")
 
 
+def is_users(filename: str) -> bool:
+    """Return whether a file is the user's own: neither ours, nor installed, nor Python's."""
+    return not _is_foreign(filename)
+
+
 @cache
 def _is_foreign(filename: str) -> bool:
     roots = (str(Path(__file__).parent), *(path for path in _INSTALLED if path))

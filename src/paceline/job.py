@@ -132,13 +132,17 @@ def imported(ref: JobRef) -> ModuleType:
             sys.path.insert(0, str(Path.cwd()))
         return importlib.import_module(str(ref.module))
     path = Path(ref.path).resolve()
+    is_pythons = path.stem in sys.stdlib_module_names  # a random.py as a job leaves Python's own to everybody else
+    name = f"{path.stem}_job" if is_pythons else path.stem
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+        sys.path.insert(len(sys.path) if is_pythons else 0, str(path.parent))
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise JobError(f"{path} is not a Python file.", hint="paceline new text")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 

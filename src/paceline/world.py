@@ -3,7 +3,7 @@
 import gc
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import MachineError
+from paceline.launch.owner import LISTEN_FD, own_environ
 from paceline.talk import aside
 from paceline.traffic import Traffic
 
@@ -38,9 +39,10 @@ class Place:
     listen_fd: int | None = None
 
     @staticmethod
-    def read(environ: "os._Environ[str] | dict[str, str]") -> "Place":
+    def read(environ: Mapping[str, str]) -> "Place":
         """From the variables that torchrun and our own launcher set."""
-        port, fd = environ.get("MASTER_PORT"), environ.get("PACELINE_LISTEN_FD")
+        environ = own_environ(environ)
+        port, fd = environ.get("MASTER_PORT"), environ.get(LISTEN_FD)
         return Place(
             rank=int(environ.get("RANK", 0)),
             world_size=int(environ.get("WORLD_SIZE", 1)),
@@ -253,7 +255,7 @@ class World:
 
 def _store(place: Place, timeout: timedelta) -> tuple[TCPStore | None, str | None]:
     """Our own launcher hands rank 0 a socket that listens already; others read the environment."""
-    if os.environ.get("PACELINE_LISTEN_FD") is None:
+    if own_environ(os.environ).get(LISTEN_FD) is None:
         return None, "env://"
     store = TCPStore(
         place.address,

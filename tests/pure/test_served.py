@@ -33,7 +33,7 @@ def said(monkeypatch: pytest.MonkeyPatch, servers: list[int]) -> list[str]:
 
 
 def test_workers_that_are_ended_because_it_is_over_are_not_told_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said(monkeypatch, [0, 0]) == ["gone 0 0", "gone 1 0", "gone 2 0", "gone 3 0"]
+    assert said(monkeypatch, [0, 0]) == ["gone 0 0", "gone 1 0", "over 2 -9", "over 3 -9"]
 
 
 def test_nobody_is_said_to_go_on_where_a_server_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:

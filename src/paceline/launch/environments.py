@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
+from paceline.launch.owner import own_environ
 
 _LAUNCHERS = {
     "torchrun": "torchrun --nproc-per-node {local}",
@@ -39,11 +40,12 @@ class Joined:
 
 
 def detect(environ: Mapping[str, str]) -> Joined | None:
-    """The world this process was started into, or None.
+    """The world this process was started into, or None: also where the variables are those of a rank that started it.
 
     Raises:
         UsageError: the launcher's numbers contradict each other.
     """
+    environ = own_environ(environ)
     for read in (_torchrun, _open_mpi, _pmi, _slurm, _plain):
         found = read(environ)
         if found is not None:

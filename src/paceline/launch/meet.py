@@ -9,6 +9,7 @@ from pathlib import Path
 
 from paceline.errors import MachineError, UsageError
 from paceline.launch.environments import Joined
+from paceline.launch.owner import drop_inherited, mark_owner
 from paceline.store.disk import write_text
 
 _WAIT_SECONDS = 60.0
@@ -22,6 +23,12 @@ def adopt(joined: Joined, environ: MutableMapping[str, str]) -> None:
         UsageError: several machines and no MASTER_ADDR.
         MachineError: rank 0 did not say where it listens.
     """
+    drop_inherited(environ)
+    _put(joined, environ)
+    mark_owner(environ)
+
+
+def _put(joined: Joined, environ: MutableMapping[str, str]) -> None:
     environ["RANK"] = str(joined.rank)
     environ["WORLD_SIZE"] = str(joined.world_size)
     environ["LOCAL_RANK"] = str(joined.local_rank)

@@ -39,6 +39,16 @@ class Hold:
                 os.ftruncate(handle, 0)
             os.close(handle)
 
+    def close_in_forks(self) -> None:
+        """Keep the lock to this process: a child that the job forks may outlive the run, and does not write into it."""
+        os.register_at_fork(after_in_child=self._close_here)
+
+    def _close_here(self) -> None:
+        handle, self.handle = self.handle, -1
+        if handle >= 0:
+            with suppress(OSError):
+                os.close(handle)
+
 
 def hold(folder: Path, *, wait: Callable[[str], None]) -> Hold:
     """Take the run folder for this run. Where what held it is gone and its workers are ending, wait for them.
@@ -94,11 +104,42 @@ def _refusal(folder: Path, holder: dict[str, Any]) -> UsageError:
     cause, hint = "the same command, started twice", f"another --run-dir, or end that one first: kill {pid} on {host}"
     if not _lives(holder):
         cause, hint = "workers of a run whose launcher is gone still live", f"fuser -v {folder / LOCK}"
+        pids = _openers(folder / LOCK)
+        if pids:
+            cause += f": {', '.join(f'process {pid} ({_command(pid)})' for pid in pids[:4])}"
+            hint = f"kill {' '.join(map(str, pids))}, if it is not to go on"
     return UsageError(
         f"{folder} is another run's: process {pid} on {host} writes there since {holder.get('since', '?')}.",
         cause=cause,
         hint=hint,
     )
+
+
+def _openers(path: Path) -> list[int]:
+    """Return the other processes of this machine that have the file open, as far as this user may see them."""
+    found = []
+    with suppress(OSError):
+        own = os.stat(path)  # noqa: PTH116  beside the stat of an open handle's link
+        for folder in Path("/proc").glob("[0-9]*/fd"):
+            with suppress(OSError):
+                if int(folder.parent.name) != os.getpid() and any(_is_same(own, link) for link in folder.iterdir()):
+                    found.append(int(folder.parent.name))
+    return sorted(found)
+
+
+def _is_same(own: os.stat_result, link: Path) -> bool:
+    try:
+        return os.path.samestat(own, link.stat())
+    except OSError:
+        return False
+
+
+def _command(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return "?"
+    return " ".join(words).strip()[:80]
 
 
 def _write(handle: int) -> None:

@@ -18,9 +18,18 @@ from paceline.pulse import read_pulse
 from paceline.survive.decide import exit_code, first_failure, is_lost_connection
 from paceline.survive.failure import Failure, from_status, left_alone, read_failure, starter_ended
 from paceline.survive.short import killed_for_memory
-from paceline.survive.signals import GENTLE, stops_here
-from paceline.survive.slate import SLATE, make_slate
-from paceline.survive.stuck import Silent, apart, find_silent, gave_up, process_state, still_waiting, unanswered
+from paceline.survive.signals import GENTLE, is_main_thread, stops_here
+from paceline.survive.slate import SLATE, make_slate, read_end, write_stop
+from paceline.survive.stuck import (
+    Silent,
+    apart,
+    catches,
+    find_silent,
+    gave_up,
+    process_state,
+    still_waiting,
+    unanswered,
+)
 from paceline.talk import say
 
 _POLL_SECONDS = 0.05
@@ -79,7 +88,8 @@ class Agent:
 
     def run(self, on_tick: Callable[[], None]) -> tuple[int, Failure | None]:
         """Start, wait, and answer with the exit code and the first failure; `on_tick` runs every 50 ms."""
-        before = {number: signal.signal(number, self._on_signal) for number in stops_here()}
+        numbers = stops_here() if is_main_thread() else []  # elsewhere Python hears none
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
         read, write = os.pipe()
         process = subprocess.Popen(
             self._command,
@@ -100,7 +110,7 @@ class Agent:
             self._kill_all(process)
             os.close(read)
             for number, handler in before.items():
-                signal.signal(number, self._after(number, handler))
+                signal.signal(number, self._after(number, signal.SIG_DFL if handler is None else handler))
         try:
             return self._verdict(process.returncode)
         finally:
@@ -132,16 +142,22 @@ class Agent:
             if self._attempt.killed_by_us:
                 self._send(signal.SIGKILL, only=number)
             elif self._stops:
-                self._send(signal.SIGTERM, only=number)  # to this one: for the others it would be the second
+                self._ask_to_stop(rank)  # this one: for the others it would be the second time
             return
         self._attempt.pids.pop(rank, None)
         if kind == "again":
             return
         if kind == "lost":
             say(f"rank {rank}, a worker, was killed again and is not started any more; the others go on", sys.stderr)
-            number = 0
+        if kind in ("lost", "over"):
+            self._attempt.statuses[rank] = 0
+            return
+        end = read_end(self._slate, rank=rank)
+        if end is not None and (number <= 0 or number in _CLEAN):
+            self._attempt.statuses[rank] = end  # how Python, or what it had loaded, went down afterwards is no matter
+            return
         self._attempt.statuses[rank] = number
-        if number not in _CLEAN and not self._attempt.killed_by_us:
+        if not self._attempt.killed_by_us:
             self._attempt.failures.append(self._failure(rank, number))
             self._failed_at = self._failed_at or time.monotonic()
 
@@ -170,9 +186,16 @@ class Agent:
             return
         self._stops += 1
         if self._stops == 1 and (self._saves or number == signal.SIGUSR1):
-            self._send(signal.SIGTERM)
+            for rank in list(self._attempt.pids):
+                self._ask_to_stop(rank)
         else:
             self._kill()
+
+    def _ask_to_stop(self, rank: int) -> None:
+        """Through memory, where no handler of the job's is in the way, and by the signal that its handler waits for."""
+        write_stop(self._slate, rank=rank)
+        if catches(self._attempt.pids[rank], signal.SIGTERM):
+            self._send(signal.SIGTERM, only=self._attempt.pids[rank])
 
     def _after(self, number: int, before: Any) -> Any:
         """What was there before; one that comes twice may still be on its way, and ends nobody who was to be saved."""
@@ -252,7 +275,13 @@ def _tail(path: Path, *, lines: int = 8) -> str:
         return ""
 
 
+def _apart() -> list[str]:
+    """Keep the working folder out of where modules are looked for: what lies there is none of ours."""
+    is_here = Path(__file__).resolve().parents[2] == Path.cwd()
+    return [] if is_here else ["-P"]
+
+
 def nursery_command(request: Path) -> list[str]:
     """How the nursery is started; `PACELINE_STARTER` has other words for it, as where one with torch waits already."""
-    words = shlex.split(os.environ.get(STARTER, "")) or [sys.executable, "-m", "paceline.survive.nursery"]
+    words = shlex.split(os.environ.get(STARTER, "")) or [sys.executable, *_apart(), "-m", "paceline.survive.nursery"]
     return [*words, str(request), str(os.getpid())]

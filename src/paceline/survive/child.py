@@ -6,6 +6,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -15,26 +16,38 @@ import torch
 from paceline.errors import ExitCode, PacelineError, called_exit
 from paceline.plugins import resolve
 from paceline.survive.decide import is_lost_connection
+from paceline.survive.ending import end_python, leave, run_finish
 from paceline.survive.failure import Failure, current_rank, failure_of, print_traceback, write_failure
 from paceline.survive.kept import keep_freed
 from paceline.survive.signals import stop_flag
-from paceline.talk import flush, say
+from paceline.survive.slate import read_stop, write_end
+from paceline.talk import say
 
 
 def live(request: Mapping[str, Any], *, failures: Path, slate: int | None) -> NoReturn:
     """Run the entry with its payload, or the user's script, and leave with its exit code.
 
-    An exception is written down first.
+    An exception is written down first. Where the entry comes to its own end the slate says so: an exit code that
+    something else has left with, `os._exit` or a C library, is no word on the run. A process that the job has forked
+    and that comes here too is not this rank.
     """
     argv: list[str] = request.get("script") or []
+    rank, pid = current_rank(), os.getpid()
 
     def body() -> int:
         return _script(argv) if argv else _entered(request["entry"], request["payload"])
 
     def tell(error: BaseException) -> None:
-        write_failure(failures, rank=current_rank(), error=error, slate=slate)
+        if os.getpid() == pid:
+            write_failure(failures, rank=rank, error=error, slate=slate)
 
-    _leave(_guarded(body, threads=int(request["threads"]), tell=tell))
+    asked = None if slate is None else partial(read_stop, slate, rank=rank)
+    code, is_own_end = _guarded(body, threads=int(request["threads"]), tell=tell, asked=asked)
+    if not is_own_end:
+        leave(code)
+    if slate is not None and os.getpid() == pid:
+        write_end(slate, rank=rank, code=code)
+    end_python(code)
 
 
 def _entered(entry: str, payload: Mapping[str, Any]) -> int:
@@ -57,22 +70,30 @@ def _script(argv: list[str]) -> int:
     return int(ExitCode.DONE)
 
 
-def _guarded(body: Callable[[], int], *, threads: int, tell: Callable[[BaseException], None]) -> int:
+def _guarded(
+    body: Callable[[], int],
+    *,
+    threads: int,
+    tell: Callable[[BaseException], None],
+    asked: Callable[[], bool] | None = None,
+) -> tuple[int, bool]:
+    """Return the exit code, and whether it is the body's own: what it answers, or what a script exits with."""
     torch.set_num_threads(threads)
     keep_freed(os.environ)
-    stop_flag.install()
+    stop_flag.install(asked=asked)
     _watch_threads(tell)
     try:
-        return body()
+        return body(), True
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(bool(error.code))
-        if code not in (int(ExitCode.DONE), int(ExitCode.STOPPED)):
-            tell(error)
-        return code
+        if code in (int(ExitCode.DONE), run_finish.code):
+            return code, True
+        tell(called_exit(error) if code == ExitCode.STOPPED else error)
+        return code, False
     except BaseException as error:
         tell(error)
         print_traceback(error)
-        return int(getattr(error, "exit_code", ExitCode.FAILED))
+        return int(getattr(error, "exit_code", ExitCode.FAILED)), False
 
 
 def _watch_threads(tell: Callable[[BaseException], None]) -> None:
@@ -89,12 +110,6 @@ def _watch_threads(tell: Callable[[BaseException], None]) -> None:
 
 def _or_none(trace: TracebackType | None) -> TracebackType | None:
     return trace
-
-
-def _leave(code: int) -> NoReturn:
-    """Without running other ranks' way down: a destructor may wait for a peer that is gone."""
-    flush()
-    os._exit(code)
 
 
 def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int, go_on: str = "") -> int:

@@ -46,7 +46,7 @@ def is_lost_connection(failure: Failure) -> bool:
 
 
 def exit_code(statuses: Mapping[int, int], first: Failure | None) -> int:
-    """The run's exit code: 0, the failure's own, or 75 where every rank stopped early and saved."""
+    """Return the run's exit code: the failure's own, 75 where any rank stopped early and saved, else 0."""
     if first is not None:
         return first.exit_code
     return max(statuses.values(), default=0)

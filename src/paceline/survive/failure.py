@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import DataError, OutOfMemory, PacelineError, Problems, RunError, user_line
+from paceline.errors import DataError, ExitCode, OutOfMemory, PacelineError, Problems, RunError, user_line
+from paceline.launch.owner import own_environ
 from paceline.spec.words import size
 from paceline.store.disk import write_text
 from paceline.survive.short import is_shortage, out_of_memory, own_of, tightest_room
@@ -165,6 +166,8 @@ def from_status(rank: int, *, status: int, step: int = 0, for_memory: bool = Fal
         return Failure(
             rank=rank, kind="signal", message=f"{name} ({cause})", monotonic_ns=time.monotonic_ns(), step=step
         )
+    if status in (int(ExitCode.DONE), int(ExitCode.STOPPED)):
+        return left_early(rank, status=status, step=step)
     return Failure(
         rank=rank,
         kind="exit",
@@ -172,6 +175,20 @@ def from_status(rank: int, *, status: int, step: int = 0, for_memory: bool = Fal
         monotonic_ns=time.monotonic_ns(),
         step=step,
     )
+
+
+def left_early(rank: int, *, status: int, step: int = 0) -> Failure:
+    """Return the failure of a rank that left as if all were done, or saved, without having said so."""
+    error = RunError(
+        f"the process left with exit code {status} before the run was over.",
+        cause="something in the job called os._exit, or exit() in native code; only the run itself says that it is "
+        + ("done" if status == int(ExitCode.DONE) else "saved"),
+        hint="raise an exception there, or leave the call out; early_stopping= ends a run by a rule",
+    )
+    return Failure(
+        rank=rank, kind="exit", message=error.what, screen=str(error), monotonic_ns=time.monotonic_ns(), step=step,
+        said={**error.as_json(), "error": "exit"},
+    )  # fmt: skip
 
 
 def left_alone(rank: int, *, waiter: Failure) -> Failure:
@@ -240,4 +257,4 @@ def _path(folder: Path, rank: int) -> Path:
 
 def current_rank() -> int:
     """This process's rank, for what is written before a world exists."""
-    return int(os.environ.get("RANK", 0))
+    return int(own_environ(os.environ).get("RANK", 0))

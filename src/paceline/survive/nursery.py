@@ -10,15 +10,18 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.launch.meet import listen
+from paceline.launch.owner import ATTEMPT_FOLDER, LIFE, LISTEN_FD, mark_owner
 from paceline.plugins import resolve
+from paceline.store.hold import Hold
 from paceline.survive.agent import INHERITED
-from paceline.survive.served import LIFE, Served
+from paceline.survive.guard import guard
+from paceline.survive.served import Served
 from paceline.survive.signals import die_with, stop_flag
 from paceline.survive.slate import SLATE
 
@@ -26,9 +29,11 @@ from paceline.survive.slate import SLATE
 def main(argv: list[str]) -> int:
     """Fork the workers of one attempt and report how each ends."""
     die_with(int(argv[1]))  # before torch is imported: on a busy machine that takes long
-    stop_flag.install()  # workers inherit it: a stop that comes while one is born is not lost, and kills nobody
-    for handle in filter(None, os.environ.pop(INHERITED, "").split(",")):
-        os.set_inheritable(int(handle), False)  # workers keep it, being forked; programs that they start do not
+    stop_flag.install(passes_on=True)  # a stop that comes while a worker is born is not lost, and kills nobody
+    guard(int(argv[1]))
+    held = [Hold(int(handle)) for handle in filter(None, os.environ.pop(INHERITED, "").split(","))]
+    for lock in held:
+        os.set_inheritable(lock.handle, False)  # workers keep it, being forked; programs that they start do not
     slate = int(os.environ.pop(SLATE))
     os.set_inheritable(slate, False)
     request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
@@ -42,7 +47,7 @@ def main(argv: list[str]) -> int:
         pid = os.fork()
         if pid == 0:
             die_with(nursery)
-            _become(rank, request, folder, port=port, fd=fd)
+            _become(rank, request, folder, port=port, fd=fd, held=held)
             live(request, failures=folder, slate=slate)
         pids[pid] = rank
     listener.close()
@@ -52,7 +57,7 @@ def main(argv: list[str]) -> int:
         if pid == 0:
             die_with(nursery)
             os.environ[LIFE] = str(life)
-            _become(rank, request, folder, port=port, fd=None)
+            _become(rank, request, folder, port=port, fd=None, held=held)
             live(request, failures=folder, slate=slate)
         return pid
 
@@ -92,12 +97,16 @@ def _aside() -> Iterator[None]:
         os.close(telling)
 
 
-def _become(rank: int, request: dict[str, Any], folder: Path, *, port: int, fd: int | None) -> None:
+def _become(
+    rank: int, request: dict[str, Any], folder: Path, *, port: int, fd: int | None, held: Sequence[Hold]
+) -> None:
     """What makes it this rank.
 
     It says itself that it is born: Python forgets signals that reach a child before it is back from the fork.
     """
     _say(f"born {rank} {os.getpid()}")
+    for lock in held:
+        lock.close_in_forks()
     _redirect(folder / f"rank-{rank}.log")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -111,10 +120,10 @@ def _become(rank: int, request: dict[str, Any], folder: Path, *, port: int, fd: 
         LOCAL_WORLD_SIZE=str(request["ranks"]),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        PACELINE_LISTEN_FD=str(fd) if rank == 0 else "",
-        PACELINE_ATTEMPT_FOLDER=str(folder),
         GLOO_SOCKET_IFNAME="lo",
+        **{LISTEN_FD: str(fd) if rank == 0 else "", ATTEMPT_FOLDER: str(folder)},
     )
+    mark_owner(os.environ)
     threads = int(request["threads"])
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(threads)

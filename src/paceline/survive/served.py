@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-LIFE = "PACELINE_LIFE"
 MOST_LIVES = 3
 _POLL_SECONDS = 0.02
 _LEAVING_SECONDS = 10.0
@@ -17,8 +16,9 @@ class Served:
     """The processes of one attempt, of which the first ranks are servers.
 
     It says `gone RANK STATUS` of an end that is everybody's, as of one that raised an error: it would come again. It
-    says `again RANK STATUS` of a worker that was killed and is started once more, and `lost RANK STATUS` where
-    that was its last life and others go on.
+    says `over RANK STATUS` of a worker that ends, however it does, once the servers have ended well, and
+    `again RANK STATUS` of one that was killed and is started once more, and `lost RANK STATUS` where that was its
+    last life and others go on.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Served:
             self._ended[rank] = status
             self._say(f"gone {rank} {status}")
         elif self._ends_well:
-            self._say(f"gone {rank} 0")
+            self._say(f"over {rank} {status}")
         elif status >= 0 or self._ended:  # a server has failed, and who started us may have ended this one for that
             self._say(f"gone {rank} {status}")
         else:

@@ -5,11 +5,21 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-GENTLE = (signal.SIGUSR1, signal.SIGHUP)  # these ask again without meaning more: a terminal that closes sends several
+STOP_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,  # submitit's, and of many a Slurm script
+    signal.SIGHUP,
+    signal.SIGXCPU,  # a limit on processor time that a scheduler or `ulimit -t` has set
+)
+GENTLE = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
+"""These ask again without meaning more: a terminal that closes sends several, and so does a scheduler."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -17,6 +27,11 @@ _PR_SET_PDEATHSIG = 1
 def stops_here() -> list[signal.Signals]:
     """The signals to listen for: what `nohup` told this process to pass over when it began stays so."""
     return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+
+
+def is_main_thread() -> bool:
+    """Return whether this is the thread in which Python hears signals."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def die_with(parent: int) -> None:
@@ -28,34 +43,96 @@ def die_with(parent: int) -> None:
 
 
 class StopFlag:
-    """Whether somebody asked this rank to stop."""
+    """Whether somebody asked this rank to stop.
+
+    The job may listen to the same signals, and so may a library that it loads, at any time: `renew` puts this flag in
+    front of what they have installed, and a signal reaches both. What the agent asks for also stands in `asked`,
+    which no handler can hide.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._asked: Callable[[], bool] | None = None
         self._before: dict[int, Any] = {}
+        self._theirs: dict[int, Any] = {}
+        self._ends_process = False
+        self._passes_on = False
+        self._pid = 0
+        self._is_known_to_forks = False
 
     @property
     def requested(self) -> bool:
-        """True once a signal came."""
-        return self.signal is not None
+        """True once a signal came, or whoever started this rank has asked."""
+        return self.signal is not None or (self._asked is not None and self._asked())
 
-    def install(self) -> None:
-        """Listen; outside the main thread, where Python hears no signal, whoever runs the main thread decides."""
-        if threading.current_thread() is not threading.main_thread():
+    def install(
+        self, *, ends_process: bool = True, passes_on: bool = False, asked: Callable[[], bool] | None = None
+    ) -> None:
+        """Listen; outside the main thread, where Python hears no signal, whoever runs the main thread decides.
+
+        A second signal ends the process where `ends_process`, else it does what it did before. Processes that are
+        forked from this one do not listen, unless it `passes_on`.
+        """
+        self._asked = asked or self._asked
+        if not is_main_thread():
             return
+        self._ends_process, self._passes_on, self._pid = ends_process, passes_on, os.getpid()
+        if not self._is_known_to_forks:
+            os.register_at_fork(after_in_child=self._forked)
+            self._is_known_to_forks = True
         for number in stops_here():
-            before = signal.signal(number, self._handle)
-            self._before.setdefault(number, before)
+            before = signal.getsignal(number)
+            if before is None or before == self._handle:  # None is native code's, which can't be put back
+                continue
+            signal.signal(number, self._handle)
+            self._before[number] = before
+            self._theirs[number] = before
+
+    def renew(self) -> None:
+        """Stand before what was installed since: a signal asks for a stop, and then goes to theirs too."""
+        if not is_main_thread() or self._pid != os.getpid():
+            return
+        for number in self._before:
+            now = signal.getsignal(number)
+            if now != self._handle:
+                self._theirs[number] = now
+                signal.signal(number, self._handle)
 
     def remove(self) -> None:
-        """Listen no more: what was there before does again."""
+        """Listen no more and forget what was asked: what was there before, or was installed since, does again."""
+        self.signal = None
+        if not is_main_thread():
+            return
         while self._before:
-            signal.signal(*self._before.popitem())
+            number, before = self._before.popitem()
+            if signal.getsignal(number) == self._handle:
+                theirs = self._theirs.pop(number, before)
+                signal.signal(number, signal.SIG_DFL if theirs is None else theirs)
+        self._theirs.clear()
 
-    def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.requested and number not in GENTLE:
-            os._exit(128 + number)
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        theirs = self._theirs.get(number)
+        if self.signal is not None and number not in GENTLE:
+            self._end(number, frame, theirs)
         self.signal = number
+        if callable(theirs) and theirs is not signal.default_int_handler:
+            with suppress(BaseException):  # it may raise to end the program, which the stop does, once all is saved
+                theirs(number, frame)
+
+    def _end(self, number: int, frame: FrameType | None, theirs: Any) -> None:
+        if self._ends_process:
+            os._exit(128 + number)
+        signal.signal(number, signal.SIG_DFL if theirs is None else theirs)
+        if callable(theirs):
+            theirs(number, frame)
+        else:
+            os.kill(os.getpid(), number)
+
+    def _forked(self) -> None:
+        """A child that the job forks ends by a signal as any process does: a pool that is terminated waits for it."""
+        if not self._passes_on and self._pid != os.getpid():
+            self._asked = None
+            self.remove()
 
 
 stop_flag = StopFlag()

@@ -60,6 +60,16 @@ def process_state(pid: int) -> str:
         return ""
 
 
+def catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal; True where the kernel does not tell."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        mask = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return True
+    return bool(mask >> (number - 1) & 1)
+
+
 def gave_up(failure: Failure) -> bool:
     """Whether this rank waited for another until its patience ended."""
     text = failure.message.lower()

@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.errors import ExitCode, LayoutError, PacelineError, UsageError, raise_all
 from paceline.launch.environments import detect
+from paceline.launch.owner import attempt_folder
 from paceline.measure.probe.machines import Here, machine_here
 from paceline.plan.machine import usable_cores
 from paceline.plan.rung import TIMED, Rung
@@ -51,7 +52,7 @@ def refuse_auto(*, update: str, compress: str) -> None:
     if str(parse_compress(compress)) != "none":
         what = f"--layout auto with --compress {compress}: it is a way to send gradients of ddp."
         problems.append(LayoutError(what, hint=f"--layout ddp --compress {compress}"))
-    joined = None if "PACELINE_ATTEMPT_FOLDER" in os.environ else detect(os.environ)
+    joined = None if attempt_folder(os.environ) else detect(os.environ)
     if joined is not None and joined.world_size > 1:
         problems.append(
             UsageError(

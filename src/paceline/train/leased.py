@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from paceline.errors import JobError, MachineError
 from paceline.faults import Faults, parse_faults
 from paceline.feed.types import StepInput
+from paceline.launch.owner import LIFE, attempt_folder
 from paceline.nested import to_device
 from paceline.order.cursor import Cursor
 from paceline.pulse import Pulse
@@ -27,7 +27,6 @@ from paceline.step.passes import backward, divided, forward
 from paceline.step.spmd import writes_to
 from paceline.step.telling import Telling, own_counts
 from paceline.survive.failure import at_step
-from paceline.survive.served import LIFE
 from paceline.survive.signals import stop_flag
 from paceline.torch_private import version
 from paceline.train.built import Built, build
@@ -120,8 +119,8 @@ class Hand:
         faults = parse_faults(task.faults) if life == 1 else ()
         self._life = life
         self._faults = Faults(faults, rank=Place.read(os.environ).rank, attempt=task.attempt)
-        folder = os.environ.get("PACELINE_ATTEMPT_FOLDER")
-        self._pulse = Pulse(Path(folder) / f"pulse-{Place.read(os.environ).rank}") if folder else None
+        folder = attempt_folder(os.environ)
+        self._pulse = Pulse(folder / f"pulse-{Place.read(os.environ).rank}") if folder else None
 
     def serve(self, lines: Sequence[Line], *, rank: int) -> None:
         """Lease after lease, from the first server; each has its own part of the weights and of the gradient.
@@ -173,6 +172,7 @@ class Hand:
     def _share(self, words: Mapping[str, Any]) -> dict[str, Any]:
         """Leave the gradient of a share in every `.grad`; what it came to."""
         cursor = Cursor.from_json(words["cursor"])
+        stop_flag.renew()
         self._break(cursor.step + 1)
         read = partial(self._feed.share, cursor, micro_batch_size=int(words["micro_batch_size"]))
         given = read(number=int(words["number"]), of=int(words["of"]))

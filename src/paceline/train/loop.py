@@ -86,6 +86,7 @@ class Loop:
 
     def batches(self) -> Iterator[StepInput]:
         """This replica's share of each step from where the run stands, until the run is over or stopped."""
+        self._stop.renew()
         self.progress.unjudged = self.progress.unjudged and self.built.job.eval_data is not None
         if self.progress.unjudged and not self.stopping:
             self._record_verdict(self._improves(self.evaluate()))
@@ -113,6 +114,7 @@ class Loop:
 
     def _step(self, given: StepInput) -> StepResult:
         self._handout.check(given)
+        self._stop.renew()
         self._faults.fire("step", step=self.cursor.step + 1)
         self.built.step.step = self.cursor.step
         with self.against.timing():

@@ -8,6 +8,7 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.job import Job, load_job, refuse_job
 from paceline.job_transfer import receive_job
+from paceline.launch.owner import attempt_folder
 from paceline.measure.backends import built_in
 from paceline.plan.machine import usable_cores
 from paceline.plan.settle import Cluster, Facts, Plan, settle
@@ -153,9 +154,10 @@ def held_folder(task: Task, *, world: World) -> Hold | None:
         UsageError: another run writes there; on every rank alike.
     """
     found, problem = None, None
-    if world.is_main and "PACELINE_ATTEMPT_FOLDER" not in os.environ:
+    if world.is_main and attempt_folder(os.environ) is None:
         try:
             found = hold(Path(task.run), wait=say)
+            found.close_in_forks()
         except UsageError as error:
             problem = error.as_json()
     problem = world.share_json(problem)

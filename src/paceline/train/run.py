@@ -18,6 +18,7 @@ from paceline.feed.types import StepInput
 from paceline.job import Job
 from paceline.launch.environments import detect, world_size
 from paceline.launch.meet import adopt
+from paceline.launch.owner import attempt_folder
 from paceline.plan.machine import visible_gpus
 from paceline.plugins import resolve
 from paceline.spec.allowances import refuse_unknown_allowances
@@ -32,8 +33,9 @@ from paceline.step.generate import generate
 from paceline.step.result import StepResult
 from paceline.store.disk import read_json
 from paceline.store.hold import Hold
+from paceline.survive.ending import run_finish
 from paceline.survive.kept import keep_freed
-from paceline.survive.signals import stop_flag
+from paceline.survive.signals import is_main_thread, stop_flag
 from paceline.talk import say
 from paceline.train.built import job_layer
 from paceline.train.crossing import CHOSEN, CROSSING, processes_of, threads_of
@@ -124,6 +126,8 @@ class Run:
     _words: Sequence[str] = ()  # of the script, in a process that was started for it
     _ready: Ready | None = None
     _hold: Hold | None = None
+    _listens = False
+    _threads = 0  # of torch, before this run has set them
 
     def open(self) -> Session:
         """Join the others, and give what is behind this run; whoever asks also closes it."""
@@ -131,14 +135,14 @@ class Run:
         return self._live
 
     def __enter__(self) -> Self:
-        self._join_or_start()
-        Run._was_open = True
-        ready = self._ready or prepare(self._task, job=self.job)
-        if is_worker(ready):
-            raise Home(work(ready))
-        world = join_world(ready)
-        self._hold = held_folder(ready.task, world=world)
         try:
+            self._join_or_start()
+            Run._was_open = True
+            ready = self._ready or prepare(self._task, job=self.job)
+            if is_worker(ready):
+                raise Home(work(ready))
+            world = join_world(ready)
+            self._hold = held_folder(ready.task, world=world)
             self._session = Session(ready, world=world, target=self)
         except BaseException:
             self._let_go()
@@ -156,7 +160,7 @@ class Run:
     def _leave(self, error: BaseException | None) -> None:
         session = self._live
         if error is None:
-            self.exit_code = session.finish()
+            self.exit_code = run_finish.code = session.finish()
             session.close()
             if self._ready is None:
                 self._hand_back(session)
@@ -165,15 +169,13 @@ class Run:
 
     def _hand_back(self, session: Session) -> None:
         """To the script: only where a signal asked for the end it goes no further."""
-        started_by_us = "PACELINE_ATTEMPT_FOLDER" in os.environ
+        started_by_us = attempt_folder(os.environ) is not None
         by_signal = bool(self.exit_code) and session.loop.reason == "signal"
         if self.exit_code and session.world.is_main and not (by_signal and started_by_us):  # which says it itself
             stands = "Stopped and saved." if by_signal else f"The run stands at {session.loop.place}, saved."
             say(f"{stands} Go on: {self._go_on(session.run.path)}", sys.stderr)
         if by_signal:
             sys.exit(self.exit_code)
-        if not started_by_us:
-            stop_flag.remove()
 
     def _go_on(self, folder: Path) -> str:
         change = change_to_go_on(folder, resume=self._task.resume, is_named=self._is_named)
@@ -234,8 +236,14 @@ class Run:
         return self._session
 
     def _let_go(self) -> None:
+        """Leave the process as it was, whichever way the run is left: the next one in it begins afresh."""
         if self._hold is not None:
             self._hold.close()
+        if self._listens:
+            stop_flag.remove()
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        self._listens, self._threads = False, 0
 
     def _join_or_start(self) -> None:
         """In a worker, or one process: go on. In a plain process with several ranks: start them and leave.
@@ -244,10 +252,10 @@ class Run:
         """
         if self._ready is not None:
             return
-        folder = os.environ.get("PACELINE_ATTEMPT_FOLDER")
-        if folder:
+        folder = attempt_folder(os.environ)
+        if folder is not None:
             self._refuse_second()
-            request = read_json(Path(folder) / "request.json")
+            request = read_json(folder / "request.json")
             given, self._words = request["payload"], ["python", *request["script"]]
             crossing = (*CROSSING, *(CHOSEN if self._chooses else ()))
             self._task = Task.from_json({**self._task.as_json(), **{name: given[name] for name in crossing}})
@@ -260,14 +268,18 @@ class Run:
         processes = self._task.ranks if self._chooses else processes_of(self._task)
         stays = joined is not None or (processes == 1 and not late)
         script = [] if stays else script_to_start(ranks=processes)
+        if not stays and not is_main_thread():
+            raise _no_main_thread(processes)
         self._task = with_folder(self._task, make=joined is None or joined.rank == 0)
         if self._chooses:
             self._task = resolve("paceline.train.auto_run:settled_here")(self._task, job=self.job)
         if stays:
             if self._exact or processes < self._task.ranks:
+                self._threads = torch.get_num_threads()
                 torch.set_num_threads(threads_of(self._task, exact=self._exact))
             keep_freed(os.environ)
-            stop_flag.install()
+            stop_flag.install(ends_process=False)
+            self._listens = True
             return
         sys.exit(self._start_again(script))
 
@@ -287,3 +299,11 @@ class Run:
         if outcome.exit_code:
             say(last_words(outcome, go_on=self._go_on(Path(self._task.run)), more=more), sys.stderr)
         return int(outcome.exit_code)
+
+
+def _no_main_thread(ranks: int) -> UsageError:
+    return UsageError(
+        f"pl.Run on {ranks} ranks starts this script again, once for each of them, and is not in its main thread.",
+        cause="a button of an app, a sweep or a server: as ranks it would all begin again from its first line",
+        hint='ranks=1 here, or a job in a file: pl.train("job.py", ...), which any thread may call',
+    )

@@ -12,6 +12,7 @@ from paceline.errors import raise_all
 from paceline.events import Event, Note, RunEnded, RunStarted, Stream
 from paceline.faults import Faults, parse_faults, refuse_idle_faults
 from paceline.feed.facts import Facts, find_facts, looked_at, read_again, refuse_other_data
+from paceline.launch.owner import attempt_folder
 from paceline.measure.environment import environment
 from paceline.order.cursor import Cursor
 from paceline.place.batchnorm import running
@@ -207,8 +208,8 @@ class Session:
         return length.total_steps(batch=batch, drop_last=drop_last)
 
     def _make_pulse(self) -> Pulse | None:
-        folder = os.environ.get("PACELINE_ATTEMPT_FOLDER")
-        return Pulse(Path(folder) / f"pulse-{self.world.rank}") if folder else None
+        folder = attempt_folder(os.environ)
+        return Pulse(folder / f"pulse-{self.world.rank}") if folder else None
 
     def _announce(self, cursor: Cursor, loaded: Loaded | None, events: Sequence[Event]) -> None:
         if not self.world.is_main or self.ready.task.verb == "evaluate":  # which leaves the run's own story alone

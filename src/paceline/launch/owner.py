@@ -1,0 +1,55 @@
+"""Whose rank the variables of an environment speak of: every program that a rank starts inherits them.
+
+So they carry a mark: the process that they were set for, and a checksum of what was set. A process with another number
+is not that rank, and starts afresh; where another launcher has set them since, they are that launcher's.
+"""
+
+import os
+import zlib
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+OWNER = "PACELINE_RANK_OWNER"
+ATTEMPT_FOLDER = "PACELINE_ATTEMPT_FOLDER"
+LISTEN_FD = "PACELINE_LISTEN_FD"
+LIFE = "PACELINE_LIFE"
+_OURS = (OWNER, ATTEMPT_FOLDER, LISTEN_FD, LIFE)
+_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID",
+          "SLURM_STEP_ID", "SLURM_LOCALID", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # fmt: skip
+_WORLD_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_")
+
+
+def mark_owner(environ: MutableMapping[str, str]) -> None:
+    """Record that the world in this environment is this process's own."""
+    environ[OWNER] = f"{os.getpid()}:{_checksum(environ)}"
+
+
+def own_environ(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment without what speaks of a rank that is another process."""
+    pid, _, checksum = environ.get(OWNER, "").partition(":")
+    if not pid or pid == str(os.getpid()):
+        return environ
+    inherited = {*_OURS, *(_world(environ) if checksum == str(_checksum(environ)) else ())}
+    return {name: value for name, value in environ.items() if name not in inherited}
+
+
+def drop_inherited(environ: MutableMapping[str, str]) -> None:
+    """Take out of the environment what speaks of a rank that is another process."""
+    own = own_environ(environ)
+    for name in [name for name in environ if name not in own]:
+        del environ[name]
+
+
+def attempt_folder(environ: Mapping[str, str]) -> Path | None:
+    """Return the folder of the attempt that our own launcher started this very process for."""
+    folder = own_environ(environ).get(ATTEMPT_FOLDER)
+    return Path(folder) if folder else None
+
+
+def _world(environ: Mapping[str, str]) -> list[str]:
+    return [name for name in environ if name in _WORLD or name.startswith(_WORLD_PREFIXES)]
+
+
+def _checksum(environ: Mapping[str, str]) -> int:
+    text = "\n".join(f"{name}={environ[name]}" for name in sorted(_world(environ)))
+    return zlib.crc32(text.encode(errors="surrogateescape"))
