@@ -17,6 +17,7 @@ from paceline.store.hold import Hold, hold
 from paceline.store.runs import RunFolder
 from paceline.survive.agent import Agent, nursery_command
 from paceline.survive.failure import FIRST_FAILURE, STARTER, Failure
+from paceline.survive.patience import DEFAULT_SECONDS
 from paceline.survive.stuck import APART, TIMEOUT
 from paceline.talk import say
 
@@ -108,6 +109,7 @@ def _run(request: Request, on_start: Callable[[Path], Callable[[], None]] | None
         ranks=request.ranks,
         saves=request.saves,
         inherited=_inherited(held, payload),
+        patience=_patience(request),
     )
     code, failure = agent.run(tick)
     tick()
@@ -122,6 +124,15 @@ def _inherited(held: Hold | None, payload: Mapping[str, Any]) -> list[int]:
     """Return the open files that the ranks keep: the run's lock, and a job that was given as an object."""
     handles = [None if held is None else held.handle, payload.get("job_handle")]
     return [handle for handle in handles if handle is not None]
+
+
+def _patience(request: Request) -> float:
+    """How long ranks wait for each other, as far as it was given; what a job sets itself its ranks say."""
+    given = (request.payload or {}).get("settings", {}).get("train.timeout_seconds", DEFAULT_SECONDS)
+    try:
+        return float(given)
+    except (TypeError, ValueError):
+        return DEFAULT_SECONDS
 
 
 def _lost_server(outcome: Outcome, request: Request) -> bool:

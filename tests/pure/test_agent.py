@@ -11,7 +11,7 @@ import pytest
 from paceline.survive.agent import Agent
 from paceline.survive.failure import Failure
 from paceline.survive.slate import make_slate, read_end, read_slate, read_stop, write_end, write_slate, write_stop
-from paceline.survive.stuck import catches
+from paceline.survive.stacks import catches
 
 STARTER = """
 import os, sys, time

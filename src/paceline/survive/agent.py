@@ -13,20 +13,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ExitCode
+from paceline.errors import ExitCode, MachineError
 from paceline.pulse import read_pulse
 from paceline.survive.decide import exit_code, first_failure, is_lost_connection
 from paceline.survive.failure import Failure, from_status, left_alone, read_failure, starter_ended
+from paceline.survive.patience import DEFAULT_SECONDS, Watcher
 from paceline.survive.short import killed_for_memory
 from paceline.survive.signals import GENTLE, is_main_thread, stops_here
 from paceline.survive.slate import SLATE, make_slate, read_end, write_stop
+from paceline.survive.stacks import begin_stacks, catches, process_state
 from paceline.survive.stuck import (
     Silent,
     apart,
-    catches,
     find_silent,
     gave_up,
-    process_state,
     still_waiting,
     unanswered,
 )
@@ -36,6 +36,7 @@ _POLL_SECONDS = 0.05
 _NAMING_SECONDS = 0.1
 _ANSWER_SECONDS = 1.0
 _KILLING_SECONDS = 2.0
+_WAKING_SECONDS = 2.0
 _PATIENCE_SECONDS = (5.0, 30.0)
 _CLEAN = (0, 75)
 INHERITED = "PACELINE_INHERITED"
@@ -72,6 +73,7 @@ class Agent:
         ranks: int,
         saves: bool = True,
         inherited: Sequence[int] = (),
+        patience: float = DEFAULT_SECONDS,
     ) -> None:
         self._command = command
         self._environ = environ
@@ -83,6 +85,9 @@ class Agent:
         self._next_word = 0.0
         self._nursery = 0
         self._slate = make_slate()
+        begin_stacks(self._slate)
+        self._watcher = Watcher(folder, slate=self._slate, seconds=patience) if saves else None
+        self._starter_looked = 0.0
         self._failed_at: float | None = None
         self._killed_for_memory = killed_for_memory()
 
@@ -132,6 +137,7 @@ class Agent:
                 on_tick()
                 self._after_failure()
                 self._after_signal()
+                self._after_silence()
                 if self._is_late():
                     return
 
@@ -178,8 +184,30 @@ class Agent:
         if waited:  # whoever waits too has said so by now
             folder, pids = self._attempt.folder, self._attempt.pids
             mute = {rank: pid for rank, pid in pids.items() if read_failure(folder, rank, slate=self._slate) is None}
-            self._attempt.silent = find_silent(folder, mute)
+            self._attempt.silent = find_silent(folder, mute, slate=self._slate)
         self._kill()
+
+    def _after_silence(self) -> None:
+        """Say who says nothing where nobody else does; end the run if all its ranks stand still."""
+        if self._watcher is None or self._failed_at is not None or self._stops or self._attempt.killed_by_us:
+            return
+        told, failure = self._watcher.look(self._attempt.pids)
+        if told:
+            say(told, sys.stderr)
+        if failure is not None:
+            self._attempt.failures.append(failure)
+            self._kill()
+        self._wake_starter()
+
+    def _wake_starter(self) -> None:
+        """Where all ranks have ended, let a starter that is stopped go on: it alone tells of their end."""
+        now, pids = time.monotonic(), self._attempt.pids.values()
+        if now - self._starter_looked < _WAKING_SECONDS or process_state(self._nursery) != "T":
+            return
+        self._starter_looked = now
+        if pids and all(process_state(pid) in ("Z", "") for pid in pids):
+            with suppress(ProcessLookupError):
+                os.kill(self._nursery, signal.SIGCONT)
 
     def _on_signal(self, number: int, _: object) -> None:
         if self._stops and number in GENTLE:
@@ -220,7 +248,7 @@ class Agent:
                 f"the process {self._nursery} that starts the ranks is stopped: kill -CONT {self._nursery} lets it "
                 "go on; Ctrl-C again stops at once"
             )
-        return still_waiting(find_silent(self._attempt.folder, self._attempt.pids), seconds=seconds)
+        return still_waiting(find_silent(self._attempt.folder, self._attempt.pids, slate=self._slate), seconds=seconds)
 
     def _kill(self) -> None:
         self._attempt.killed_at = self._attempt.killed_at or time.monotonic()
@@ -259,7 +287,8 @@ class Agent:
         done = [rank for rank, status in attempt.statuses.items() if status == 0]
         if first is not None and is_lost_connection(first) and done:
             return 1, left_alone(done[0], waiter=first)
-        if first is not None and gave_up(first) and len(attempt.failures) == attempt.ranks > 1:
+        have_met = first is not None and first.kind != MachineError.__name__
+        if first is not None and have_met and gave_up(first) and len(attempt.failures) == attempt.ranks > 1:
             return 1, apart(sorted(attempt.failures, key=lambda failure: failure.rank))
         if first is None and self._stops > int(self._saves):
             return int(ExitCode.INTERRUPTED), None

@@ -21,6 +21,7 @@ from paceline.survive.failure import Failure, current_rank, failure_of, print_tr
 from paceline.survive.kept import keep_freed
 from paceline.survive.signals import stop_flag
 from paceline.survive.slate import read_stop, write_end
+from paceline.survive.stacks import answer_with_stack
 from paceline.talk import say
 
 
@@ -41,6 +42,8 @@ def live(request: Mapping[str, Any], *, failures: Path, slate: int | None) -> No
         if os.getpid() == pid:
             write_failure(failures, rank=rank, error=error, slate=slate)
 
+    if slate is not None:
+        answer_with_stack(slate)
     asked = None if slate is None else partial(read_stop, slate, rank=rank)
     code, is_own_end = _guarded(body, threads=int(request["threads"]), tell=tell, asked=asked)
     if not is_own_end:

@@ -16,6 +16,7 @@ _LOST = (
     "peer",
     "gloo",
     "nccl",
+    "did not meet the others",
 )
 
 

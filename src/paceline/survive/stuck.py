@@ -3,16 +3,18 @@
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from paceline.errors import RunError
+from paceline.errors import MachineError, RunError
 from paceline.pulse import read_pulse
 from paceline.spec.words import many
 from paceline.survive.decide import is_lost_connection
 from paceline.survive.failure import Failure
+from paceline.survive.stacks import Stack, ask_stack, forks_of, process_state
 
 TIMEOUT, APART = "timeout", "apart"
+_MOST_ASKED = 16
 _STATES = {
     "T": "is stopped (state T)",
     "t": "is stopped by a debugger (state t)",
@@ -32,6 +34,8 @@ class Silent:
     step: int
     seconds: float
     state: str
+    place: str = ""
+    stack: Stack = field(default_factory=Stack)
 
     @property
     def is_stopped(self) -> bool:
@@ -41,33 +45,44 @@ class Silent:
     def __str__(self) -> str:
         last = f"since step {self.step}, {self.seconds:.0f} s ago" if self.step else "yet, not one step"
         said = f"; its process {self.pid} {_STATES[self.state]}" if self.state in _STATES else ""
-        return f"nothing from it {last}{said}"
+        return f"nothing from it {last}{said}{self.place}"
 
 
-def find_silent(folder: Path, pids: Mapping[int, int]) -> list[Silent]:
-    """The ranks that stand behind: those that are stopped, else those whose last finished step is the oldest."""
+def find_silent(folder: Path, pids: Mapping[int, int], *, slate: int | None = None) -> list[Silent]:
+    """The ranks that stand behind: those that are stopped, else those whose last finished step is the oldest.
+
+    With a `slate` each says where it is, and of these the ranks that only wait for others are left out.
+    """
     found = [_look(folder, rank, pid) for rank, pid in sorted(pids.items())]
     stopped = [silent for silent in found if silent.is_stopped]
     oldest = min((silent.step for silent in found), default=0)
-    return stopped or [silent for silent in found if silent.step == oldest]
+    behind = stopped or [silent for silent in found if silent.step == oldest]
+    if slate is None:
+        return behind
+    placed = [with_place(silent, slate) if number < _MOST_ASKED else silent for number, silent in enumerate(behind)]
+    return [silent for silent in placed if not silent.stack.waits_for_ranks] or placed
 
 
-def process_state(pid: int) -> str:
-    """The kernel's letter for what a process does; empty where it can't be had."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+def with_place(silent: Silent, slate: int) -> Silent:
+    """Return it with the line of the job's own code that it is in, or the data worker that it waits for."""
+    if silent.is_stopped:
+        return silent
+    stack = ask_stack(silent.pid, slate)
+    place = f", in {stack.own[0]}" if stack.own else ""
+    if stack.waits_for_data or not stack.own:
+        place = _worker_of(silent.pid, slate) or place
+    return replace(silent, place=place, stack=stack)
 
 
-def catches(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal; True where the kernel does not tell."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        mask = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return True
-    return bool(mask >> (number - 1) & 1)
+def _worker_of(pid: int, slate: int) -> str:
+    """Which of its data workers it waits for: one that is stopped, or is in the job's code."""
+    for worker in forks_of(pid)[:_MOST_ASKED]:
+        state = process_state(worker)
+        stack = Stack() if state in ("T", "t") else ask_stack(worker, slate)
+        if state in ("T", "t") or stack.own:
+            where = f", in {stack.own[0]}" if stack.own else ""
+            return f"; it waits for its data worker {worker}, which {_STATES.get(state, 'does not answer')}{where}"
+    return ""
 
 
 def gave_up(failure: Failure) -> bool:
@@ -86,12 +101,29 @@ def unanswered(failures: Sequence[Failure], silent: Sequence[Silent]) -> Failure
     ranks = " and ".join(f"rank {one.rank}" for one in silent)
     limit = _limit(waiter.message)
     what = f"no answer from {ranks}{f' within {limit:g} s' if limit else ''}: {first}"
+    has_met = int(waiter.kind != MachineError.__name__)  # else it was before the first step
     longer = f"--train.timeout_seconds {2 * limit:.0f}" if limit else "a larger --train.timeout_seconds"
     error = RunError(what, cause=_cause(first), hint=_hint(first, longer))
     said = {**error.as_json(), "error": TIMEOUT}
     return replace(
-        waiter, rank=first.rank, kind=TIMEOUT, message=what, screen=str(error), step=first.step + 1,
+        waiter, rank=first.rank, kind=TIMEOUT, message=what, screen=str(error), step=first.step + has_met,
         told_by=waiter.rank, said=said,
+    )  # fmt: skip
+
+
+def all_silent(silent: Sequence[Silent], *, seconds: float) -> Failure:
+    """Return the failure of a run of which every rank has come to stand at one place of its own code."""
+    first = silent[0]
+    told = "; ".join(f"rank {one.rank}: {one}" for one in silent[:4])
+    error = RunError(
+        f"not one rank has answered for {seconds:.0f} s. {told}.",
+        cause="code that never ends, a lock that is never free, or data that do not come, on every rank",
+        hint=f"--train.timeout_seconds {2 * seconds:.0f} if they are only slow",
+    )
+    said = {**error.as_json(), "error": TIMEOUT}
+    return Failure(
+        rank=first.rank, kind=TIMEOUT, message=error.what, screen=str(error), step=first.step + 1,
+        monotonic_ns=time.monotonic_ns(), said=said, where=str(next(iter(first.stack.own), "")).partition(" ")[0],
     )  # fmt: skip
 
 
@@ -120,8 +152,19 @@ def still_waiting(silent: Sequence[Silent], *, seconds: float) -> str:
     stopped = [one for one in silent if one.is_stopped]
     if stopped:
         again = f"kill -CONT {' '.join(str(one.pid) for one in stopped)} lets it finish; {again}"
-    told = "\n".join(f"  rank {one.rank}: {one}" for one in silent[:4])
+    told = _rows(silent)
     return f"still waiting for {many(len(silent), 'rank')} after {seconds:.0f} s:\n{told}\n{again}"
+
+
+def quiet(silent: Sequence[Silent], *, seconds: float) -> str:
+    """Return what to say of ranks of which nothing has come for so long, while the run goes on."""
+    stopped = [str(one.pid) for one in silent if one.is_stopped]
+    wakes = f"kill -CONT {' '.join(stopped)} lets them go on; " if stopped else ""
+    return f"nothing from {many(len(silent), 'rank')} for {seconds:.0f} s:\n{_rows(silent)}\n{wakes}Ctrl-C asks to stop"
+
+
+def _rows(silent: Sequence[Silent]) -> str:
+    return "\n".join(f"  rank {one.rank}: {one}" for one in silent[:4])
 
 
 def _look(folder: Path, rank: int, pid: int) -> Silent:
@@ -152,4 +195,4 @@ def _cause(silent: Silent) -> str:
 def _hint(silent: Silent, longer: str) -> str:
     if silent.is_stopped:
         return f"let it run (kill -CONT PID wakes a stopped process), or {longer} to wait longer"
-    return f"{longer} if it is only slow; py-spy dump --pid PID shows where one that hangs is"
+    return f"{longer} if it is only slow"

@@ -120,7 +120,8 @@ class Hand:
         self._life = life
         self._faults = Faults(faults, rank=Place.read(os.environ).rank, attempt=task.attempt)
         folder = attempt_folder(os.environ)
-        self._pulse = Pulse(folder / f"pulse-{Place.read(os.environ).rank}") if folder else None
+        place, patience = Place.read(os.environ), settings.train.timeout_seconds
+        self._pulse = Pulse(folder / f"pulse-{place.rank}", patience=patience) if folder else None
 
     def serve(self, lines: Sequence[Line], *, rank: int) -> None:
         """Lease after lease, from the first server; each has its own part of the weights and of the gradient.

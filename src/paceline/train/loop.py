@@ -177,6 +177,7 @@ class Loop:
             found = self._evaluator.run(data, batch_size=size, name=f"{split}_data", beat=self._beat, stop=stop)
             if found is None:
                 return None
+            self._beat(phase="on_eval")
             extra, text = numbers_and_text(self.built.job.on_eval(self._target) if self.built.job.on_eval else None)
         if self.built.job.on_eval:
             self.built.step.settle()  # where workers race none goes on while another still looks at the weights
@@ -199,6 +200,7 @@ class Loop:
     def save(self, *, best: bool = False) -> None:
         """Save now; every rank calls this."""
         self.settle()
+        self._beat(phase="save")
         began = time.perf_counter()
         self.built.step.late.hear(None)
         self._check()
@@ -297,11 +299,15 @@ class Loop:
             self.cursor, tokens=self.progress.tokens, total=self.total_steps
         )
 
-    def _beat(self) -> None:
+    def beat_over(self) -> None:
+        """Say that no step comes any more; what the script does now takes as long as it takes."""
+        self._beat(phase="over")
+
+    def _beat(self, *, phase: str = "step") -> None:
         if self._pulse is not None:
             last = self._heard.last
             loss = last.loss if last is not None and self.built.world.device.type == "cpu" else 0.0
-            self._pulse.beat(step=self.cursor.step, total=self.total_steps or 0, loss=loss)
+            self._pulse.beat(step=self.cursor.step, total=self.total_steps or 0, loss=loss, phase=phase)
 
 
 def kept_batches(built: Built) -> int:

@@ -95,6 +95,7 @@ class Session:
 
     def close(self) -> None:
         """Leave."""
+        self.loop.beat_over()
         self._feed.close()
         self.stream.close()
         self.built.close()
@@ -209,7 +210,8 @@ class Session:
 
     def _make_pulse(self) -> Pulse | None:
         folder = attempt_folder(os.environ)
-        return Pulse(folder / f"pulse-{self.world.rank}") if folder else None
+        patience = self.ready.settings.train.timeout_seconds
+        return Pulse(folder / f"pulse-{self.world.rank}", patience=patience) if folder else None
 
     def _announce(self, cursor: Cursor, loaded: Loaded | None, events: Sequence[Event]) -> None:
         if not self.world.is_main or self.ready.task.verb == "evaluate":  # which leaves the run's own story alone
