@@ -1,12 +1,24 @@
 """`"my.pkg:Thing"` to the object: the only dynamic import."""
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 from paceline.errors import UsageError
+
+
+def _folder_now() -> str:
+    try:
+        return os.getcwd()  # noqa: PTH109  without pathlib's own look at it
+    except OSError:  # it was deleted
+        return ""
+
+
+START_FOLDER = _folder_now()
+"""Where this process was when paceline was first imported: a script that goes elsewhere is started again from there."""
 
 
 def resolve(reference: str) -> Any:

@@ -44,6 +44,8 @@ class Request:
     exact: bool = False
     saves: bool = True
     servers: int = 0
+    begins_in: str = ""
+    """The folder in which the ranks begin; empty: this process's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,8 @@ def _run(request: Request, on_start: Callable[[Path], Callable[[], None]] | None
         )
     tick = on_start(folder) if on_start else _nothing
     agent = Agent(
-        command=nursery_command(folder / "request.json"),
+        command=nursery_command((folder / "request.json").resolve()),
+        begins_in=request.begins_in,
         environ=_environ(request),
         folder=folder,
         ranks=request.ranks,

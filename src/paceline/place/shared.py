@@ -65,12 +65,29 @@ def _open(size: int, *, world: World) -> Tensor:
             f"--update hogwild needs all ranks on one machine, they are on {', '.join(hosts)}.",
             hint="--update sync, or all ranks on one machine",
         )
-    path, problem = "", ""
+    handle, path = _shared_file(size, world=world, has_name=False)
+    if not all(world.gather_json(os.access(path, os.R_OK | os.W_OK))):  # ranks that see no processes of each other
+        handle, path = _shared_file(size, world=world, has_name=True)
+    memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    world.barrier()
+    if world.is_main:
+        os.close(handle)
+        if not path.startswith("/proc/"):
+            Path(path).unlink()
+    return memory
+
+
+def _shared_file(size: int, *, world: World, has_name: bool) -> tuple[int, str]:
+    """Return rank 0's handle of new memory, and its path for all: without a name it goes with whoever is killed."""
+    handle, path, problem = -1, "", ""
     if world.is_main:
         try:
-            handle, path = tempfile.mkstemp(prefix="paceline-", dir=_MEMORY if _MEMORY.is_dir() else None)
+            if has_name or not hasattr(os, "memfd_create"):
+                handle, path = tempfile.mkstemp(prefix="paceline-", dir=_MEMORY if _MEMORY.is_dir() else None)
+            else:
+                handle = os.memfd_create("paceline-hogwild")
+                path = f"/proc/{os.getpid()}/fd/{handle}"
             os.posix_fallocate(handle, 0, size)
-            os.close(handle)
         except OSError as error:
             problem = str(error)
     path, problem = world.share_json([path, problem])
@@ -80,11 +97,7 @@ def _open(size: int, *, world: World) -> Tensor:
             where=str(_MEMORY),
             hint="a container with more of it (--shm-size)",
         )
-    memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-    world.barrier()
-    if world.is_main:
-        Path(path).unlink()
-    return memory
+    return handle, path
 
 
 def _move(tensor: Tensor, part: Tensor, *, write: bool) -> None:

@@ -2,12 +2,16 @@
 
 import os
 import platform
+import re
 import subprocess
 import time
+from itertools import takewhile
 from pathlib import Path
 
 _SMI_SECONDS = 20
 _IDLE = 3
+_GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # CUDA's own reading ends at the first other word
+_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/kfd")
 
 
 def usable_cores() -> int:
@@ -19,11 +23,15 @@ def usable_cores() -> int:
 
 def visible_gpus() -> int:
     """GPUs this process may use, without starting CUDA."""
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if asked is not None:
-        return len([part for part in asked.split(",") if part.strip() not in ("", "-1")])
     folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
+    there = len(list(folder.iterdir())) if folder.is_dir() else None
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if asked is None:
+        return there or 0
+    if there is None and not any(Path(file).exists() for file in _DRIVERS):
+        return 0
+    named = len(list(takewhile(_GPU.fullmatch, (part.strip() for part in asked.split(",")))))
+    return named if there is None else min(named, max(there, named if "MIG-" in asked else 0))
 
 
 def cpu_name() -> str:

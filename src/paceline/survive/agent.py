@@ -74,7 +74,9 @@ class Agent:
         saves: bool = True,
         inherited: Sequence[int] = (),
         patience: float = DEFAULT_SECONDS,
+        begins_in: str = "",
     ) -> None:
+        self._begins_in = begins_in
         self._command = command
         self._environ = environ
         self._attempt = Attempt(folder=folder, ranks=ranks)
@@ -103,6 +105,7 @@ class Agent:
             stdout=write,
             stderr=self._nursery_log(),
             start_new_session=True,
+            cwd=self._begins_in or None,
             pass_fds=(*self._inherited, self._slate),
         )
         os.close(write)

@@ -19,7 +19,7 @@ from paceline.survive.decide import is_lost_connection
 from paceline.survive.ending import end_python, leave, run_finish
 from paceline.survive.failure import Failure, current_rank, failure_of, print_traceback, write_failure
 from paceline.survive.kept import keep_freed
-from paceline.survive.signals import stop_flag
+from paceline.survive.signals import die_with, stop_flag
 from paceline.survive.slate import read_stop, write_end
 from paceline.survive.stacks import answer_with_stack
 from paceline.talk import say
@@ -117,6 +117,8 @@ def _or_none(trace: TracebackType | None) -> TracebackType | None:
 
 def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int, go_on: str = "") -> int:
     """Run `entry` in a process that another launcher made; a failure goes to the standard error, and ours is last."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with(os.getppid())  # torchrun that is killed leaves its workers alone with the run folder
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
     keep_freed(os.environ)

@@ -18,8 +18,10 @@ from paceline.spec.words import size
 from paceline.store.disk import write_text
 from paceline.survive.short import is_shortage, out_of_memory, own_of, tightest_room
 from paceline.survive.slate import read_slate, write_slate
+from paceline.talk import flush
 
-END_OF_TALK = "\x1e"
+END_OF_TALK = "\x1epaceline: a traceback follows\x1e"
+"""On a line of its own in a rank's log, which the console shows until there; no job prints that by chance."""
 STARTER = -1
 FIRST_FAILURE = "first-failure.json"
 _LINES, _WIDTH = 8, 400
@@ -214,9 +216,13 @@ def starter_ended(status: int, *, pid: int, said: str) -> Failure:
 
 
 def print_traceback(error: BaseException) -> None:
-    """The full text, for the rank's own log; the console stops before it, since the agent says it shorter."""
+    """The full text, for the rank's own log; the console stops before it, since the agent says it shorter.
+
+    The mark begins a line, whatever the job has left unfinished, and goes where no stream of the job's is in the way.
+    """
+    flush()
     with suppress(OSError):  # a full disk has no room for it
-        print(END_OF_TALK, flush=True)
+        os.write(1, f"\n{END_OF_TALK}\n".encode())
         try:
             traceback.print_exception(error)
         except OSError:
@@ -245,6 +251,15 @@ def _in_our_words(error: BaseException) -> BaseException:
             cause="it was killed, perhaps for memory, or a library in it crashed",
             hint="--data.workers 0 shows the error in the rank itself",
         )
+    if type(error).__name__ == "BdbQuit" or (isinstance(error, EOFError) and "reading a line" in _text(error)):
+        asked = "input()" if isinstance(error, EOFError) else "a debugger, pdb or breakpoint(),"
+        wants = RunError(
+            f"{asked} waits for words from a terminal, and a rank has none.",
+            cause="ranks are processes of their own, and print into a log",
+            hint="pl.Run(job, ranks=1) in a script, which keeps the terminal; or remote-pdb, in any rank",
+        )
+        wants.__notes__ = list(getattr(error, "__notes__", ()))
+        return wants.with_traceback(error.__traceback__)
     if is_shortage(error) and not isinstance(error, OutOfMemory):
         room = tightest_room()
         return out_of_memory(error, held={"this process": own_of(room)}, room=room)

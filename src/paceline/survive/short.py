@@ -24,7 +24,7 @@ _PARTS = (  # by where the outermost of torch's own frames is
     ("/torch/nn/", "forward"),
 )
 _GROUP = Path("/sys/fs/cgroup")
-_OLD = "memory/memory."
+_OWN_GROUPS = Path("/proc/self/cgroup")
 _PROCESS = {"address space": "VmSize", "data": "VmData"}
 _NO_LIMIT = 1 << 60  # what the first version of control groups says for none is near 2^63
 
@@ -141,13 +141,14 @@ def _rooms() -> Iterator[Room]:
         if most != resource.RLIM_INFINITY:
             own = own_bytes(_PROCESS[name])
             yield Room(name=f"this process's {name} (ulimit)", limit_bytes=most, used_bytes=own, is_own=True)
-    for most_file, now_file in (
-        ("memory.max", "memory.current"), (f"{_OLD}limit_in_bytes", f"{_OLD}usage_in_bytes"),
-    ):  # fmt: skip
-        with suppress(OSError, ValueError):
-            most, now = (int((_GROUP / file).read_text()) for file in (most_file, now_file))
-            if most < _NO_LIMIT:
-                yield Room(name="the control group's memory", limit_bytes=most, used_bytes=now)
+    for folder in _groups():
+        for most_file, now_file in (
+            ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):  # fmt: skip
+            with suppress(OSError, ValueError):
+                most, now = (int((folder / file).read_text()) for file in (most_file, now_file))
+                if most < _NO_LIMIT:
+                    yield Room(name="the control group's memory", limit_bytes=most, used_bytes=now)
     with suppress(OSError, ValueError, KeyError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         found = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
@@ -155,10 +156,34 @@ def _rooms() -> Iterator[Room]:
         yield Room(name="this machine's memory", limit_bytes=total, used_bytes=total - found["MemAvailable"])
 
 
-def killed_for_memory(*, group: Path = _GROUP, machine: Path = Path("/proc/vmstat")) -> int | None:
-    """How many processes the kernel has killed so far for memory: of this control group, else of the machine."""
-    for file in (group / "memory.events", group / f"{_OLD}oom_control", machine):
-        with suppress(OSError, ValueError, StopIteration):
-            lines = file.read_text().splitlines()
-            return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+def killed_for_memory(
+    *, group: Path = _GROUP, machine: Path = Path("/proc/vmstat"), own: Path = _OWN_GROUPS
+) -> int | None:
+    """Return how many processes the kernel has killed so far for memory: of this process's control group and of those
+    that it is in, as each of them may set the limit; where no group tells, of the machine."""
+    files = [folder / name for folder in _groups(group, own) for name in ("memory.events", "memory.oom_control")]
+    counts = [count for count in map(_kills_in, files) if count is not None]
+    return sum(counts) if counts else _kills_in(machine)
+
+
+def _kills_in(file: Path) -> int | None:
+    with suppress(OSError, ValueError, StopIteration):
+        lines = file.read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
     return None
+
+
+def _groups(group: Path = _GROUP, own: Path = _OWN_GROUPS) -> list[Path]:
+    """Return the folders of the control groups that limit this process's memory, the innermost first."""
+    found = []
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, kinds, path = (*line.split(":", 2), "", "")[:3]
+        if kinds == "" or "memory" in kinds.split(","):
+            root = group if kinds == "" else group / "memory"
+            inside = Path(path.lstrip("/"))
+            found += [root / part for part in (inside, *inside.parents) if part != Path()]
+    return [*found, group, group / "memory"]

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,7 @@ from paceline.launch.environments import detect, world_size
 from paceline.launch.meet import adopt
 from paceline.launch.owner import attempt_folder
 from paceline.plan.machine import visible_gpus
-from paceline.plugins import resolve
+from paceline.plugins import START_FOLDER, resolve
 from paceline.spec.allowances import refuse_unknown_allowances
 from paceline.spec.auto import is_auto
 from paceline.spec.compress import parse_compress
@@ -294,10 +295,13 @@ class Run:
             )
 
     def _start_again(self, script: list[str]) -> int:
+        folder = Path(self._task.run)
+        if Path(START_FOLDER) != Path.cwd():  # the ranks begin where the script began
+            self._task = replace(self._task, run=str(folder.resolve()))
         begin = resolve("paceline.train.starting:start_scripts")  # brings the planner, which ranks need not
         outcome, more = begin(self._task, script, exact=self._exact, job=self.job)
         if outcome.exit_code:
-            say(last_words(outcome, go_on=self._go_on(Path(self._task.run)), more=more), sys.stderr)
+            say(last_words(outcome, go_on=self._go_on(folder), more=more), sys.stderr)
         return int(outcome.exit_code)
 
 

@@ -27,14 +27,17 @@ def script_to_start(*, ranks: int) -> list[str]:
     spec: ModuleSpec | None = getattr(main, "__spec__", None)
     if spec is not None and spec.name != "__main__":
         return ["-m", spec.name, *sys.argv[1:]]
-    if not getattr(main, "__file__", None) or sys.argv[0] in ("", "-", "-c") or not Path(sys.argv[0]).exists():
+    place = Path(getattr(main, "__file__", None) or "")  # absolute, wherever the script has gone since
+    if spec is not None:  # a folder or an archive with a __main__.py
+        place = place.parent
+    if place == Path() or sys.argv[0] in ("", "-", "-c") or not place.exists():
         why = f"ranks={ranks} starts the script again in each rank" if ranks > 1 else "train.exact starts it again"
         raise UsageError(
             "this script is no file, so it can't be started again.",
             cause=f"{why}; it came through the standard input or python -c, or is a notebook",
             hint="save it as mine.py: python mine.py" + ("; ranks=1 works as it is" if ranks > 1 else ""),
         )
-    return [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]
+    return [str(place.resolve()), *sys.argv[1:]]
 
 
 def begin_again(*, was_open: bool) -> NoReturn:

@@ -6,6 +6,7 @@ from typing import Any
 
 from paceline.job import Job
 from paceline.plan.rung import Rung
+from paceline.plugins import START_FOLDER
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.start import Outcome, Request, start
@@ -56,6 +57,7 @@ def _started(task: Task, script: list[str], *, exact: bool) -> Outcome:
         ranks=processes_of(task),
         run=RunFolder(Path(task.run)),
         script=script,
+        begins_in=START_FOLDER,
         payload=task.as_json(),
         threads=threads_of(task, exact=exact),
         exact=exact,

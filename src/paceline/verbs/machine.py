@@ -30,9 +30,7 @@ def choose_ranks(asked: int | None, joined: Joined | None, device: str, problems
         return 1
     if joined is not None:
         if asked is not None and asked != joined.world_size:
-            problems.append(
-                UsageError(f"--ranks {asked}, but {joined.kind} started {joined.world_size}.", hint="leave --ranks out")
-            )
+            problems.append(_other_world(asked, joined))
         return joined.world_size
     gpus = visible_gpus() if device == "cuda" else 0
     if gpus and asked is not None and asked > gpus:
@@ -46,6 +44,17 @@ def choose_ranks(asked: int | None, joined: Joined | None, device: str, problems
             )
         )
     return asked or gpus or 1
+
+
+def _other_world(asked: int, joined: Joined) -> UsageError:
+    if joined.kind != "environment":
+        return UsageError(f"--ranks {asked}, but {joined.kind} started {joined.world_size}.", hint="leave --ranks out")
+    return UsageError(
+        f"--ranks {asked}, but this environment says RANK={joined.rank} WORLD_SIZE={joined.world_size}: a launcher "
+        "started this process as one of these.",
+        cause="they are left over from another command" if joined.world_size == 1 else "",
+        hint="unset RANK WORLD_SIZE, if no launcher did; else leave --ranks out",
+    )
 
 
 def refuse_nested(joined: Joined | None, faults: Sequence[Fault], problems: list[PacelineError]) -> None:

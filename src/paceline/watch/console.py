@@ -22,7 +22,7 @@ class Tail:
         self._rest = b""
         self._silent = False
         self._out = out or sys.stdout
-        self._console = Console(file=self._out)
+        self._console = Console(file=self._out, force_terminal=self._out.isatty())  # FORCE_COLOR makes a file none
         self._bar = self._make_bar() if self._console.is_terminal else None
         self._task = self._bar.add_task("", total=None, loss="") if self._bar else None
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -33,9 +34,17 @@ def fingerprint(*, ranks: int, device: str, ranks_per_node: int | None = None) -
 
 
 def cache_folder(*, environ: Mapping[str, str] = os.environ) -> Path:
-    """`$XDG_CACHE_HOME/paceline`, or `~/.cache/paceline`. A relative XDG_CACHE_HOME counts as none."""
+    """`$XDG_CACHE_HOME/paceline`, or `~/.cache/paceline`. A relative XDG_CACHE_HOME counts as none.
+
+    A user without a home, as a number in a container has none, gets a folder among the temporary files.
+    """
     asked = Path(environ.get("XDG_CACHE_HOME", ""))
-    return (asked if asked.is_absolute() else Path.home() / ".cache") / "paceline"
+    if asked.is_absolute():
+        return asked / "paceline"
+    try:
+        return Path.home() / ".cache" / "paceline"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / "cache"
 
 
 def cache_file(mark: Fingerprint, *, environ: Mapping[str, str] = os.environ) -> Path:
