@@ -1,0 +1,226 @@
+"""What a feed gives, by values: other numbers in each epoch and microbatch, the epoch that a dataset is told."""
+
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, StackDataset, Subset, default_collate
+
+from paceline.errors import DataError, DesyncError, JobError
+from paceline.feed.feed import eval_feed, make_feed
+from paceline.feed.types import Cut
+from paceline.order.cursor import Cursor
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+SAMPLES = 20
+
+
+class Drawing(Dataset[Any]):
+    """A random number beside each index."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return index, float(torch.rand((), dtype=torch.float64))
+
+
+class Counted(Dataset[Any]):
+    """Plain indices."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+class Told(Counted):
+    """The epoch that it was told beside each index."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.epoch
+
+
+def as_given(rows: list[Any]) -> list[Any]:
+    return rows
+
+
+def with_number(rows: list[Any]) -> Any:
+    return rows, float(torch.rand((), dtype=torch.float64))
+
+
+def fed(
+    data: Any, *, replicas: int = 1, workers: int = 0, epochs: int = 2, cursor: Cursor | None = None, **more: Any
+) -> dict[tuple[int, int, int], Any]:
+    """The data of every microbatch of all replicas, by epoch, step in the run and place in the batch."""
+    found = {}
+    for replica in range(replicas):
+        cut = Cut(global_batch_size=8, micro_batch_size=2, replica=replica, replicas=replicas)
+        options = {"collate": as_given, "order": None, **more}
+        feed = make_feed(data=data, seed=5, cut=cut, cursor=cursor or Cursor(), workers=workers, **options)
+        with closing(feed):
+            for given in feed:
+                if given.batch.after.epoch == epochs:
+                    break
+                for micro in given.micro:
+                    found[given.batch.after.epoch, given.batch.after.step, micro.index] = micro.data
+    return found
+
+
+@pytest.mark.parametrize(("replicas", "workers"), [(1, 0), (3, 0), (1, 2)])
+def test_a_sample_has_other_random_numbers_in_each_epoch(replicas: int, workers: int) -> None:
+    numbers: dict[tuple[int, int], float] = {}
+    for (epoch, _, _), rows in fed(Drawing(), replicas=replicas, workers=workers).items():
+        numbers |= {(epoch, index): value for index, value in rows}
+    assert len(numbers) == 2 * SAMPLES, "each sample once an epoch"
+    assert len(set(numbers.values())) == 2 * SAMPLES, "no number twice, in no epoch"
+    alone = {(e, i): v for (e, _, _), rows in fed(Drawing()).items() for i, v in rows}
+    assert numbers == alone, "the same numbers for any replicas and workers"
+
+
+@pytest.mark.parametrize(("replicas", "workers"), [(1, 0), (3, 0), (1, 2)])
+def test_a_collation_that_draws_has_other_numbers_in_each_microbatch(replicas: int, workers: int) -> None:
+    found = fed(Counted(), replicas=replicas, workers=workers, collate=with_number)
+    numbers = [value for _, value in found.values()]
+    assert len(numbers) == 2 * SAMPLES // 2 and len(set(numbers)) == len(numbers)
+    assert found == fed(Counted(), collate=with_number)
+
+
+@pytest.mark.parametrize("is_loader", [False, True])
+def test_a_random_sampler_gives_another_order_in_each_epoch(is_loader: bool) -> None:
+    sampler = RandomSampler(Counted(), replacement=True, num_samples=SAMPLES)
+    data: Any = DataLoader(Counted(), sampler=sampler) if is_loader else Counted()
+    more = {"collate": as_given} if is_loader else {"order": sampler}
+    orders = []
+    for replicas in (1, 3):
+        found = fed(data, replicas=replicas, epochs=3, **more)
+        orders.append([[i for place in sorted(found) if place[0] == e for i in found[place]] for e in range(3)])
+    assert orders[0] == orders[1]
+    assert all(len(order) == SAMPLES for order in orders[0])
+    assert orders[0][0] != orders[0][1] != orders[0][2] != orders[0][0]
+
+
+def wrapped(name: str) -> Any:
+    told = Told()
+    return {
+        "itself": lambda: told,
+        "subset": lambda: Subset(told, range(SAMPLES)),
+        "of two": lambda: ConcatDataset([Subset(told, range(8)), Subset(Told(), range(8, SAMPLES))]),
+        "stacked": lambda: Pairs(StackDataset(told, Counted())),
+        "by name": lambda: Pairs(StackDataset(a=told, b=Counted())),
+        "loader": lambda: DataLoader(Subset(told, range(SAMPLES)), num_workers=1),
+    }[name]()
+
+
+class Pairs(Dataset[Any]):
+    """A wrapper of the user's own, which calls what it holds `dataset`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        found = self.dataset[index]
+        return found[0] if isinstance(found, tuple) else found["a"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ["itself", "subset", "of two", "stacked", "by name", "loader"])
+def test_a_dataset_is_told_the_epoch_of_each_microbatch(name: str, workers: int) -> None:
+    found = fed(wrapped(name), workers=workers, replicas=2, epochs=3)
+    rows = [(place[0], *row) for place, part in found.items() for row in part]
+    assert sorted(rows) == [(epoch, index, epoch) for epoch in range(3) for index in range(SAMPLES)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resume_in_the_middle_of_an_epoch_tells_it(workers: int) -> None:
+    cursor = Cursor(epoch=2, position=8, samples=48, step=7)
+    found = fed(Told(), workers=workers, cursor=cursor, epochs=4)
+    told = [(place[0], epoch) for place, part in found.items() for _, epoch in part]
+    assert sorted(told) == [(2, 2)] * (SAMPLES - 8) + [(3, 3)] * SAMPLES
+
+
+class Growing(Counted):
+    """Longer each time it is asked, or from the second epoch on."""
+
+    def __init__(self, *, always: bool) -> None:
+        self.always, self.asked, self.epoch = always, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        self.asked += 1
+        return SAMPLES + (self.asked if self.always else 4 * self.epoch)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_length_that_is_not_the_same_is_refused(workers: int) -> None:
+    with pytest.raises(JobError, match="train_data has another length each time it is asked: 21 samples, then 22"):
+        fed(Growing(always=True), workers=workers)
+    with pytest.raises(DataError, match="train_data has 24 samples in epoch 1 and had 20 at the start"):
+        fed(Growing(always=False), workers=workers)
+
+
+class Own(Counted):
+    """What one rank has of 20 samples, shifted by `first`; with numbers of a generator of its own if it draws."""
+
+    def __init__(self, first: int = 0, length: int = SAMPLES, draws: bool = False) -> None:
+        self.first, self.length = first, length
+        self.generator = torch.Generator().manual_seed(first) if draws else None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = 0.0 if self.generator is None else float(torch.rand((), generator=self.generator))
+        return index + self.first, drawn
+
+
+def together(mine: Any, other: Any, *, evaluates: bool) -> None:
+    """The feeds of two ranks, one after the other: each question is answered with what the other has said."""
+    said: list[Any] = []
+
+    def read(data: Any, agree: Any) -> None:
+        if evaluates:
+            list(eval_feed(data=data, collate=as_given, batch_size=4, replica=0, replicas=2, seed=5, agree=agree))
+        else:
+            cut = Cut(global_batch_size=8, micro_batch_size=2, replicas=2)
+            options: Any = {"collate": as_given, "order": None, "seed": 5, "cut": cut, "cursor": Cursor()}
+            with closing(make_feed(data=data, agree=agree, **options)) as feed:
+                next(iter(feed))
+
+    def tell(value: Any) -> list[Any]:
+        said.append(value)
+        return [value, value]
+
+    read(other, tell)
+    said.append(True)  # where samples differ, whether this one's are the same twice
+    turn = iter(said)
+    read(mine, lambda value: [value, next(turn)])
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_ranks_with_other_data_are_refused_by_name(evaluates: bool) -> None:
+    name = "eval_data" if evaluates else "train_data"
+    together(Own(), Own(), evaluates=evaluates)
+    together(Own(draws=True), Own(3, draws=True), evaluates=evaluates)
+    with pytest.raises(DesyncError, match=f"{name} has 19 samples on rank 1 and 20 on rank 0"):
+        together(Own(), Own(length=19), evaluates=evaluates)
+    with pytest.raises(DesyncError, match=rf"sample \d+ of {name} is not on rank 1 what it is on rank 0") as told:
+        together(Own(), Own(1), evaluates=evaluates)
+    assert "give every rank the whole dataset" in told.value.hint
+
+
+def test_batches_of_tensors_are_the_default() -> None:
+    found = fed(Counted(), collate=None, epochs=1)
+    assert torch.equal(found[0, 3, 0], default_collate([int(i) for i in found[0, 3, 0]]))
