@@ -11,6 +11,13 @@ from traceback import extract_stack, extract_tb
 from types import FrameType
 
 
+def on_a_screen(text: str, *, lines: int = 8, width: int = 400) -> str:
+    """Return the text with at most so many lines of at most this width, and how many are left out."""
+    given = text.splitlines() if len(text) > width else [text]
+    shown = [line if len(line) <= width else f"{line[:width]} ... ({len(line):,} characters)" for line in given[:lines]]
+    return "\n".join([*shown, *([f"... {len(given) - lines:,} more lines"] if len(given) > lines else [])])
+
+
 class ExitCode(IntEnum):
     """Exit codes of the command; fixed, since schedulers and scripts rely on them."""
 
@@ -33,6 +40,7 @@ class PacelineError(Exception):
     exit_code = ExitCode.FAILED
 
     def __init__(self, what: str, *, where: str = "", cause: str = "", hint: str = "") -> None:
+        what = on_a_screen(what, lines=16, width=1000)
         super().__init__(what)
         self.what = what
         self.where = where

@@ -3,6 +3,7 @@
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, StackDataset, Subset, default_collate
@@ -219,6 +220,32 @@ def test_ranks_with_other_data_are_refused_by_name(evaluates: bool) -> None:
     with pytest.raises(DesyncError, match=rf"sample \d+ of {name} is not on rank 1 what it is on rank 0") as told:
         together(Own(), Own(1), evaluates=evaluates)
     assert "give every rank the whole dataset" in told.value.hint
+
+
+@pytest.mark.parametrize("order", [[0.5, 1.5], [True, False], [[0, 1]], "random", 3, lambda total: [0], ["0"]])
+def test_an_order_that_is_none_is_refused_by_name(order: Any) -> None:
+    with pytest.raises(JobError, match="order="):
+        fed(Counted(), order=order)
+
+
+def test_an_order_may_be_of_any_whole_numbers_and_of_another_length_in_each_epoch() -> None:
+    def order(total: int, epoch: int, seed: int) -> Any:
+        return [torch.arange(4), range(20), np.arange(9, dtype=np.uint8)][epoch % 3]
+
+    found = fed(Counted(), order=order, epochs=3)
+    read = [[i for place in sorted(found) if place[0] == epoch for i in found[place]] for epoch in range(3)]
+    assert read == [list(range(4)), list(range(20)), list(range(9))]
+
+
+def test_a_long_exception_of_the_data_is_one_screen_and_whole_in_the_log() -> None:
+    class Long(Counted):
+        def __getitem__(self, index: int) -> Any:
+            raise ValueError("\n".join(["wrong " * 200] * 10_000))
+
+    with pytest.raises(DataError) as told:
+        fed(Long())
+    assert len(str(told.value)) < 5000 and "9,992 more lines" in str(told.value)
+    assert len(told.value.__notes__[0]) > 1_000_000
 
 
 def test_batches_of_tensors_are_the_default() -> None:

@@ -36,7 +36,9 @@ class Facts:
             JobError: with the user's line.
         """
         if self.problem is not None:
-            raise JobError(self.problem.what, where=self.problem.where, hint=self.problem.hint)
+            found = JobError(self.problem.what, where=self.problem.where, hint=self.problem.hint)
+            found.add_note(self.problem.full)
+            raise found
 
 
 def find_facts(source: Source, *, seed: int, name: str = "train_data") -> Facts:

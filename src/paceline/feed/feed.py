@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from paceline.errors import DataError, JobError, UsageError
+from paceline.errors import DataError, JobError
 from paceline.feed.apart import read_apart
 from paceline.feed.epoch import Agree
 from paceline.feed.facts import (
@@ -18,11 +18,11 @@ from paceline.feed.facts import (
 from paceline.feed.fetch import Fetcher, Seen, Sight, Wanted, checked
 from paceline.feed.once import stream_once
 from paceline.feed.same_order import refuse_apart, refuse_other
-from paceline.feed.source import Collate, Order, Source, read_source
+from paceline.feed.source import Collate, Order, Source, read_source, refuse_no_batch
 from paceline.feed.stream import StreamFeed
 from paceline.feed.types import Cut, LocalMicro, StepInput
 from paceline.feed.workers import Workers
-from paceline.order.batches import Batch, next_batch
+from paceline.order.batches import Batch
 from paceline.order.cursor import Cursor
 from paceline.order.deal import deal
 from paceline.spec.words import many
@@ -122,7 +122,7 @@ class IndexedFeed:
         self._fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=seeded)
         own = key(seed, "workers", cut.replica, cursor.epoch, cursor.position)
         self._workers = Workers(fetcher=self._fetcher, source=source, pin_memory=pin_memory, seed=own)
-        self.notes = source.notes
+        self.notes = (*source.notes, *self._of_size())
 
     def __iter__(self) -> Iterator[StepInput]:
         """Endless: epoch after epoch."""
@@ -145,6 +145,14 @@ class IndexedFeed:
                 for index, wanted in plans
             )
             yield StepInput(batch=batch, micro=micro, spare=partial(self._read, self._wanted(batch, 0)))
+
+    def _of_size(self) -> tuple[str, ...]:
+        batch, total = self._cut.global_batch_size, self.num_samples or 0
+        if batch <= total:
+            return ()
+        return (
+            f"warning: a global batch of {batch:,} is more than an epoch has: each step is all {many(total, 'sample')}",
+        )
 
     def _read(self, wanted: Wanted) -> Any:
         """Read a microbatch out of turn."""
@@ -214,9 +222,8 @@ class IndexedFeed:
     def _plans(self) -> Iterator[tuple[Batch, list[tuple[int, Wanted]]]]:
         cursor, cut = self._cursor, self._cut
         while True:
-            batch = next_batch(
+            batch = self._order.batch(
                 cursor,
-                num_samples=self._order.size(cursor.epoch),
                 global_batch_size=cut.global_batch_size,
                 micro_batch_size=cut.micro_batch_size,
                 drop_last=cut.drop_last,
@@ -237,20 +244,6 @@ def refuse_stream() -> JobError:
         cause="an iterable dataset: what one worker has read of it no other can read",
         hint="a dataset with __len__ and __getitem__, or --update sync",
     )
-
-
-def refuse_no_batch(num_samples: int, *, batch: int) -> None:
-    """Refuse to leave out an epoch's short batch where it has no other.
-
-    Raises:
-        UsageError: with both numbers.
-    """
-    if num_samples < batch:
-        raise UsageError(
-            f"data.drop_last leaves nothing to train on: an epoch has {many(num_samples, 'sample')}, and a global "
-            f"batch {batch}.",
-            hint=f"--data.drop_last false, or --train.global_batch_size {num_samples}",
-        )
 
 
 def eval_feed(

@@ -2,20 +2,23 @@
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from traceback import format_exception
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from paceline.errors import DataError, user_line
+from paceline.errors import DataError, on_a_screen, user_line
 from paceline.feed.checksum import checksum
 from paceline.feed.seeds import seed_sample
 from paceline.feed.source import Source
 from paceline.streams import key, preserved, seed_all
 from paceline.survive.signals import STOP_SIGNALS, die_with
 from paceline.torch_private import introduce_worker
+
+_MOST_TEXT = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +50,16 @@ class Sight:
 
 @dataclass(frozen=True, kw_only=True)
 class Trouble:
-    """An exception on its way out of a data worker, as text: the object itself may not travel."""
+    """An exception on its way out of a data worker, as text: the object itself may not travel.
+
+    `what` is for the screen; `full` is all of it with the traceback, for the rank's log.
+    """
 
     what: str
     where: str
     hint: str = ""
     cause: str = ""
+    full: str = field(default="", repr=False)
 
 
 class Fetcher(Dataset[Any]):
@@ -124,7 +131,18 @@ def trouble(error: Exception, *, doing: str, hint: str = "") -> Trouble:
     """Say what went wrong and where in the user's code."""
     line = user_line(error)
     where = f"{line}: {line.text}" if line else ""
-    return Trouble(what=f"{doing} failed: {type(error).__name__}: {error}", where=where, hint=hint)
+    said = on_a_screen(str(error))
+    return Trouble(
+        what=f"{doing} failed: {type(error).__name__}: {said}", where=where, hint=hint, full=_full_text(error)
+    )
+
+
+def _full_text(error: Exception) -> str:
+    """Everything, but no book."""
+    try:
+        return "".join(format_exception(error))[:_MOST_TEXT]
+    except Exception:  # some can't be printed
+        return ""
 
 
 def checked(value: Any) -> Any:
@@ -134,7 +152,10 @@ def checked(value: Any) -> Any:
         DataError: the dataset or the collation raised.
     """
     if isinstance(value, Trouble):
-        raise DataError(value.what, where=value.where, cause=value.cause, hint=value.hint)
+        found = DataError(value.what, where=value.where, cause=value.cause, hint=value.hint)
+        if value.full:
+            found.add_note(value.full)
+        raise found
     return value
 
 

@@ -7,7 +7,7 @@ from paceline.feed.feed import refuse_stream
 from paceline.feed.fetch import Fetcher, Wanted, checked
 from paceline.feed.source import Collate, Order, read_source
 from paceline.feed.types import LocalMicro, StepInput
-from paceline.order.batches import Batch, next_batch
+from paceline.order.batches import Batch
 from paceline.order.cursor import Cursor
 from paceline.order.deal import deal
 
@@ -33,9 +33,8 @@ class LeasedFeed:
 
     def share(self, cursor: Cursor, *, micro_batch_size: int, number: int = 0, of: int = 1) -> StepInput:
         """Part `number` of `of` of the batch that begins at `cursor`."""
-        batch = next_batch(
+        batch = self._order.batch(
             cursor,
-            num_samples=self._order.size(cursor.epoch),
             global_batch_size=self._size,
             micro_batch_size=micro_batch_size,
             drop_last=self._drop_last,

@@ -9,14 +9,18 @@ import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from paceline.errors import DataError, JobError
+from paceline.errors import DataError, JobError, UsageError, on_a_screen, user_line
 from paceline.job_fields import whole_indices
+from paceline.order.batches import Batch, next_batch
+from paceline.order.cursor import Cursor
 from paceline.order.permute import Permutation, Positions
+from paceline.spec.words import many
 from paceline.streams import key, preserved, seed_all
 
 Collate = Callable[[list[Any]], Any]
 
 
+_ORDER_HINT = "order=lambda num_samples, epoch, seed: [indices ...]"
 _OWN = ("shard", "set_epoch", "state_dict", "num_shards", "n_shards")
 
 
@@ -162,6 +166,20 @@ def _order_of(sampler: Any) -> tuple[Any, str]:
     return sampler, ""
 
 
+def refuse_no_batch(num_samples: int, *, batch: int) -> None:
+    """Refuse to leave out an epoch's short batch where it has no other.
+
+    Raises:
+        UsageError: with both numbers.
+    """
+    if num_samples < batch:
+        raise UsageError(
+            f"data.drop_last leaves nothing to train on: an epoch has {many(num_samples, 'sample')}, and a global "
+            f"batch {batch}.",
+            hint=f"--data.drop_last false, or --train.global_batch_size {num_samples}",
+        )
+
+
 class Order:
     """Which sample stands at which position of an epoch: a pure function of (seed, epoch, position)."""
 
@@ -181,6 +199,26 @@ class Order:
         if not self.is_own:
             return self._order or "shuffled"
         return f"{zlib.crc32(np.ascontiguousarray(self._of(epoch)).tobytes()):08x}"
+
+    def batch(self, cursor: Cursor, *, global_batch_size: int, micro_batch_size: int, drop_last: bool) -> Batch:
+        """Return the batch at `cursor`, where each epoch is as long as its own order.
+
+        Raises:
+            UsageError: the short batches are left out, and an epoch has no other.
+        """
+        left = self.size(cursor.epoch) - cursor.position
+        if left <= 0 or (drop_last and left < global_batch_size):
+            cursor = Cursor(epoch=cursor.epoch + 1, samples=cursor.samples, step=cursor.step)
+        total = self.size(cursor.epoch)
+        if drop_last:
+            refuse_no_batch(total, batch=global_batch_size)
+        return next_batch(
+            cursor,
+            num_samples=total,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            drop_last=drop_last,
+        )
 
     def size(self, epoch: int) -> int:
         """Samples in this epoch."""
@@ -202,14 +240,38 @@ class Order:
         if self._order == "sequential":
             return np.arange(self._total, dtype=np.int64)
         drawn = whole_indices(self._drawn(epoch))
+        if drawn.ndim != 1:
+            raise JobError(f"order= gave lists of indices (batches?) at epoch {epoch}.", hint=_ORDER_HINT)
         if len(drawn) == 0 or drawn.min() < 0 or drawn.max() >= self._total:
             raise DataError(
                 f"order= gave indices outside 0..{self._total - 1} at epoch {epoch}.",
-                hint="order=lambda num_samples, epoch, seed: [indices ...]",
+                hint=_ORDER_HINT,
             )
         return drawn
 
-    def _drawn(self, epoch: int) -> Sequence[int]:
+    def _drawn(self, epoch: int) -> Sequence[Any]:
+        """What the user's order gives.
+
+        Raises:
+            JobError: it is none, or it raises.
+        """
+        order = self._order
+        if isinstance(order, str | bytes) or not (callable(order) or isinstance(order, Iterable)):
+            raise JobError(
+                f"order={on_a_screen(repr(order), lines=1, width=40)} is no order of samples.",
+                hint=f'order="sequential", a torch Sampler, or {_ORDER_HINT}',
+            )
+        try:
+            return self._asked(epoch)
+        except Exception as error:
+            line = user_line(error)
+            raise JobError(
+                f"order= failed for epoch {epoch}: {type(error).__name__}: {on_a_screen(str(error))}",
+                where=f"{line}: {line.text}" if line else "",
+                hint=_ORDER_HINT,
+            ) from error
+
+    def _asked(self, epoch: int) -> Sequence[Any]:
         with preserved():
             seed_all(key(self._seed, "order", epoch))
             if isinstance(self._order, Sampler) or not callable(self._order):

@@ -12,7 +12,7 @@ import torch
 
 from paceline import talk
 from paceline.errors import JobError
-from paceline.feed.feed import refuse_no_batch
+from paceline.feed.source import refuse_no_batch
 from paceline.measure.environment import job_facts
 from paceline.order.cursor import Cursor
 from paceline.prove.answer import Rung, answer

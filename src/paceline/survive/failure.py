@@ -12,7 +12,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import DataError, ExitCode, OutOfMemory, PacelineError, Problems, RunError, user_line
+from paceline.errors import (
+    DataError,
+    ExitCode,
+    OutOfMemory,
+    PacelineError,
+    Problems,
+    RunError,
+    on_a_screen,
+    user_line,
+)
 from paceline.launch.owner import own_environ
 from paceline.spec.words import size
 from paceline.store.disk import write_text
@@ -24,7 +33,7 @@ END_OF_TALK = "\x1epaceline: a traceback follows\x1e"
 """On a line of its own in a rank's log, which the console shows until there; no job prints that by chance."""
 STARTER = -1
 FIRST_FAILURE = "first-failure.json"
-_LINES, _WIDTH = 8, 400
+_WIDTH = 400
 _DOING = "this rank "
 
 
@@ -237,9 +246,7 @@ def _text(error: BaseException) -> str:
         text = str(error)
     except Exception as worse:
         return f"(its own text can't be had: {type(worse).__name__})"
-    lines = text.splitlines()
-    shown = [line if len(line) <= _WIDTH else f"{line[:_WIDTH]} ..." for line in lines[:_LINES]]
-    return "\n".join([*shown, *([f"... {len(lines) - _LINES} more lines"] if len(lines) > _LINES else [])])
+    return on_a_screen(text)
 
 
 def _in_our_words(error: BaseException) -> BaseException:
