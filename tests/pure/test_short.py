@@ -134,3 +134,13 @@ def test_what_was_freed_goes_back_and_the_most_begins_anew() -> None:
     give_back()
     assert len(last) == 100_000 and own_bytes() < kept - (60 << 20)
     assert own_bytes("VmHWM") < most
+
+
+def test_a_kill_in_a_group_inside_the_root_s_is_counted(tmp_path: Path) -> None:
+    """As under Slurm with the first version of control groups: the root's own file counts none of them."""
+    own = tmp_path / "cgroup"
+    own.write_text("9:name=systemd:/\n4:cpu,memory:/slurm/job_7\n")
+    for place, kills in (("memory", 0), ("memory/slurm", 0), ("memory/slurm/job_7", 3)):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "memory.oom_control").write_text(f"under_oom 0\noom_kill {kills}\n")
+    assert killed_for_memory(group=tmp_path, machine=tmp_path / "none", own=own) == 3

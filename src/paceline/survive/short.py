@@ -161,9 +161,11 @@ def killed_for_memory(
 ) -> int | None:
     """Return how many processes the kernel has killed so far for memory: of this process's control group and of those
     that it is in, as each of them may set the limit; where no group tells, of the machine."""
-    files = [folder / name for folder in _groups(group, own) for name in ("memory.events", "memory.oom_control")]
-    counts = [count for count in map(_kills_in, files) if count is not None]
-    return sum(counts) if counts else _kills_in(machine)
+    for name in ("memory.events", "memory.oom_control"):
+        counts = [count for folder in _groups(group, own) if (count := _kills_in(folder / name)) is not None]
+        if counts:
+            return sum(counts)
+    return _kills_in(machine)
 
 
 def _kills_in(file: Path) -> int | None:
