@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ExitCode, UsageError
+from paceline.spec.secret import holds_secret
 from paceline.spec.words import many
 from paceline.store.checkpoints import LATEST, marked, step_of, was_saved
 from paceline.store.disk import write_json, writing
@@ -102,6 +103,7 @@ def _run(request: Request, on_start: Callable[[Path], Callable[[], None]] | None
                 "folder": str(folder.resolve()),
                 "servers": request.servers,
             },
+            private=holds_secret(payload.get("settings", ())),
         )
     tick = on_start(folder) if on_start else _nothing
     agent = Agent(

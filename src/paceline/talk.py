@@ -3,19 +3,39 @@
 import codecs
 import errno
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
 _PLAIN = {"✓": "ok", "✗": "x", "×": "x", "·": "-", "•": "*", "…": "...", "→": "->", "≤": "<=", "≥": ">="}
 _PLAINLY = "paceline.plainly"
+_TURNS = "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # they end a line, or turn the direction of what follows
+_COMMANDS = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_TURNS}]")
+_COMMANDS_OF_A_JOB = re.compile(f"\x1b(?!\\[[0-9;]*m)|[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f{_TURNS}]")
 
 
 def fitting(text: str, stream: TextIO) -> str:
-    """The text with other marks where the stream's encoding lacks ours."""
+    """The text with other marks where the stream's encoding lacks ours, and without what would command a terminal.
+
+    Names and messages come from files of strangers: an escape sequence in one could write over what was said.
+    """
+    return _encodable(_COMMANDS.sub(_as_escape, text), stream)
+
+
+def fitting_print(text: str, stream: TextIO) -> str:
+    """A line that the user's own code printed: the same, with its colours and its returns to the line's start."""
+    return _encodable(_COMMANDS_OF_A_JOB.sub(_as_escape, text), stream)
+
+
+def _as_escape(found: re.Match[str]) -> str:
+    return "".join(f"\\x{ord(mark):02x}" if ord(mark) < 256 else f"\\u{ord(mark):04x}" for mark in found[0])
+
+
+def _encodable(text: str, stream: TextIO) -> str:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, _PLAINLY).decode(encoding)
 
@@ -30,14 +50,30 @@ codecs.register_error(_PLAINLY, _plainly)
 
 
 def say(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
-    """Print to `stream` (the standard output) at once; to nowhere from then on if its reader has left."""
+    """Print to `stream` (the standard output) at once; to nowhere from then on where it can't be written."""
     to = stream or sys.stdout
+    with_no_reader(lambda: print(fitting(text, to), file=to, end=end, flush=True), to)
+
+
+def with_no_reader(write: Callable[[], object], stream: TextIO) -> OSError | None:
+    """Write to a stream that may be gone, full, or not ready; then it is silent. Return why, unless its reader left.
+
+    What is said is no part of a run: that it can't be written is no reason to end one.
+    """
     try:
-        print(fitting(text, to), file=to, end=end, flush=True)
+        try:
+            write()
+        except BlockingIOError:  # another program has told the terminal not to wait; what is left of this is written
+            os.set_blocking(stream.fileno(), True)
+            stream.flush()
     except OSError as error:
-        if not is_gone(error):
-            raise
-        silence(to)
+        silence(stream)
+        if is_gone(error):
+            return None
+        if stream is not sys.stderr:
+            say(f"what is said here can't be written and is left out: {error.strerror}", sys.stderr)
+        return error
+    return None
 
 
 def is_gone(error: OSError) -> bool:
@@ -48,17 +84,16 @@ def is_gone(error: OSError) -> bool:
 def flush() -> None:
     """What the user's own `print` left behind, before a process leaves without Python's own way down."""
     for stream in (sys.stdout, sys.stderr):
-        try:
-            say("", stream, end="")
-        except OSError:  # a full disk
-            silence(stream)
+        say("", stream, end="")
 
 
 def silence(stream: TextIO) -> None:
     """What is still in it and what comes goes nowhere, and raises nothing."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    with suppress(OSError, ValueError):  # a stream that is no file
+        handle = stream.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, handle)
+        os.close(nowhere)
 
 
 def replace_closed() -> None:

@@ -12,6 +12,7 @@ from paceline.store.disk import write_json
 from paceline.store.runs import RunFolder, find_run, newest_saved_run, run_of
 from paceline.store.writing import save
 from tests.conftest import Shop
+from tests.fault.test_store import STATE
 
 WORDS = ("--checkpoint.every", "4", "--checkpoint.keep", "9", "--eval.every", "4")
 CHANGED = ("--job.lr", "0.05", "--allow", "optimizer")
@@ -54,7 +55,7 @@ def test_what_came_after_an_older_checkpoint_is_set_aside_and_the_branch_is_gone
     aside = run / "checkpoints" / "after-step-00000004"
     assert ended.code == 0 and f"was set aside in {aside.relative_to(shop.path)}" in ended.out, ended.text
     assert steps(run) == [4, 6] and [path.name[-2:] for path in all_steps(aside)] == ["08", "12"]
-    assert best == "step-00000012\n" == (aside / "best").read_text()
+    assert best.startswith("step-00000012\n") and best == (aside / "best").read_text()
     ended = shop.run("train", "job.py", "--run-dir", "run", "--ranks", "1", "--train.steps", "11", *CHANGED[:2], *WORDS)
     assert ended.code == 0 and "resumed: step-00000006" in ended.out, ended.text
     assert shop.digest("run") == shop.digest("fork")
@@ -127,7 +128,7 @@ def test_the_newest_run_that_has_saved_is_gone_on_with(tmp_path: Path) -> None:
         (tmp_path / "job" / name).mkdir(parents=True)
     newest = newest_saved_run("job", root=tmp_path)
     assert newest is not None and newest.path.name == "3"
-    save(RunFolder(tmp_path / "job" / "2").checkpoints, step=3, files={}, state={})
+    save(RunFolder(tmp_path / "job" / "2").checkpoints, step=3, files={}, state=STATE)
     newest = newest_saved_run("job", root=tmp_path)
     assert newest is not None and newest.path.name == "2"
     assert json.loads((newest.checkpoints / "step-00000003" / "manifest.json").read_text())["digest"]

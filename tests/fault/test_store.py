@@ -26,7 +26,16 @@ from paceline.store.checkpoints import (
 from paceline.store.tensors import TensorBytes
 from paceline.store.writing import commit, save, write_part
 
-STATE = {"cursor": {"step": 1}, "lr": 0.1, "text": "ü"}
+STATE = {
+    "identity": {"seed": 1},
+    "cursor": {"epoch": 0, "position": 4, "samples": 4, "step": 1},
+    "feed": {},
+    "aliases": {},
+    "optimizers": [],
+    "schedules": [],
+    "lr": 0.1,
+    "text": "ü",
+}
 
 
 def tensors(fill: int, *, num: int = 3, size: int = 500) -> list[TensorBytes]:

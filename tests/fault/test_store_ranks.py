@@ -17,6 +17,7 @@ from paceline.store.manifest import kind_of, rank_file, write_files, write_manif
 from paceline.store.pieces import check_cover
 from paceline.store.tensors import Later, TensorBytes, TensorEntry, write_tensors
 from paceline.store.writing import begin, commit
+from tests.fault.test_store import STATE
 
 Shape = tuple[int, ...]
 
@@ -54,7 +55,7 @@ def ranks_write(folder: Path, *, step: int, whole: Shape, ranks: int, rng: rando
     listed: dict[str, object] = {}
     for own in files:
         listed |= write_files(aside, own)
-    write_manifest(aside, listed=listed, state={"step": step}, step=step)  # type: ignore[arg-type]
+    write_manifest(aside, listed=listed, state={**STATE, "step": step}, step=step)  # type: ignore[arg-type]
     return commit(folder, aside, step=step)
 
 

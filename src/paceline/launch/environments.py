@@ -1,5 +1,6 @@
-"""Worlds that others made: torchrun, Open MPI, MPICH, Slurm. Each is a few variables, read in this order."""
+"""Worlds that others made: torchrun, Open MPI, Slurm, MPICH. Each is a few variables, read in this order."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,6 +27,10 @@ class Joined:
     address: str | None
     port: int | None
     job_id: str
+    is_named: bool
+    """Whether `job_id` is of this world alone."""
+    counts_node: bool
+    """Whether the launcher says how many ranks are on this machine."""
 
     @property
     def is_one_node(self) -> bool:
@@ -46,7 +51,7 @@ def detect(environ: Mapping[str, str]) -> Joined | None:
         UsageError: the launcher's numbers contradict each other.
     """
     environ = own_environ(environ)
-    for read in (_torchrun, _open_mpi, _pmi, _slurm, _plain):
+    for read in (_torchrun, _open_mpi, _slurm, _pmi, _plain):
         found = read(environ)
         if found is not None:
             return _checked(found)
@@ -70,17 +75,43 @@ def _open_mpi(environ: Mapping[str, str]) -> Joined | None:
     return _from(environ, "mpirun", job if marked else None, tuple(f"OMPI_COMM_WORLD_{name}" for name in names))
 
 
-def _pmi(environ: Mapping[str, str]) -> Joined | None:
-    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    return _from(environ, "mpiexec", environ.get("PMI_ID", "pmi") if "PMI_RANK" in environ else None, names)
-
-
 def _slurm(environ: Mapping[str, str]) -> Joined | None:
     inside = environ.get("SLURM_STEP_ID") is not None and environ.get("SLURM_PROCID") is not None
-    per_node = environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    filled = {**environ, "_LOCAL_SIZE": per_node.partition("(")[0]}
+    if not inside or not _is_slurms_own(environ):
+        return None
+    filled = {**environ, "_LOCAL_SIZE": _tasks_here(environ)}
     names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "_LOCAL_SIZE")
-    return _from(filled, "srun", environ.get("SLURM_JOB_ID", "slurm") if inside else None, names)
+    job = f"{environ.get('SLURM_JOB_ID', 'slurm')}-{environ['SLURM_STEP_ID']}"
+    return _from(filled, "srun", job, names)
+
+
+def _is_slurms_own(environ: Mapping[str, str]) -> bool:
+    """Whether this process is a task of `srun` itself.
+
+    `srun --mpi=pmi2` says each number twice. An `mpiexec` in an allocation starts one helper on each node by `srun`,
+    and its ranks inherit that helper's numbers.
+    """
+    pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_NTASKS"))
+    return all(environ.get(own, environ.get(theirs)) == environ.get(theirs) for own, theirs in pairs)
+
+
+def _tasks_here(environ: Mapping[str, str]) -> str:
+    """Return how many tasks of the step are on this node: `2(x3),1` says 2 on three nodes and 1 on the next."""
+    told = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE", "1")
+    each = [(count, int(times or 1)) for count, times in _TASKS.findall(told)]
+    counts = [count for count, times in each for _ in range(times)]
+    node = environ.get("SLURM_NODEID", "0")
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else told.partition("(")[0]
+
+
+def _pmi(environ: Mapping[str, str]) -> Joined | None:
+    """Hydra (MPICH, Intel MPI) and PALS say where a rank is on its node under names of their own."""
+    if "PMI_RANK" not in environ:
+        return None
+    local = next((name for name in _PMI_LOCAL if name[0] in environ), _PMI_LOCAL[0])
+    return _from(
+        environ, "mpiexec", environ.get("PMI_JOBID") or environ.get("PMI_ID", "pmi"), ("PMI_RANK", "PMI_SIZE", *local)
+    )
 
 
 def _plain(environ: Mapping[str, str]) -> Joined | None:
@@ -88,6 +119,12 @@ def _plain(environ: Mapping[str, str]) -> Joined | None:
     return _from(environ, "environment", "env" if whole else None, _TORCH)
 
 
+_PMI_LOCAL = (
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+)
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -96,8 +133,7 @@ def _from(environ: Mapping[str, str], kind: str, job_id: str | None, names: tupl
         return None
     try:
         rank, world = (int(environ[name]) for name in names[:2])
-        local_rank = int(environ.get(names[2], rank))
-        local_world = int(environ.get(names[3], world))
+        local_rank, local_world = _local(environ, kind, names[2:], rank=rank, world=world)
         port = int(environ["MASTER_PORT"]) if environ.get("MASTER_PORT") else None
     except (KeyError, ValueError) as error:
         raise UsageError(
@@ -112,7 +148,33 @@ def _from(environ: Mapping[str, str], kind: str, job_id: str | None, names: tupl
         address=environ.get("MASTER_ADDR"),
         port=port,
         job_id=job_id,
+        is_named=kind in ("torchrun", "srun") or "PMIX_NAMESPACE" in environ or "OMPI_MCA_ess_base_jobid" in environ,
+        counts_node=any(name in environ for name in (names[3], _TORCH[3])),
     )
+
+
+def _local(environ: Mapping[str, str], kind: str, names: tuple[str, ...], *, rank: int, world: int) -> tuple[int, int]:
+    """Return the rank and the number of ranks on this machine. Only where no other machine can be reached they are
+    those of the whole world.
+
+    Raises:
+        UsageError: the launcher does not say them, and ranks may be on several machines.
+    """
+    for here in (names, _TORCH[2:]):
+        if here[0] in environ:
+            return int(environ[here[0]]), int(environ.get(here[1], world))
+    if world == 1 or is_loopback(environ.get("MASTER_ADDR") or "127.0.0.1"):
+        return rank, world
+    raise UsageError(
+        f"{kind} does not say which of this machine's ranks rank {rank} of {world} is: {names[0]} is not set.",
+        cause="MASTER_ADDR names a machine, so ranks may be on several",
+        hint="export LOCAL_RANK=<0, 1, ... on each machine> LOCAL_WORLD_SIZE=<ranks on this machine>",
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can be meant."""
+    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def _checked(found: Joined) -> Joined:

@@ -6,6 +6,8 @@ import platform
 import socket
 import subprocess
 import sys
+import sysconfig
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from paceline.errors import PacelineError
 from paceline.plan.machine import cpu_name, usable_cores
 from paceline.spec.jobref import parse_jobref
+from paceline.store.disk import read_regular
 
 _PACKAGES = (
     "paceline", "torch", "numpy", "safetensors", "transformers", "tokenizers", "datasets", "scikit-learn",
@@ -23,6 +26,13 @@ _PACKAGES = (
 )  # fmt: skip
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_CBWR", "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _GIT_SECONDS = 5
+_ONLY_WATCH = ("wandb", "tensorboard")
+_STARTERS = ("__main__", "__mp_main__")
+_PATHS = sysconfig.get_paths()
+_INSTALLED = (
+    *(_PATHS[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+)
 
 
 def environment(job: str = "") -> dict[str, Any]:
@@ -32,7 +42,7 @@ def environment(job: str = "") -> dict[str, Any]:
     """
     versions = {name: _version(name) for name in _PACKAGES}
     return {
-        "job": job_facts(job),
+        "job": code_facts(job),
         "python": platform.python_version(),
         "packages": {name: found for name, found in versions.items() if found is not None},
         "torch_build": torch_build(),
@@ -45,6 +55,23 @@ def environment(job: str = "") -> dict[str, Any]:
         "gpus": gpu_names(),
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
+
+
+def code_facts(job: str) -> dict[str, Any]:
+    """What decides which training a job is, beside its settings: its file, the code it has loaded, and libraries."""
+    versions = {name: found for name in _PACKAGES if name not in _ONLY_WATCH and (found := _version(name)) is not None}
+    return {**job_facts(job), "modules": loaded_modules(), "torch_build": torch_build(), "packages": versions}
+
+
+def loaded_modules() -> dict[str, str]:
+    """Return the digest of the file of every module that is loaded now and belongs to nobody's package: the user's."""
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and name not in _STARTERS and not file.startswith(_INSTALLED):
+            with suppress(OSError, ValueError):
+                found[name] = hashlib.sha256(read_regular(Path(file))).hexdigest()
+    return found
 
 
 def job_facts(job: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from paceline import talk
 from paceline.errors import JobError
 from paceline.feed.source import refuse_no_batch
-from paceline.measure.environment import job_facts
+from paceline.measure.environment import code_facts
 from paceline.order.cursor import Cursor
 from paceline.prove.answer import Rung, answer
 from paceline.prove.compressed import refuse_joined
@@ -27,6 +27,7 @@ from paceline.prove.placed import LOSS_SCALE, built_in, cast_to, job_in
 from paceline.prove.reference import At, Reference, Spec
 from paceline.prove.served import Errands, run_errands, run_served
 from paceline.prove.single import run_single
+from paceline.spec.secret import mask_value
 from paceline.spec.task import Task
 from paceline.store.disk import write_json
 from paceline.torch_private import guard_hooks
@@ -52,7 +53,8 @@ def verify(payload: Mapping[str, Any]) -> int:
     world = join_world(ready)
     found = examine(ready, world, steps=int(task.options["steps"]))
     if world.is_main:
-        about = {**job_facts(task.job), "settings": task.settings}
+        masked = {name: mask_value(name, value) for name, value in task.settings.items()}
+        about = {**code_facts(task.job), "device": world.device.type, "settings": masked}
         write_json(Path(task.run) / "answer-verify.json", {**found, "about": about})
     world.close()
     return 0

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError
-from paceline.store.disk import write_text
+from paceline.store.disk import read_regular, write_text
 from paceline.store.manifest import read_body, stored_files
+from paceline.store.manifest_form import ManifestForm
 from paceline.store.pieces import Stored
+from paceline.store.tensors import digest
 
 LATEST, BEST = "latest", "best"
 ASIDE = ".saving-"
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-([0-9]{8,18})")
+_MOST_MARK_BYTES = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,11 @@ def load(path: Path) -> Loaded:
         CheckpointError: the manifest or a file is missing, cut off, changed or foreign.
     """
     body = read_manifest(path)
-    return Loaded(path=path, step=int(body["step"]), state=body["state"], files=stored_files(path, body["files"]))
+    files = stored_files(path, body.files)
+    for name, first in body.state.get("aliases", {}).items():
+        if not any(first in stored for stored in files.values()):
+            raise CheckpointError(f"{name} is another name of {first}, which {path.name} lacks.", where=str(path))
+    return Loaded(path=path, step=body.step, state=body.state, files=files)
 
 
 def verify(path: Path) -> None:
@@ -68,22 +75,22 @@ def verify(path: Path) -> None:
     for stored in load(path).files.values():
         for name in stored:
             for piece in stored.pieces(name):
-                piece.read()
+                piece.check()
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> ManifestForm:
     """The manifest's body, once its digest was found right, and its step the one that the folder's name says.
 
     Raises:
         CheckpointError: it is missing, damaged, or of another format or step.
     """
     body = read_body(path)
-    if step_of(path) not in (body["step"], -1):
+    if step_of(path) not in (body.step, -1):
         raise CheckpointError(
-            f"{path.name} holds step {body['step']}: the folder's name is not its step.",
+            f"{path.name} holds step {body.step}: the folder's name is not its step.",
             where=str(path),
             cause="it was renamed, or copied to another name",
-            hint=f"mv {path.name} {step_name(body['step'])}",
+            hint=f"mv {path.name} {step_name(body.step)}",
         )
     return body
 
@@ -136,31 +143,45 @@ def step_of(path: Path) -> int:
 
 
 def mark_best(folder: Path, path: Path) -> None:
-    """Remember which checkpoint was best."""
-    write_text(folder / BEST, path.name + "\n")
+    """Remember which checkpoint was best: by name, and by the digest of the name, so that damage to one is mended by
+    the other."""
+    write_text(folder / BEST, f"{path.name}\n{digest(path.name.encode())}\n")
 
 
 def marked(folder: Path, mark: str) -> Path | None:
     """What `latest` or `best` points to, if that is a checkpoint here."""
-    path = folder / _said(folder, mark)
-    return path if path != folder and path.is_dir() else None
+    name = _said(folder, mark)
+    path = folder / name
+    return path if name and path.is_dir() else None
+
+
+def is_mark_lost(folder: Path, mark: str) -> bool:
+    """Whether there is a mark that names no step, or a step that is not here."""
+    return os.path.lexists(folder / mark) and marked(folder, mark) is None
 
 
 def _said(folder: Path, mark: str) -> str:
-    """The step that a mark names; empty where it can't be read."""
+    """The step that a mark names; empty where it can't be read. A digest of a step's name is believed first."""
     try:
-        name = (folder / mark).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+        data = read_regular(folder / mark, most_bytes=_MOST_MARK_BYTES)
+    except (OSError, ValueError):
         return ""
-    return name if _STEP.fullmatch(name) else ""
+    sealed = (path.name for path in all_steps(folder) if digest(path.name.encode()).encode() in data)
+    name = data.partition(b"\n")[0].decode(errors="replace").strip()
+    return next(sealed, name if _STEP.fullmatch(name) else "")
 
 
 def prune(folder: Path, *, keep: int) -> list[Path]:
-    """Remove all but the last `keep` and the best, and never the only good one; returns what went."""
+    """Remove all but the last `keep` and the best, and never the only good one; returns what went.
+
+    Where the mark of the best can't be read nothing is removed: each of them may be it. A step that is a link is kept.
+    """
     steps = all_steps(folder)
     kept = set(steps[-max(keep, 1) :]) | {marked(folder, BEST), marked(folder, LATEST)}
-    doomed = [path for path in steps if path not in kept]
-    if not doomed or not any(_is_good(path) for path in sorted((p for p in kept if p), reverse=True)):
+    doomed = [path for path in steps if path not in kept and not path.is_symlink()]
+    if not doomed or is_mark_lost(folder, BEST):
+        return []
+    if not any(_is_good(path) for path in sorted((p for p in kept if p), reverse=True)):
         return []
     for path in doomed:
         gone = path.with_name(f"{ASIDE}gone-{path.name}")
@@ -179,7 +200,7 @@ def remove_leftovers(folder: Path) -> None:
 
 def _is_saving(path: Path) -> bool:
     owner = path.name.rpartition("-")[2]
-    return owner.isdigit() and int(owner) != os.getpid() and Path(f"/proc/{owner}").exists()
+    return owner.isdecimal() and int(owner) != os.getpid() and Path(f"/proc/{owner}").exists()
 
 
 def _is_good(path: Path) -> bool:

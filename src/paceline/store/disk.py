@@ -1,14 +1,19 @@
-"""Writing that survives a crash: aside, flushed, renamed."""
+"""Writing that survives a crash (aside, flushed, renamed), and reading of files that anyone may have written."""
 
+import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
+
+MOST_BYTES = 64 << 20
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EISDIR, errno.ENXIO)
 
 
 def folder_bytes(folder: Path) -> int:
@@ -32,11 +37,13 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a file at once: a reader sees the old text or the new one."""
+def write_text(path: Path, text: str, *, private: bool = False) -> None:
+    """Replace a file at once: a reader sees the old text or the new one. A `private` one is for its owner alone."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside.unlink(missing_ok=True)
     try:
-        with aside.open("w", encoding="utf-8") as file:
+        flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666
+        with os.fdopen(open_in_place(aside, flags, mode), "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -75,11 +82,70 @@ def refuse_place(file: Path) -> None:
         probe.unlink()
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file at once."""
-    write_text(path, json.dumps(value, indent=1, sort_keys=False) + "\n")
+def write_json(path: Path, value: Any, *, private: bool = False) -> None:
+    """Replace a JSON file at once. A `private` one is for its owner alone."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=False) + "\n", private=private)
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+def open_regular(path: Path) -> int:
+    """Open a file to read it, without waiting for a pipe's writer or a device.
+
+    Raises:
+        OSError: it can't be opened.
+        ValueError: it is no regular file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise ValueError(f"{path.name} is no regular file")
+    return handle
+
+
+def read_regular(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return the content of a regular file of bounded size.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is no regular file, or larger.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"{path.name} has more than {most_bytes} bytes")
+    return data
+
+
+def read_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
+    """Read a JSON file that anyone may have written.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is no regular file, too large, or no JSON.
+    """
+    return parse_json(read_regular(path, most_bytes=most_bytes))
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Return what JSON says.
+
+    Raises:
+        ValueError: it is none, is nested too deep, or does not fit into memory.
+    """
+    try:
+        return json.loads(text)
+    except (RecursionError, MemoryError) as error:
+        raise ValueError(f"nested too deep, or too large: {type(error).__name__}") from None
+
+
+def is_damage(error: OSError) -> bool:
+    """Whether there is no such file, or no regular one; other errors say that a good file can't be read now."""
+    return error.errno in _NO_FILE
+
+
+def open_in_place(path: Path, flags: int, mode: int = 0o644) -> int:
+    """Open a file of a run folder to write into it; a link that somebody has put there is not followed.
+
+    Raises:
+        OSError: it can't be opened; ELOOP where it is a link.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)

@@ -3,20 +3,28 @@
 Names and index as Hugging Face writes them: https://huggingface.co/docs/safetensors/metadata_parsing
 """
 
+import hashlib
+import json
+import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.store.disk import sync_folder, write_json
+from paceline.errors import CheckpointError
+from paceline.store.disk import open_regular, read_json, sync_folder, write_json
 from paceline.store.tensors import Writable, write_tensors
 
+WEIGHTS = "weights.json"
 MOST_BYTES = 5_000_000_000
+_SEAL = "seal"
 _STEM, _ENDING = "model", ".safetensors"
 
 
 def write_folder(folder: Path, tensors: Sequence[Writable], *, config: Any, most_bytes: int = MOST_BYTES) -> None:
-    """Write aside, flush, and put in the place of `folder`. Tensors are made and written in their order."""
+    """Write aside, flush, and put in the place of `folder`, or of what it links to. Tensors are made and written in
+    their order."""
+    folder = folder.resolve()
     aside = folder.with_name(f".{folder.name}.tmp")
     try:
         shutil.rmtree(aside, ignore_errors=True)
@@ -33,6 +41,70 @@ def write_folder(folder: Path, tensors: Sequence[Writable], *, config: Any, most
         aside.rename(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def digest_files(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file of a written folder.
+
+    Raises:
+        OSError: one can't be read.
+        ValueError: one is no regular file.
+    """
+    found = {}
+    for path in sorted(folder.iterdir()):
+        with os.fdopen(open_regular(path), "rb") as file:
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def check_folder(folder: Path, digests: Mapping[str, str]) -> None:
+    """Compare every file of a written folder with its digest.
+
+    Raises:
+        CheckpointError: one is missing, is there in addition, or is not what was written.
+    """
+    try:
+        found = digest_files(folder)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} can't be read: {error}.", where=str(folder)) from error
+    for name in sorted({*found, *digests}):
+        if found.get(name) != digests.get(name):
+            how = "is not what was written" if name in digests else "is not one that was written"
+            how = how if name in found else "is missing"
+            raise CheckpointError(
+                f"{name} in {folder.name} {how}.",
+                where=str(folder / name),
+                cause="a damaged disk, a flipped bit, or an edited file",
+                hint="paceline ckpt consolidate RUN --to FOLDER writes it from the newest good checkpoint",
+            )
+
+
+def seal(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `weights.json` says, with the digest of its own text."""
+    return {**said, _SEAL: hashlib.sha256(json.dumps(said).encode()).hexdigest()}
+
+
+def check_consolidated(folder: Path) -> bool:
+    """Compare the final model with what `weights.json` beside it says; False where nothing says it: the run
+    was killed meanwhile, or an older version wrote no digests.
+
+    Raises:
+        CheckpointError: a file of it, or what is said of it, is not what was written.
+    """
+    file = folder.parent / WEIGHTS
+    if not file.exists():
+        return False
+    try:
+        said = read_json(file)
+        found = said.pop(_SEAL, None)
+        if found is None and "files" not in said:
+            return False
+        if seal(said)[_SEAL] != found or not isinstance(said["files"], dict):
+            raise ValueError("its own digest is another")
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{file} is not what was written: {error}.", where=str(file)) from error
+    check_folder(folder, said["files"])
+    return True
 
 
 def _files(tensors: Iterable[Writable], *, most_bytes: int) -> dict[str, list[Writable]]:

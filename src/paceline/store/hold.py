@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import UsageError
-from paceline.store.disk import writing
+from paceline.errors import SaveError, UsageError
+from paceline.store.disk import open_in_place, writing
 
 LOCK = ".lock"
+_NEVER_LINKS = (LOCK, "events.jsonl", "metrics.jsonl", "logs", "tb", "wandb")
+_OWN_LINKS = ("checkpoints", "consolidated")
 _WAIT_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -63,7 +65,7 @@ def hold(folder: Path, *, wait: Callable[[str], None]) -> Hold:
     try:
         while not _taken(handle):
             holder = _read(handle)
-            if _lives(holder) or time.monotonic() > deadline:
+            if lives(holder) or time.monotonic() > deadline:
                 raise _refusal(folder, holder)
             if not told:
                 wait(f"waiting for what is left of an earlier run in {folder} to end")
@@ -80,11 +82,65 @@ def hold(folder: Path, *, wait: Callable[[str], None]) -> Hold:
 def _opened(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        refuse_links(folder)
+        return open_in_place(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise UsageError(
             f"{folder / LOCK} can't be written: {error.strerror}.", hint="--run-dir on a disk you may write"
         ) from None
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse a run folder that somebody has made ready with links: a run would write to where they point.
+
+    The folders of checkpoints and of the final model may be links of one's own, to a larger disk.
+
+    Raises:
+        UsageError: naming the link.
+    """
+    for name in (*_NEVER_LINKS, *_OWN_LINKS):
+        path = folder / name
+        if path.is_symlink() and (name in _NEVER_LINKS or path.lstat().st_uid != os.geteuid()):
+            which = "" if name in _NEVER_LINKS else " that another user made"
+            raise UsageError(
+                f"{path} is a link to {path.readlink()}: the run would write there.",
+                cause=f"links{which} in a run folder are not followed",
+                hint=f"rm {path}, or another --run-dir",
+            )
+
+
+class FolderIdentity:
+    """Knows a run folder by its place on the disk, so that a run does not write into another that took its name."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known = self._identify()
+
+    def check(self) -> None:
+        """Refuse to write where the folder of this run is no more.
+
+        Raises:
+            SaveError: it was moved or removed, or another has its name.
+        """
+        if self._identify() != self._known:
+            raise SaveError(
+                f"the run folder {self._folder} was moved or removed.",
+                where=str(self._folder),
+                cause="somebody moved, removed or made it anew while this run wrote there",
+                hint="move it back if it is elsewhere, then the same command; nothing was written into the new one",
+            )
+
+    def _identify(self) -> tuple[int, int] | None:
+        """By its lock: that is held open, so that its number is not given to another file."""
+        return _number_of(self._folder / LOCK) or _number_of(self._folder)
+
+
+def _number_of(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _taken(handle: int) -> bool:
@@ -95,14 +151,14 @@ def _taken(handle: int) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        return not _lives(_read(handle))
+        return not lives(_read(handle))
     return True
 
 
 def _refusal(folder: Path, holder: dict[str, Any]) -> UsageError:
     pid, host = holder.get("pid", "?"), holder.get("host", "?")
     cause, hint = "the same command, started twice", f"another --run-dir, or end that one first: kill {pid} on {host}"
-    if not _lives(holder):
+    if not lives(holder):
         cause, hint = "workers of a run whose launcher is gone still live", f"fuser -v {folder / LOCK}"
         pids = _openers(folder / LOCK)
         if pids:
@@ -144,15 +200,19 @@ def _command(pid: int) -> str:
 
 def _write(handle: int) -> None:
     """Who holds it, for those who come after."""
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, json.dumps(this_process()).encode(), 0)
+
+
+def this_process() -> dict[str, Any]:
+    """Return what tells this process from every other, for `lives`."""
     pid = os.getpid()
-    holder = {
+    return {
         "pid": pid,
         "host": socket.gethostname(),
         "born": _born(pid),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, json.dumps(holder).encode(), 0)
 
 
 def _read(handle: int) -> dict[str, Any]:
@@ -162,14 +222,20 @@ def _read(handle: int) -> dict[str, Any]:
     return {}
 
 
-def _lives(holder: dict[str, Any]) -> bool:
-    """Whether the one that took it is there still; of another machine nobody here can know."""
+def lives(holder: dict[str, Any]) -> bool:
+    """Whether the process that `this_process` told of is there still; of another machine nobody here can know."""
     if not holder:
         return False
     if holder.get("host") != socket.gethostname():
         return True
-    born = _born(int(holder["pid"]))
+    born = _born(_pid_of(holder))
     return born is not None and born == holder.get("born")
+
+
+def _pid_of(holder: dict[str, Any]) -> int:
+    """Return its number; 0, which no process has, where the lock says something else."""
+    pid = holder.get("pid")
+    return pid if isinstance(pid, int) else 0
 
 
 def _born(pid: int) -> str | None:

@@ -11,14 +11,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CheckpointError
-from paceline.store.disk import write_text
+from paceline.errors import CheckpointError, MachineError
+from paceline.store.disk import is_damage, parse_json, read_regular, write_text
+from paceline.store.manifest_form import FileForm, ManifestForm, check_state, parse_files, parse_manifest
 from paceline.store.pieces import Piece, Stored, check_cover
 from paceline.store.tensors import TensorEntry, Writable, digest, header_digest, write_tensors
 
 FORMAT, FORMAT_OF_RANKS = "paceline-checkpoint-1", "paceline-checkpoint-2"
 MANIFEST = "manifest.json"
 _RANK_FILE = re.compile(r"(.+)\.rank-\d{4,}(\.safetensors)")
+_OUTER = re.compile(rb'\{"digest": "([0-9a-f]{64})", "body": (".*")\}', re.DOTALL)
+_MOST_BYTES = 1 << 29
 
 Files = Mapping[str, Sequence[Writable]]
 Listed = Mapping[str, Mapping[str, Any]]
@@ -41,9 +44,10 @@ def write_files(aside: Path, files: Files) -> dict[str, Any]:
     listed = {}
     for name, tensors in files.items():
         entries = write_tensors(aside / name, tensors)
+        num_bytes, header = header_digest(aside / name)
         listed[name] = {
-            "header": header_digest(aside / name),
-            "bytes": (aside / name).stat().st_size,
+            "header": header,
+            "bytes": num_bytes,
             "tensors": [entry.as_json() for entry in entries],
         }
     return listed
@@ -76,7 +80,8 @@ def amend_state(path: Path, **changes: Any) -> None:
         CheckpointError: its manifest can't be read.
     """
     body = read_body(path)
-    _write_body(path, {**body, "state": {**body["state"], **changes}})
+    state = {**body.state, **changes}
+    _write_body(path, {"format": body.format, "step": body.step, "state": state, "files": body.files})
 
 
 def _write_body(path: Path, body: Mapping[str, Any]) -> None:
@@ -84,31 +89,64 @@ def _write_body(path: Path, body: Mapping[str, Any]) -> None:
     write_text(path / MANIFEST, json.dumps({"digest": digest(text.encode()), "body": text}))
 
 
-def read_body(path: Path) -> dict[str, Any]:
-    """The manifest's body, once its digest was found right.
+def read_body(path: Path) -> ManifestForm:
+    """Return the manifest's body, once its digest was found right and every part of the right type.
 
     Raises:
         CheckpointError: it is missing, damaged, or of another format.
+        MachineError: it is there, and can't be read now.
     """
     try:
-        outer = json.loads((path / MANIFEST).read_bytes())
-        text, expected = outer["body"], outer["digest"]
-        if digest(text.encode()) != expected or set(outer) != {"digest", "body"}:
-            raise CheckpointError(f"the manifest of {path.name} is not what was written.", where=str(path))
-        body: dict[str, Any] = json.loads(text)
-    except FileNotFoundError:
+        text = _body_text(read_regular(path / MANIFEST, most_bytes=_MOST_BYTES))
+    except OSError as error:
+        raise _unread(path, error) from error
+    except ValueError as error:
+        raise CheckpointError(f"the manifest of {path.name} is damaged: {error}.", where=str(path)) from error
+    if text is None:
+        raise CheckpointError(f"the manifest of {path.name} is not what was written.", where=str(path))
+    try:
+        body = parse_manifest(text)
+        if body.format in (FORMAT, FORMAT_OF_RANKS):
+            check_state(body.state)
+    except ValueError as error:
+        raise CheckpointError(f"the manifest of {path.name} can't be used: {error}.", where=str(path)) from error
+    if body.format not in (FORMAT, FORMAT_OF_RANKS):
         raise CheckpointError(
-            f"{path.name} has no {MANIFEST}.", where=str(path), cause="it is no checkpoint of Paceline's"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the manifest of {path.name} is damaged.", where=str(path)) from error
-    if body.get("format") not in (FORMAT, FORMAT_OF_RANKS):
-        raise CheckpointError(
-            f"{path.name} has the format {body.get('format')!r}, this version reads {FORMAT!r}"
-            f" and {FORMAT_OF_RANKS!r}.",
+            f"{path.name} has the format {body.format!r}, this version reads {FORMAT!r} and {FORMAT_OF_RANKS!r}.",
             where=str(path),
         )
     return body
+
+
+def _body_text(data: bytes) -> str | None:
+    """Return the text that a manifest carries; None where one byte of the file is not what `write_manifest` wrote."""
+    outer = _OUTER.fullmatch(data)
+    if outer is None:
+        return None
+    text = parse_json(outer[2])
+    if digest(text.encode()) != outer[1].decode() or json.dumps(text).encode() != outer[2]:
+        return None
+    return str(text)
+
+
+def _unread(path: Path, error: OSError) -> CheckpointError | MachineError:
+    """Tell a checkpoint that is none from one that can't be read now, whose place no older one should take."""
+    if isinstance(error, FileNotFoundError):
+        cause = "it is no checkpoint of Paceline's"
+        return CheckpointError(f"{path.name} has no {MANIFEST}.", where=str(path), cause=cause)
+    if is_damage(error):
+        return CheckpointError(f"the manifest of {path.name} is damaged: {error.strerror}.", where=str(path))
+    return unreadable(path / MANIFEST, error)
+
+
+def unreadable(file: Path, error: OSError) -> MachineError:
+    """Return the error of a file that is there and can't be read now: it says nothing of what is in it."""
+    return MachineError(
+        f"{file.parent.name}/{file.name} can't be read: {error.strerror}.",
+        where=str(file),
+        cause="rights, or a disk that does not answer; nothing says that the checkpoint is damaged",
+        hint=f"ls -l {file}, then the same command; or --resume with an older checkpoint",
+    )
 
 
 def stored_files(path: Path, listed: Listed) -> dict[str, Stored]:
@@ -116,35 +154,36 @@ def stored_files(path: Path, listed: Listed) -> dict[str, Stored]:
 
     Raises:
         CheckpointError: a file is missing, cut off or foreign, or an element of a tensor is in none of them.
+        MachineError: a file can't be read now.
     """
+    try:
+        files = parse_files(listed)
+    except ValueError as error:
+        raise CheckpointError(f"the manifest of {path.name} can't be used: {error}.", where=str(path)) from error
     pieces: dict[str, list[Piece]] = {}
-    for name, said in listed.items():
-        entries = checked_file(path, name, said)
+    for name, (said, entries) in files.items():
+        _check_file(path, name, said)
         pieces.setdefault(kind_of(name), []).extend(Piece(file=path / name, entry=entry) for entry in entries)
     return {kind: Stored(found) for kind, found in pieces.items()}
 
 
-def checked_file(path: Path, name: str, listed: Mapping[str, Any]) -> list[TensorEntry]:
-    """The entries of one file.
-
-    Raises:
-        CheckpointError: it is missing, cut off or foreign.
-    """
+def _check_file(path: Path, name: str, listed: FileForm) -> None:
+    """Refuse a file that is missing, cut off or foreign."""
     file = path / name
-    if Path(name).name != name:
+    if Path(name).name != name or name == ".." or "\0" in name:
         raise CheckpointError(f"the manifest of {path.name} names a file outside it: {name}.", where=str(path))
-    if not file.is_file():
-        raise CheckpointError(f"{name} is missing from {path.name}.", where=str(path))
-    if file.stat().st_size != listed["bytes"]:
-        raise CheckpointError(
-            f"{name} has {file.stat().st_size} bytes, {listed['bytes']} were written.", where=str(file)
-        )
-    if header_digest(file) != listed["header"]:
-        raise CheckpointError(f"the header of {name} is not what was written.", where=str(file))
     try:
-        return [TensorEntry.from_json(entry) for entry in listed["tensors"]]
-    except (KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"the manifest of {path.name} is damaged: {error}.", where=str(path)) from error
+        size, header = header_digest(file)
+    except OSError as error:
+        if not is_damage(error):
+            raise unreadable(file, error) from error
+        raise CheckpointError(f"{name} is missing from {path.name}.", where=str(path)) from None
+    except ValueError as error:
+        raise CheckpointError(f"{name} of {path.name} can't be used: {error}.", where=str(file)) from None
+    if size != listed.bytes:
+        raise CheckpointError(f"{name} has {size} bytes, {listed.bytes} were written.", where=str(file))
+    if header != listed.header:
+        raise CheckpointError(f"the header of {name} is not what was written.", where=str(file))
 
 
 def _by_tensor(listed: Listed) -> dict[tuple[str, str], list[TensorEntry]]:

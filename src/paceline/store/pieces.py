@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 
 from paceline.errors import CheckpointError
-from paceline.store.tensors import ITEM_BYTES, Shape, TensorBytes, TensorEntry, read_tensors
+from paceline.store.tensors import ITEM_BYTES, Shape, TensorBytes, TensorEntry, check_tensors, read_tensors
 
 Place = tuple[Shape, Shape, Shape]  # where it begins in the whole tensor, where in what is asked for, its size
 
@@ -36,6 +36,14 @@ class Piece:
             CheckpointError: they are not those that were written.
         """
         return next(read_tensors(self.file, [self.entry]))
+
+    def check(self) -> None:
+        """Compare its bytes with their digest, a block at a time.
+
+        Raises:
+            CheckpointError: they are not those that were written.
+        """
+        check_tensors(self.file, [self.entry])
 
 
 class Stored(Mapping[str, TensorBytes]):
@@ -111,15 +119,34 @@ def check_cover(name: str, entries: Sequence[TensorEntry]) -> None:
     wanted = math.prod(next(iter(whole)))
     if held < wanted or (held != wanted and len(entries) == 1):
         raise CheckpointError(f"the pieces of {name} hold {held} of its {wanted} elements.")
-    ordered = sorted((entry.at or (0,) * len(entry.shape), entry.shape, entry.key) for entry in entries)
+    extent = next(iter(whole))
+    boxes = [(entry.at or (0,) * len(entry.shape), entry.shape, entry.key) for entry in entries]
+    for at, size, key in boxes:
+        if any(begin + length > most for begin, length, most in zip(at, size, extent, strict=True)):
+            raise CheckpointError(f"{key} reaches beyond {name}{list(extent)}.")
+    twice = _held_twice([box for box in boxes if 0 not in box[1]])
+    if twice:
+        raise CheckpointError(f"{twice} is there twice, or in part: two ranks hold the same elements of {name}.")
+
+
+def _held_twice(boxes: Sequence[tuple[Shape, Shape, str]]) -> str:
+    """Return the key of a box that overlaps another, or nothing.
+
+    Boxes are swept along the dimension in which most of them begin at different places, so that few lie beside each
+    other: pieces of one row, or of one column, take linear time.
+    """
+    dims = range(len(boxes[0][0]) if boxes else 0)
+    along = max(dims, key=lambda dim: len({at[dim] for at, _, _ in boxes}), default=None)
+    if along is None:
+        return boxes[1][2] if len(boxes) > 1 else ""
+    ordered = sorted(boxes, key=lambda box: box[0][along])
     for index, (at, size, key) in enumerate(ordered):
-        if any(begin + length > most for begin, length, most in zip(at, size, next(iter(whole)), strict=True)):
-            raise CheckpointError(f"{key} reaches beyond {name}{list(next(iter(whole)))}.")
         for other, length, _ in ordered[index + 1 :]:
-            if other[:1] and other[0] >= at[0] + size[0]:
+            if other[along] >= at[along] + size[along]:
                 break
             if _overlap(at, size, other, length) is not None:
-                raise CheckpointError(f"{key} is there twice, or in part: two ranks hold the same elements of {name}.")
+                return key
+    return ""
 
 
 def copy_box(

@@ -9,11 +9,17 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
-from paceline.errors import CheckpointError
+import msgspec
+from msgspec import Meta
+
+from paceline.errors import CheckpointError, MachineError
+from paceline.store.disk import is_damage, open_regular
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -22,8 +28,24 @@ ITEM_BYTES = {
 _MOST_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 64
 _SMALL = 1 << 16
+_BLOCK_BYTES = 16 << 20
 
 Shape = tuple[int, ...]
+_Size = Annotated[int, Meta(ge=0, le=1 << 62)]
+_Sizes = Annotated[tuple[_Size, ...], Meta(max_length=64)]  # torch has no tensor of more dimensions
+
+
+class _EntryForm(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a manifest says of one tensor, as it is written; an absent key is no `null`."""
+
+    name: str
+    dtype: str
+    shape: _Sizes
+    start: _Size
+    stop: _Size
+    digest: str
+    at: _Sizes | msgspec.UnsetType = msgspec.UNSET
+    whole: _Sizes | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,22 +113,20 @@ class TensorEntry(_Laid):
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> "TensorEntry":
-        """From a manifest; checks that sizes belong together."""
+        """From a manifest; checks types, and that sizes belong together.
+
+        Raises:
+            ValueError: naming what does not.
+        """
+        form = msgspec.convert(value, _EntryForm)
+        if form.dtype not in ITEM_BYTES:
+            raise ValueError(f"{form.name}: no known type is called {form.dtype!r}")
         entry = TensorEntry(
-            name=str(value["name"]),
-            dtype=str(value["dtype"]),
-            shape=_shape(value["shape"]),
-            at=_shape(value["at"]) if "at" in value else None,
-            whole=_shape(value["whole"]) if "whole" in value else None,
-            start=int(value["start"]),
-            stop=int(value["stop"]),
-            digest=str(value["digest"]),
-        )
-        if (
-            min((*entry.shape, *(entry.at or ())), default=0) < 0
-            or entry.start < 0
-            or entry.stop - entry.start != entry.num_bytes
-        ):
+            name=form.name, dtype=form.dtype, shape=form.shape, start=form.start, stop=form.stop, digest=form.digest,
+            at=None if form.at is msgspec.UNSET else form.at,
+            whole=None if form.whole is msgspec.UNSET else form.whole,
+        )  # fmt: skip
+        if entry.stop - entry.start != entry.num_bytes:
             raise ValueError(f"{entry.name}: sizes do not belong together")
         if len({len(each) for each in (entry.shape, entry.at, entry.whole) if each is not None}) > 1:
             raise ValueError(f"{entry.name}: a piece of another number of dimensions")
@@ -149,33 +169,83 @@ def read_tensors(path: Path, entries: Sequence[TensorEntry]) -> Iterator[TensorB
 
     Raises:
         CheckpointError: the file is missing, short, or a tensor's bytes are not those that were written.
+        MachineError: the file can't be read now.
     """
+    with _opened(path) as file:
+        for entry in entries:
+            _check_end(file, entry)
+            data = _memory(entry)
+            file.seek(entry.start)
+            if file.readinto(data) != len(data) or digest(data) != entry.digest:
+                raise _changed(path, entry)
+            yield TensorBytes(**entry.laid(), data=data)
+
+
+def check_tensors(path: Path, entries: Sequence[TensorEntry]) -> None:
+    """Compare each tensor with its digest; no more than a block of one is in memory at a time.
+
+    Raises:
+        CheckpointError: the file is missing, short, or a tensor's bytes are not those that were written.
+        MachineError: the file can't be read now.
+    """
+    with _opened(path) as file:
+        for entry in entries:
+            _check_end(file, entry)
+            file.seek(entry.start)
+            found, left = hashlib.sha256(), entry.stop - entry.start
+            while left and (block := file.read(min(left, _BLOCK_BYTES))):
+                found.update(block)
+                left -= len(block)
+            if left or found.hexdigest() != entry.digest:
+                raise _changed(path, entry)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            for entry in entries:
-                if entry.stop > size:
-                    raise CheckpointError(f"{path.name} is cut off: {entry.key} ends beyond it.", where=str(path))
-                data = bytearray(entry.stop - entry.start)
-                file.seek(entry.start)
-                if file.readinto(data) != len(data) or digest(memoryview(data)) != entry.digest:
-                    raise CheckpointError(
-                        f"{entry.key} in {path.name} is not what was written.",
-                        where=str(path),
-                        cause="a damaged disk, a flipped bit, or an edited file",
-                    )
-                yield TensorBytes(**entry.laid(), data=memoryview(data))
+        with os.fdopen(open_regular(path), "rb") as file:
+            yield file
     except OSError as error:
-        raise CheckpointError(f"{path.name} can't be read: {error.strerror}.", where=str(path)) from error
+        what = f"{path.name} can't be read: {error.strerror}."
+        raise (CheckpointError if is_damage(error) else MachineError)(what, where=str(path)) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} can't be read: {error}.", where=str(path)) from error
 
 
-def header_digest(path: Path) -> str:
-    """The digest of everything in front of the tensors."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > _MOST_HEADER_BYTES or length > path.stat().st_size:
+def _check_end(file: BufferedReader, entry: TensorEntry) -> None:
+    if entry.stop > os.fstat(file.fileno()).st_size:
+        name = Path(file.name).name
+        raise CheckpointError(f"{name} is cut off: {entry.key} ends beyond it.", where=str(file.name))
+
+
+def _memory(entry: TensorEntry) -> memoryview:
+    try:
+        return memoryview(bytearray(entry.stop - entry.start))
+    except MemoryError:
+        raise MachineError(f"{entry.key} needs {entry.stop - entry.start:,} bytes of memory at once.") from None
+
+
+def _changed(path: Path, entry: TensorEntry) -> CheckpointError:
+    return CheckpointError(
+        f"{entry.key} in {path.name} is not what was written.",
+        where=str(path),
+        cause="a damaged disk, a flipped bit, or an edited file",
+    )
+
+
+def header_digest(path: Path) -> tuple[int, str]:
+    """Return the size of a file, and the digest of everything in front of its tensors.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is no regular file.
+        CheckpointError: it is too short for what it says of itself.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        if length > _MOST_HEADER_BYTES or length > size:
             raise CheckpointError(f"{path.name} has a header of {length} bytes.", where=str(path))
-        return digest(length.to_bytes(8, "little") + file.read(length))
+        return size, digest(length.to_bytes(8, "little") + file.read(length))
 
 
 def _plan(tensors: Sequence[Writable]) -> tuple[list[TensorEntry], bytes]:
@@ -196,7 +266,3 @@ def _plan(tensors: Sequence[Writable]) -> tuple[list[TensorEntry], bytes]:
         for tensor, (start, stop) in zip(tensors, spans, strict=True)
     ]
     return entries, len(text).to_bytes(8, "little") + text
-
-
-def _shape(value: Any) -> Shape:
-    return tuple(int(n) for n in value)

@@ -131,7 +131,7 @@ def _become(
 
 def _redirect(log: Path) -> None:
     """Everything a worker and its children print goes to the rank's own log."""
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(handle, 1)

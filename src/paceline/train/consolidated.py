@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, SaveError
 from paceline.store.export import MOST_BYTES, write_folder
 from paceline.store.full import written
 from paceline.store.tensors import Later
@@ -28,6 +28,8 @@ def consolidate(listing: Listing, folder: Path, *, config: Any, world: World, mo
     problem: CheckpointError | None = None
     if world.is_main:
         try:
+            if not folder.parent.is_dir():
+                raise SaveError(f"the run folder {folder.parent} was moved or removed.", where=str(folder))
             with written("the consolidated weights", folder):
                 write_folder(folder, _tensors(listing, wholes), config=_as_json(config), most_bytes=most_bytes)
         except CheckpointError as error:

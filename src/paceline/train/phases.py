@@ -8,14 +8,25 @@ from typing import Any
 
 from paceline.errors import SaveError
 from paceline.store.full import written
+from paceline.store.hold import FolderIdentity
 from paceline.store.manifest import Files, write_files, write_manifest
 from paceline.store.writing import begin, bytes_of, commit, leave
 from paceline.train.together import merged, together
 from paceline.world import World
 
 
-def write_together(world: World, *, folder: Path, step: int, files: Files, state: Mapping[str, Any]) -> Path:
+def write_together(
+    world: World,
+    *,
+    folder: Path,
+    step: int,
+    files: Files,
+    state: Mapping[str, Any],
+    place: FolderIdentity | None = None,
+) -> Path:
     """Write the checkpoint of `step` and make it the latest; `files` are this rank's, `state` is the first rank's.
+
+    Nothing is written where `place` says that the run's folder is no more.
 
     Until the last phase nobody reads what was written, and the older checkpoint is the newest good one.
 
@@ -24,7 +35,8 @@ def write_together(world: World, *, folder: Path, step: int, files: Files, state
         CheckpointError: an element of a tensor would be in no file, or in two.
     """
     needed = sum(world.gather_json(bytes_of(files)))
-    begun = together(world, lambda: begin(folder, step=step, num_bytes=needed) if world.is_main else None)
+    start = partial(_begin, folder, step=step, num_bytes=needed, place=place)
+    begun = together(world, lambda: start() if world.is_main else None)
     aside = Path(world.share_json(str(begun)))
     try:
         listed = together(world, partial(_write_own, aside, files, world))
@@ -36,6 +48,12 @@ def write_together(world: World, *, folder: Path, step: int, files: Files, state
             leave(aside)
         raise
     return Path(world.share_json(str(path)))
+
+
+def _begin(folder: Path, *, step: int, num_bytes: int, place: FolderIdentity | None) -> Path:
+    if place is not None:
+        place.check()
+    return begin(folder, step=step, num_bytes=num_bytes)
 
 
 def _write_own(aside: Path, files: Files, world: World) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Saving and resuming a run: what goes into a checkpoint, which one is used, what must not have changed."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,22 @@ from paceline.spec.task import Task
 from paceline.spec.update import Kind
 from paceline.spec.words import many
 from paceline.start import kernels
-from paceline.store.checkpoints import Loaded, load, mark_best, marked, newest_good, prune, step_name, was_saved
+from paceline.store.checkpoints import (
+    BEST,
+    Loaded,
+    is_mark_lost,
+    load,
+    mark_best,
+    marked,
+    newest_good,
+    prune,
+    step_name,
+    was_saved,
+)
 from paceline.store.disk import folder_bytes, write_json
+from paceline.store.export import WEIGHTS, digest_files, seal
 from paceline.store.full import written
+from paceline.store.hold import FolderIdentity
 from paceline.store.manifest import amend_state
 from paceline.store.runs import RunFolder
 from paceline.train.built import Built
@@ -111,6 +125,8 @@ class Saver:
         self._identity = identity
         self._names = names
         self._unsaved = Unsaved(built.update.optimizers, model=built.model, loss=built.job.loss)
+        self._place = FolderIdentity(folder.parent)
+        self._told_lost = False
         self.last_saved = begun_from.step if begun_from is not None and begun_from.is_in(folder) else -1
 
     def save(self, *, cursor: Cursor, feed: Feed, extra: Mapping[str, Any], best: bool) -> list[Event]:
@@ -136,7 +152,9 @@ class Saver:
                 "grid": grid_state(self._built.grid),
                 "extra": dict(extra),
             }
-            path = write_together(self._world, folder=self._folder, step=cursor.step, files=files, state=state)
+            path = write_together(
+                self._world, folder=self._folder, step=cursor.step, files=files, state=state, place=self._place
+            )
         together(self._world, partial(self._mark, path, cursor.step, best))
         self.last_saved = cursor.step
         lost = self._unsaved.note(self._world)
@@ -145,7 +163,17 @@ class Saver:
         seconds = time.perf_counter() - began
         num_bytes = folder_bytes(path)
         saved = CheckpointSaved(step=cursor.step, path=str(path), seconds=seconds, num_bytes=num_bytes, best=best)
-        return [saved, *([Note(text=lost, level="warning")] if lost else [])]
+        said = [lost, self._note_lost_mark()]
+        return [saved, *(Note(text=text, level="warning") for text in said if text)]
+
+    def _note_lost_mark(self) -> str:
+        """Say once that the mark of the best can't be read."""
+        lost = is_mark_lost(self._folder, BEST) and not self._told_lost
+        self._told_lost |= lost
+        return (
+            f"{self._folder / BEST} can't be read: which checkpoint is best is not known, and none is removed. "
+            f"To name it: echo step-NNNNNNNN > {self._folder / BEST}"
+        ) if lost else ""  # fmt: skip
 
     def check(self) -> None:
         """Find after a run's first step what could not be saved later. Every rank calls this.
@@ -235,6 +263,29 @@ def restore(loaded: Loaded, *, built: Built, identity: Mapping[str, Any], allow:
         CheckpointError: it is another model's, or not what was written.
         ResumeError: something else has changed that was not allowed to.
     """
+    with usable(loaded):
+        return _restore(loaded, built=built, identity=identity, allow=allow)
+
+
+@contextmanager
+def usable(loaded: Loaded) -> Iterator[None]:
+    """What a state of another form makes of the code that reads it is a checkpoint's error.
+
+    Raises:
+        CheckpointError: the state is not one that this run could have written.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        raise CheckpointError(
+            f"the state in {loaded.path.name} can't be used: {type(error).__name__}: {error}.",
+            where=str(loaded.path),
+            cause="another version of Paceline wrote it, or it was edited together with its digest",
+            hint="paceline ckpt ls, and --resume with an older checkpoint",
+        ) from error
+
+
+def _restore(loaded: Loaded, *, built: Built, identity: Mapping[str, Any], allow: Sequence[str]) -> Cursor:
     trained = trained_of(built)
     problems: list[PacelineError] = []
     try:
@@ -285,6 +336,9 @@ def _write_final(built: Built, run: Path, *, step: int) -> str:
     digest = weights_digest(listing.wholes(sorted(listing.entries)))
     found: dict[str, Any] = {"digest": digest, "of": "the weights in training", "step": step}
     found |= {"torch_build": torch_build(), "cpu": cpu_name(), "kernels": kernels()}
+    if built.world.is_main:
+        with written(WEIGHTS, run):  # until all is written nothing says what is in the folder
+            (run / WEIGHTS).unlink(missing_ok=True)
     with built.as_evaluated():
         folder = consolidate(
             listing, run / "consolidated", config=getattr(built.model, "config", None), world=built.site
@@ -293,7 +347,7 @@ def _write_final(built: Built, run: Path, *, step: int) -> str:
             found["average"] = weights_digest(listing.wholes(sorted(listing.entries)))
     if built.world.is_main:
         with written("weights.json", run):
-            write_json(run / "weights.json", found)
+            write_json(run / WEIGHTS, seal({**found, "files": digest_files(folder)}))
     if built.update.ema is None:
         return f"weights {digest[:16]} in {folder}"
     return f"average {found['average'][:16]} in {folder}, as evaluated (ema); the weights in training: {digest[:16]}"
@@ -301,4 +355,4 @@ def _write_final(built: Built, run: Path, *, step: int) -> str:
 
 def best_path(folder: Path) -> Path | None:
     """The best checkpoint, if one was marked."""
-    return marked(folder, "best")
+    return marked(folder, BEST)

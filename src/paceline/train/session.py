@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from paceline.events import Event, Note, RunEnded, RunStarted, Stream
 from paceline.faults import Faults, parse_faults, refuse_idle_faults
 from paceline.feed.facts import Facts, find_facts, looked_at, read_again, refuse_other_data
 from paceline.launch.owner import attempt_folder
-from paceline.measure.environment import environment
+from paceline.measure.environment import environment, loaded_modules
 from paceline.order.cursor import Cursor
 from paceline.place.batchnorm import running
 from paceline.place.buffers import told
@@ -21,11 +22,12 @@ from paceline.plan.local import never_meet
 from paceline.plan.rung import Rung
 from paceline.pulse import Pulse
 from paceline.spec.read import as_toml
+from paceline.spec.secret import holds_secret
 from paceline.spec.update import Kind
 from paceline.spec.words import many
 from paceline.store.branch import set_aside
 from paceline.store.checkpoints import Loaded
-from paceline.store.disk import write_json, write_text
+from paceline.store.disk import read_json, write_json, write_text
 from paceline.store.full import written
 from paceline.store.planned import write_decided
 from paceline.store.runs import RunFolder, run_of
@@ -88,10 +90,21 @@ class Session:
         if code == 0 and self.ready.settings.checkpoint.consolidated != "none":
             line = write_final(self.built, self.run.path, step=self.loop.cursor.step)
             self.stream.emit(Note(text=line))
+        if self.world.is_main:
+            self._add_late_modules()
         status = "done" if code == 0 else "stopped"
         seconds = time.monotonic() - self._began
         self.stream.emit(RunEnded(status=status, step=self.loop.cursor.step, exit_code=code, seconds=seconds))
         return code
+
+    def _add_late_modules(self) -> None:
+        """Modules that the job has loaded since it began, in its loss or model, are code of this run too."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            env = read_json(self.run.path / "env.json")
+            known = env["job"]["modules"]
+            late = {name: digest for name, digest in loaded_modules().items() if name not in known}
+            if late:
+                write_json(self.run.path / "env.json", {**env, "job": {**env["job"], "late_modules": late}})
 
     def close(self) -> None:
         """Leave."""
@@ -217,11 +230,12 @@ class Session:
         if not self.world.is_main or self.ready.task.verb == "evaluate":  # which leaves the run's own story alone
             return
         task, plan = self.ready.task, self.ready.plan
-        write_text(self.run.path / "config.toml", as_toml(self.ready.asked))
+        private = holds_secret(self.ready.asked.values)
+        write_text(self.run.path / "config.toml", as_toml(self.ready.asked), private=private)
         write_json(self.run.path / "job.json", asked_of(self.ready.job))
         write_decided(self.run.path, {**plan.as_json(), **self._planned()})
         write_json(self.run.path / "env.json", environment(task.job))
-        write_json(self.run.task, replace(task, job_handle=None).as_json())
+        write_json(self.run.task, replace(task, job_handle=None).as_json(), private=private)
         for event in events:
             self.stream.emit(event)
         self.stream.emit(

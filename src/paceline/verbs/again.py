@@ -5,6 +5,7 @@ from pathlib import Path
 
 from paceline.launch.environments import Joined
 from paceline.spec.read import as_typed
+from paceline.spec.secret import mask_value
 from paceline.spec.task import Task
 from paceline.store.checkpoints import was_saved
 from paceline.store.runs import RunFolder
@@ -13,6 +14,7 @@ from paceline.store.runs import RunFolder
 def command_again(task: Task, joined: Joined | None = None) -> str:
     """`paceline train` with the run's folder and every setting that was given; faults are not asked for again.
 
+    A secret is not said again: dots stand for it.
     In a world that a launcher made the launcher comes first; how machines meet is not known here.
     """
     if task.job_handle is not None:
@@ -33,7 +35,7 @@ def command_again(task: Task, joined: Joined | None = None) -> str:
         words += ["--config", file]
     for name, value in task.settings.items():
         if task.origins.get(name) in ("command line", "auto") and name != "run_dir":
-            words += [f"--{name}", as_typed(value)]
+            words += [f"--{name}", mask_value(name, as_typed(value))]
     return shlex.join(words)
 
 

@@ -1,13 +1,12 @@
 """`ckpt ls`, `ckpt verify`, `ckpt diff`, `ckpt consolidate`, `ckpt prune`: a tensor at a time, without torch."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError, MachineError, UsageError
 from paceline.spec.words import did_you_mean, many, size
 from paceline.store import checkpoints
 from paceline.store.checkpoints import (
@@ -15,20 +14,24 @@ from paceline.store.checkpoints import (
     LATEST,
     Loaded,
     all_steps,
+    is_mark_lost,
     load,
     marked,
     newest_good,
     step_of,
     verify,
 )
-from paceline.store.disk import folder_bytes
-from paceline.store.export import write_folder
+from paceline.store.disk import folder_bytes, read_json
+from paceline.store.export import WEIGHTS as WEIGHTS_FILE
+from paceline.store.export import check_consolidated, write_folder
 from paceline.store.full import written
+from paceline.store.hold import refuse_links
 from paceline.store.pieces import Stored
 from paceline.store.runs import find_run
 from paceline.store.tensors import Later
 
 WEIGHTS, AVERAGE = "model.safetensors", "ema.safetensors"
+CONSOLIDATED = "consolidated"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +55,50 @@ def ls(run: str | None = None) -> list[Row]:
     ]
 
 
-def verify_checkpoint(run: str | None = None) -> Row:
-    """Read one checkpoint (or the newest) whole and compare it with its digests.
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What was read whole and found to be what was written."""
+
+    step: int | None
+    path: str
+    num_bytes: int
+    good: bool = True
+    consolidated: str = ""
+    """The final model's folder, where that was compared too."""
+    note: str = ""
+
+
+def verify_checkpoint(run: str | None = None) -> Verified:
+    """Read a checkpoint, or the newest and the final model of a run, whole and compare them with their digests.
 
     Raises:
         CheckpointError: it is not what was written.
     """
+    if run is not None and Path(run).name == CONSOLIDATED and Path(run).is_dir():
+        return _verify_consolidated(Path(run))
     folder, checkpoint = find_run(run, trains=True)
+    final = folder.path / CONSOLIDATED
     steps = all_steps(folder.checkpoints)
     path = checkpoint or (steps[-1] if steps else None)
     if path is None:
         raise CheckpointError("the run has no checkpoint.", where=str(folder.checkpoints))
     verify(path)
-    return _row(path, ())
+    found = Verified(step=step_of(path), path=str(path), num_bytes=folder_bytes(path))
+    if checkpoint is not None or not final.is_dir():
+        return found
+    if check_consolidated(final):
+        return replace(found, consolidated=str(final))
+    return replace(found, note=f"{final} was not compared: {WEIGHTS_FILE} beside it does not say what was written")
+
+
+def _verify_consolidated(folder: Path) -> Verified:
+    if not (folder.parent / WEIGHTS_FILE).exists() or not check_consolidated(folder):
+        raise CheckpointError(
+            f"nothing says what was written into {folder}.",
+            cause=f"{WEIGHTS_FILE}, beside it in the run's folder, is missing or from before it had digests",
+            hint="paceline ckpt consolidate RUN --to FOLDER writes it from a checkpoint",
+        )
+    return Verified(step=None, path=str(folder), num_bytes=folder_bytes(folder), consolidated=str(folder))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +166,12 @@ def _newest(run: str) -> Path:
 def _equal(a: Stored, b: Stored, name: str) -> bool:
     if a.dtype(name) != b.dtype(name) or a.shape(name) != b.shape(name):
         return False
-    return a[name].data == b[name].data
+    ours, theirs = (sorted(each.pieces(name), key=lambda piece: piece.at) for each in (a, b))
+    if [(piece.at, piece.entry.shape) for piece in ours] != [(piece.at, piece.entry.shape) for piece in theirs]:
+        return a[name].data == b[name].data
+    for piece in (*ours, *theirs):
+        piece.check()
+    return [piece.entry.digest for piece in ours] == [piece.entry.digest for piece in theirs]
 
 
 def prune(run: str | None = None, *, keep: int) -> list[Path]:
@@ -144,7 +183,21 @@ def prune(run: str | None = None, *, keep: int) -> list[Path]:
     if keep < 1:
         raise UsageError(f"--keep {keep} would leave no checkpoint.", hint="--keep 1 or more")
     folder, _ = find_run(run, trains=True)
-    return checkpoints.prune(folder.checkpoints, keep=keep)
+    refuse_links(folder.path)
+    place = folder.checkpoints
+    if place.is_symlink():
+        raise UsageError(
+            f"{place} is a link: nothing is removed through it.",
+            where=str(place.resolve()),
+            hint=f"paceline ckpt prune {place.resolve().parent} --keep {keep}",
+        )
+    if is_mark_lost(place, BEST):
+        raise CheckpointError(
+            f"{place / BEST} can't be read: which checkpoint is best is not known, and none is removed.",
+            where=str(place),
+            hint=f"echo step-NNNNNNNN > {place / BEST} names it; without one: rm {place / BEST}",
+        )
+    return checkpoints.prune(place, keep=keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,12 +234,22 @@ def consolidate(
         raise CheckpointError(
             f"{path.name} holds no average.", where=str(path), cause="the job has no ema=", hint="leave --average out"
         )
-    given = folder.path / "consolidated" / "config.json"
-    config = json.loads(given.read_text()) if given.exists() else None
+    config = _config_of(folder.path / CONSOLIDATED / "config.json")
     with written("the consolidated weights", to):
         write_folder(to, _weights(loaded, raw=raw), config=config)
     kind = "the average (ema)" if AVERAGE in loaded.files and not raw else "the weights in training"
     return Consolidated(path=str(to), step=loaded.step, weights=kind)
+
+
+def _config_of(given: Path) -> Any:
+    if not given.exists():
+        return None
+    try:
+        return read_json(given)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{given} is not the configuration that was written: {error}.", where=str(given), hint=f"rm {given}"
+        ) from error
 
 
 def _weights(loaded: Loaded, *, raw: bool) -> list[Later]:
@@ -209,7 +272,7 @@ def _row(path: Path, marks: tuple[str, ...]) -> Row:
     held = folder_bytes(path)
     try:
         verify(path)
-    except CheckpointError as error:
+    except (CheckpointError, MachineError) as error:
         return Row(step=step_of(path), path=str(path), num_bytes=held, good=False, reason=error.what, marks=marks)
     return Row(step=step_of(path), path=str(path), num_bytes=held, good=True, reason="", marks=marks)
 
@@ -234,7 +297,9 @@ def answer(options: Any, _: Sequence[str]) -> tuple[int, Any, str]:
         return 0, rows, "\n".join(lines) or "no checkpoints"
     if options.what == "verify":
         row = verify_checkpoint(options.run)
-        return 0, row, f"{row.path} is what was written, bit for bit"
+        paths = dict.fromkeys(path for path in (row.path, row.consolidated) if path)
+        lines = [f"{path} is what was written, bit for bit" for path in paths]
+        return 0, row, "\n".join([*lines, *([row.note] if row.note else [])])
     if options.what == "consolidate":
         made = consolidate(options.run, to=options.to, best=options.best, raw=options.raw, average=options.average)
         return 0, made, f"wrote {made.path}: {made.weights} of step {made.step}"

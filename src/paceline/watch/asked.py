@@ -1,16 +1,14 @@
 """The settings of a run: what was set first, with its origin; then what was left as it is."""
 
-import re
 from html import escape
-from typing import Any
+from pathlib import Path
 
 from paceline.spec.read import default_of, known_settings
+from paceline.spec.secret import mask_value
+from paceline.store.disk import read_regular
 from paceline.store.runs import RunFolder
 from paceline.watch.history import json_or_none
 
-_SECRET = re.compile(
-    r"(^|[._-])(password|passwd|secret|token|credential|api_?key|access_?key|private_?key)$", re.IGNORECASE
-)
 _OPTIONS = ("job", "layout", "update", "compress", "ranks", "device", "faults")
 
 
@@ -23,19 +21,20 @@ def settings_of(run: RunFolder) -> dict[str, tuple[str, str]]:
             found[name] = (str(task[name]), "")
     chosen = json_or_none(run.path / "job.json")
     for name, value in chosen.items() if isinstance(chosen, dict) else ():
-        found[name] = (shown(name, value), "the job")
-    path = run.path / "config.toml"
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        found[name] = (mask_value(name, value), "the job")
+    for line in _lines_of(run.path / "config.toml"):
         name, equals, rest = line.partition(" = ")
         value, _, origin = rest.rpartition("  # ")
         if equals:
-            found[name] = (shown(name, value), origin)
+            found[name] = (mask_value(name, value), origin)
     return found
 
 
-def shown(name: str, value: Any) -> str:
-    """The value, or dots in its place."""
-    return "•••" if _SECRET.search(name) else str(value)
+def _lines_of(path: Path) -> list[str]:
+    try:
+        return read_regular(path).decode(errors="replace").splitlines()
+    except (OSError, ValueError):
+        return []
 
 
 def show_settings(run: RunFolder) -> str:

@@ -1,15 +1,19 @@
 """The terminal of whoever started the run: one rank's lines, and a progress bar from its pulse."""
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from paceline.events import Note
 from paceline.pulse import read_pulse
+from paceline.store.runs import RunFolder
 from paceline.survive.failure import END_OF_TALK
-from paceline.talk import fitting, is_gone, silence
+from paceline.talk import fitting_print, with_no_reader
+from paceline.watch.files import JsonlSink
 
 
 class Tail:
@@ -27,20 +31,26 @@ class Tail:
         self._task = self._bar.add_task("", total=None, loss="") if self._bar else None
 
     def __call__(self) -> None:
-        """Print what is new. Where nobody reads any more (`| head -1`, a closed terminal) the run goes on in silence."""
-        try:
-            self._print_new()
-        except OSError as error:
-            if not is_gone(error):
-                raise
-            silence(self._out)
+        """Print what is new. Where nobody reads any more (`| head -1`, a closed terminal, a full disk) the run goes on."""
+        error = with_no_reader(self._print_new, self._out)
+        if error is not None:
+            self._note(f"the console can't be written and is silent from here on: {error.strerror}")
+
+    def _note(self, text: str) -> None:
+        """Write it among the run's events, if it keeps any."""
+        run = RunFolder(self._log.parents[2])
+        with suppress(OSError):
+            if run.events.exists():
+                sink = JsonlSink(run)
+                sink.handle(Note(text=text, level="warning"))
+                sink.close()
 
     def _print_new(self) -> None:
         for line in self._new_lines():
             if self._bar is not None:
-                self._bar.console.print(fitting(line, self._out), markup=False, highlight=False, soft_wrap=True)
+                self._bar.console.print(fitting_print(line, self._out), markup=False, highlight=False, soft_wrap=True)
             else:
-                self._out.write(fitting(line, self._out) + "\n")
+                self._out.write(fitting_print(line, self._out) + "\n")
         self._out.flush()
         self._move_bar()
 
@@ -48,7 +58,8 @@ class Tail:
         """Leave the terminal as it was."""
         self()
         if self._rest:
-            self._out.write(fitting(self._rest.decode(errors="replace"), self._out) + "\n")
+            rest = fitting_print(self._rest.decode(errors="replace"), self._out)
+            with_no_reader(lambda: print(rest, file=self._out, flush=True), self._out)
         if self._bar is not None:
             self._bar.stop()
 

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.events import EvalDone, Event, Foretold, StepDone, as_dict, metrics_of, ratios_of
+from paceline.store.disk import open_in_place, parse_json, read_regular
 from paceline.store.runs import RunFolder
+
+_MOST_BYTES = 1 << 30
 
 
 class JsonlSink:
@@ -46,15 +49,17 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def read_counted(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The records of a JSONL file, and how many lines are none."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_regular(path, most_bytes=_MOST_BYTES).decode(errors="replace")
     except OSError:
         return [], 0
+    except ValueError:  # a pipe, a device, or more than any run writes
+        return [], 1
     records, torn = [], 0
     for line in text.split("\n"):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
             record = None
         if isinstance(record, dict):
@@ -66,7 +71,7 @@ def read_counted(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def _open(path: Path) -> int:
     """Open to append; a line torn by a kill is ended first, or it would swallow the next one."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    handle = open_in_place(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     size = os.fstat(handle).st_size
     if size and os.pread(handle, 1, size - 1) != b"\n":
         os.write(handle, b"\n")

@@ -1,0 +1,20 @@
+"""Settings whose values nobody else should read: hidden on pages and screens, and in files for the owner alone."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+HIDDEN = "•••"
+_SECRET = re.compile(
+    r"(^|[._-])(password|passwd|secret|token|credential|api_?key|access_?key|private_?key)$", re.IGNORECASE
+)
+
+
+def mask_value(name: str, value: Any) -> str:
+    """Return the value as text, or dots where its name says that it is a secret."""
+    return HIDDEN if _SECRET.search(name) else str(value)
+
+
+def holds_secret(names: Iterable[str]) -> bool:
+    """Whether one of the settings is a secret."""
+    return any(_SECRET.search(name) for name in names)
