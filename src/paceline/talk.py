@@ -60,12 +60,11 @@ def with_no_reader(write: Callable[[], object], stream: TextIO) -> OSError | Non
 
     What is said is no part of a run: that it can't be written is no reason to end one.
     """
+    with suppress(OSError, ValueError):  # a stream that is no file
+        if not os.get_blocking(stream.fileno()):
+            os.set_blocking(stream.fileno(), True)  # another program has told the terminal not to wait
     try:
-        try:
-            write()
-        except BlockingIOError:  # another program has told the terminal not to wait; what is left of this is written
-            os.set_blocking(stream.fileno(), True)
-            stream.flush()
+        write()
     except OSError as error:
         silence(stream)
         if is_gone(error):

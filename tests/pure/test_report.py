@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from paceline.events import EvalDone, Event, RunEnded, RunStarted, StepDone
+from paceline.measure.environment import code_facts, loaded_modules
 from paceline.store.runs import RunFolder
 from paceline.survive.failure import write_failure
 from paceline.verbs.compare import compare
 from paceline.watch.files import JsonlSink
 from paceline.watch.history import Mark, read_history
-from paceline.watch.report import page
+from paceline.watch.report import page, write_report
 from paceline.watch.smooth import band, columns, is_noisy, running_mean
 from paceline.watch.svg import Curve, chart
 from paceline.watch.trouble import show_failures
@@ -202,7 +203,12 @@ def test_the_environment_has_the_jobs_commit_and_no_secret(tmp_path: Path, monke
     facts = environment(str(job))
     digest = hashlib.sha256(job.read_bytes()).hexdigest()
     head = git("rev-parse", "HEAD")
-    assert facts["job"] == {"file": "job.py", "digest": digest, "git_commit": head, "git_dirty": False}
+    assert {name: facts["job"][name] for name in ("file", "digest", "git_commit", "git_dirty")} == {
+        "file": "job.py",
+        "digest": digest,
+        "git_commit": head,
+        "git_dirty": False,
+    }
     job.write_text("job = 1\n")
     assert environment(f"{job}:job")["job"]["git_dirty"] is True
     assert {"host", "cpu", "torch_build", "python", "packages"} <= set(facts)
@@ -253,6 +259,128 @@ def test_the_answer_of_a_verify_beside_the_run_is_found(tmp_path: Path) -> None:
     assert "verify: rounding" in page(run)
     write(other, answer_verify={**ANSWER, "ranks": 5})
     assert "verify:" not in page(run)
+
+
+CODE = {"digest": "d" * 64, "modules": {"job": "1" * 64, "model": "2" * 64}, "torch_build": "2.13", "device": "cpu",
+        "packages": {"numpy": "2.0"}}  # fmt: skip
+
+
+def answer(**about: Any) -> dict[str, Any]:
+    return {**ANSWER, "about": {**ANSWER["about"], **CODE, **about}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("about", "env", "named"),
+    [
+        ({}, {}, None),
+        ({"modules": {"job": "1" * 64, "model": "3" * 64}}, {}, "module model (222222222222 here, 333333333333 there)"),
+        ({"modules": {"job": "1" * 64}}, {}, "module model (222222222222 here, unset there)"),
+        ({"modules": {**CODE["modules"], "only_verify": "4" * 64}}, {}, None),  # type: ignore[dict-item]
+        ({"modules": {**CODE["modules"], "late": "5" * 64}}, {"late_modules": {"late": "6" * 64}}, "module late"),  # type: ignore[dict-item]
+        ({}, {"late_modules": {"on_eval_alone": "6" * 64}}, None),
+        ({"torch_build": "2.14"}, {}, "torch (2.13 here, 2.14 there)"),
+        ({"packages": {"numpy": "2.1"}}, {}, "numpy (2.0 here, 2.1 there)"),
+        ({"device": "cuda"}, {}, "device (cpu here, cuda there)"),
+        ({"modules": None}, {}, "loaded code (unset here, unknown there)"),
+    ],
+)
+def test_a_verdict_is_of_the_code_that_ran(
+    tmp_path: Path, about: dict[str, Any], env: dict[str, Any], named: str | None
+) -> None:
+    run = RunFolder(tmp_path / "job" / "run")  # apart from those of the other cases
+    run.path.mkdir(parents=True)
+    record(run, step(1))
+    write(run, task={**TASK, "device": "cpu"}, env={"job": {**CODE, **env}}, answer_verify=answer(**about))
+    text = page(run)
+    assert ("verify: rounding" in text) is (named is None)
+    assert named is None or named in text
+    assert named is not None or str(run.path / "answer-verify.json") in text
+
+
+def test_a_module_that_has_changed_since_the_verify_is_named_and_a_secret_is_not(tmp_path: Path) -> None:
+    run, other = RunFolder(tmp_path / "job" / "one"), RunFolder(tmp_path / "job" / "two")
+    for folder in (run, other):
+        folder.path.mkdir(parents=True)
+    record(run, step(1))
+    settings = {"job.lr": "0.1", "job.api_key": "hush-hush"}
+    write(run, task={**TASK, "settings": settings, "device": "cpu"}, env={"job": CODE})
+    write(other, answer_verify=answer(settings={"job.lr": "0.1", "job.api_key": "•••"}))
+    assert "verify: rounding" in page(run) and "hush-hush" not in page(run)
+    write(other, answer_verify=answer(settings=settings, modules={"job": "1" * 64, "model": "3" * 64}))
+    text = page(run)
+    assert f"Verified in {other.path} with other code than this run&#x27;s: module model" in text
+    assert "verify:" not in text and "hush-hush" not in text
+
+
+def test_only_an_answer_of_the_runs_owner_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, other = RunFolder(tmp_path / "job" / "one"), RunFolder(tmp_path / "job" / "two")
+    for folder in (run, other):
+        folder.path.mkdir(parents=True)
+    record(run, step(1))
+    write(run, task=TASK, env={"job": {"digest": "d" * 64}})
+    write(other, answer_verify=ANSWER)
+    file, real = other.path / "answer-verify.json", Path.stat
+    assert f'<p class="soft">{file}</p>' in page(run)
+
+    class Theirs:
+        st_uid = os.getuid() + 1
+
+    for whose in (file, other.path):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", lambda self, **more: Theirs() if self == whose else real(self, **more))  # noqa: B023
+            assert "verify:" not in page(run)
+    assert "verify: rounding" in page(run)
+    file.write_text(json.dumps({**ANSWER, "more": "x" * (5 << 20)}))
+    assert "verify:" not in page(run)
+    file.unlink()
+    os.mkfifo(file)
+    assert "verify:" not in page(run)
+
+
+def test_loaded_modules_are_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_alone.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    __import__("mine_alone")
+    found = loaded_modules()
+    assert found["mine_alone"] == hashlib.sha256(b"x = 1\n").hexdigest()
+    assert not {name for name in found if name.partition(".")[0] in ("paceline", "json", "torch", "pytest", "numpy")}
+    assert code_facts("")["modules"] == found and "torch" in code_facts("")["packages"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "failed", "ended", "status", "steps"),
+    [
+        ("train", 6, False, "failed at step 6", "5 of 12"),
+        ("train", 0, False, "failed", "1 of 12"),
+        ("evaluate", 6, False, "not ended", "1 of 12"),
+        ("train", None, False, "not ended", "1 of 12"),
+        ("train", 6, True, "done", "12 of 12"),
+    ],
+)
+def test_the_page_of_a_failed_run_says_so_and_how_far_it_came(
+    tmp_path: Path, verb: str, failed: int | None, ended: bool, status: str, steps: str
+) -> None:
+    run = RunFolder(tmp_path)
+    end = [RunEnded(status="done", step=12, exit_code=0, seconds=1.0)] if ended else []
+    record(run, started(2, total_steps=12, attempt=1), step(1), *end)
+    run.attempt_folder(1).mkdir(parents=True)
+    (run.attempt_folder(1) / "request.json").write_text(json.dumps({"payload": {"verb": verb}}))
+    if failed is not None:
+        (run.attempt_folder(1) / "first-failure.json").write_text(json.dumps({"rank": 1, "step": failed, "kind": "E"}))
+        (run.attempt_folder(1) / "failure-1.json").write_text(json.dumps({"rank": 1, "step": failed, "kind": "E"}))
+    text = page(run)
+    assert f"<dt>status</dt><dd>{status}</dd>" in text and f"<dt>steps</dt><dd>{steps}</dd>" in text
+    run.attempt_folder(2).mkdir()  # a later attempt that fails before it has begun
+    (run.attempt_folder(2) / "failure-0.json").write_text(json.dumps({"rank": 0, "kind": "ImportError"}))
+    assert "<dt>status</dt><dd>failed</dd>" in page(run)
+
+
+def test_half_a_surrogate_is_no_reason_to_have_no_page(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    record(run, step(1))
+    run.events.write_text(run.events.read_text() + '{"event": "Note", "text": "half \\ud800"}\n')
+    assert "half ?" in write_report(run).read_text()
+    assert write_report(run, to=tmp_path / "else.html").read_text() == run.report.read_text()
 
 
 @pytest.mark.parametrize("at", [[50, 51, 52, 53, 54, 190], [95, 99, 103, 107], list(range(2, 200, 5))])

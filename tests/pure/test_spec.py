@@ -19,6 +19,7 @@ from paceline.spec.layout import Kind, parse_layout
 from paceline.spec.read import Asked, as_toml, merge, read_asked
 from paceline.spec.task import Task
 from paceline.spec.update import Update, parse_update
+from paceline.verbs.again import command_again
 
 
 def test_settings_come_from_file_then_command_line(tmp_path: Path) -> None:
@@ -376,3 +377,29 @@ def test_the_name_of_a_jobs_runs(text: str) -> None:
 def test_a_job_is_read_as_python_reads_it(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "job.py").write_bytes(content)
     assert job_defaults(parse_jobref(str(tmp_path / "job.py"))) == {}
+
+
+@pytest.mark.parametrize(
+    "value", ["a\nb", 'a"\nseed = 99  # command line\nx = "b', "tab\t, bell\x07, del\x7f", "\\n", "ü语"]
+)
+def test_a_setting_of_any_text_comes_back_from_the_runs_own_config(tmp_path: Path, value: str) -> None:
+    asked = Asked(
+        values={"job.note": value, "job.list": [value, "b"], "seed": 1}, origins={"job.note": "file a\nseed = 3"}
+    )
+    written = tmp_path / "config.toml"
+    written.write_text(as_toml(asked))
+    found = read_asked(file=written, overrides=[])
+    assert found.values["job.note"] == value and found.values["job.list"] == [value, "b"]
+    assert found.values["seed"] == 1 and set(found.values) == {"job.note", "job.list", "seed"}
+
+
+def test_text_of_another_encoding_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match=r"job.data is no text in UTF-8: '/data/caf\\udce9'"):
+        read_asked(file=None, overrides=["--job.data", b"/data/caf\xe9".decode("utf-8", "surrogateescape")])
+
+
+def test_a_secret_is_not_said_again() -> None:
+    task = Task(verb="train", job="job.py", run="r", settings={"job.api_key": "hush", "job.lr": "1"},
+                origins=dict.fromkeys(("job.api_key", "job.lr"), "command line"))  # fmt: skip
+    words = command_again(task)
+    assert "hush" not in words and "--job.api_key" in words and "--job.lr 1" in words

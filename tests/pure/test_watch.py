@@ -77,10 +77,12 @@ def test_nobody_is_left_to_hear_and_the_run_goes_on() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
-    for name in ("events.jsonl", "metrics.jsonl"):
-        (tmp_path / name).symlink_to("/dev/full")
-    kept, run = Kept(), RunFolder(tmp_path)
-    Stream([JsonlSink(run), JsonlSink(run), kept]).emit(step(1))
+    kept, sinks = Kept(), [JsonlSink(RunFolder(tmp_path)) for _ in range(2)]
+    full = os.open("/dev/full", os.O_WRONLY)
+    for sink in sinks:
+        os.dup2(full, sink._events)
+    os.close(full)
+    Stream([*sinks, kept]).emit(step(1))
     assert sum("No space left" in e.text for e in kept.seen if isinstance(e, Note)) == 2
 
 

@@ -88,7 +88,7 @@ def _meeting_folder(joined: Joined) -> Path:
         raise MachineError(f"{home} belongs to somebody else.", hint="export MASTER_ADDR and MASTER_PORT")
     session = os.getsid(0)
     told = [joined.job_id] if joined.is_named else [session if session != os.getpid() else os.getppid()]
-    words = [joined.kind, *told, joined.world_size, str(Path.cwd()), *sys.argv]
+    words = [joined.kind, *told, socket.gethostname(), joined.world_size, str(Path.cwd()), *sys.argv]
     return home / f"meet-{sha256(json.dumps(words).encode()).hexdigest()[:24]}"
 
 
@@ -112,7 +112,7 @@ def _invitation(folder: Path) -> dict[str, Any] | None:
     try:
         found = read_json(folder / _INVITATION)
         return found if lives(found["holder"]) and isinstance(found["port"], int) else None
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 

@@ -68,10 +68,15 @@ def loaded_modules() -> dict[str, str]:
     found = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and name not in _STARTERS and not file.startswith(_INSTALLED):
+        if isinstance(file, str) and name not in _STARTERS and not _is_installed(file):
             with suppress(OSError, ValueError):
                 found[name] = hashlib.sha256(read_regular(Path(file))).hexdigest()
     return found
+
+
+def _is_installed(file: str) -> bool:
+    """Whether it is of Python, Paceline or a package, wherever that was installed."""
+    return file.startswith(_INSTALLED) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def job_facts(job: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ those of a sum are the sum of those, so that a wrong combination of gradients sh
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import UsageError
+from paceline.store.disk import parse_json, read_regular
 
 _FAINT, _FAINT_OF_HALF = 256.0, 16.0
 NUM_PROJECTIONS = 16
@@ -24,6 +24,7 @@ UNIT = 2.0**-23  # of float32; what is finer is compared as if it were that
 _BLOCK = 4096
 FOLDER = "record"
 _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+_MOST_BYTES = 1 << 32
 Vector = NDArray[np.float64]
 
 
@@ -167,10 +168,15 @@ def _file(path: Path, rank: int = 0) -> Path:
 
 
 def _records(file: Path) -> Iterator[Record]:
-    lines = file.read_bytes().splitlines()
+    try:
+        lines = read_regular(file, most_bytes=_MOST_BYTES).splitlines()
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"the recording {file} can't be read: {error}.", hint="record it again: pl.record(model, optimizer, path)"
+        ) from None
     for number, line in enumerate(lines, 1):
         try:
-            yield _record(json.loads(line))
+            yield _record(parse_json(line))
         except _DAMAGED as error:
             if number == len(lines):  # torn by a kill
                 return

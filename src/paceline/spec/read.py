@@ -1,5 +1,6 @@
 """Settings from defaults < job < file < command line, each value with its origin; all problems at once."""
 
+import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -114,7 +115,8 @@ def as_toml(asked: Asked) -> str:
     lines: list[str] = []
     for name in sorted(asked.values, key=lambda n: (n.count("."), n)):
         value = _toml_value(asked.values[name])
-        lines.append(f"{name} = {value}  # {asked.origins.get(name, '')}")
+        origin = json.dumps(asked.origins.get(name, ""), ensure_ascii=False)[1:-1].replace("\x7f", "")
+        lines.append(f"{name} = {value}  # {origin}")
     return "\n".join(lines) + "\n"
 
 
@@ -218,6 +220,13 @@ def _problem(name: str, value: Any, origin: str, *, is_made: bool) -> UsageError
             where=origin,
             hint=f'{name.rpartition(".")[2]} = "{value.isoformat()}", as text',
         )
+    if isinstance(value, str) and not _is_text(value):
+        return UsageError(
+            f"{name} is no text in UTF-8: {value!r}.",
+            where=origin,
+            cause="a name from a system of another encoding, as Latin-1, where one byte stands for a letter",
+            hint="rename it (convmv), or make a link with a plain name: ln -s",
+        )
     if name.startswith(f"{JOB}.") and name.count(".") == 1:
         if not is_made:
             return None
@@ -263,6 +272,14 @@ def _expected(name: str, value: Any, error: msgspec.ValidationError) -> str:
     return text[:1].lower() + text[1:]
 
 
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _others(name: str) -> str:
     """For Python, where no command shows them: the settings of the same group, else the groups."""
     groups = dict.fromkeys(known.partition(".")[0] for known in known_settings())
@@ -278,4 +295,4 @@ def _toml_value(value: Any) -> str:
         return repr(value)
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML escapes as JSON does, and DEL

@@ -7,10 +7,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from paceline.errors import UsageError
-from paceline.store.checkpoints import all_steps, newest_good, was_saved
+from paceline.spec.task import Task
+from paceline.spec.words import closest
+from paceline.store.checkpoints import all_steps, newest_good, step_of, was_saved
+from paceline.store.disk import read_json, read_regular
+from paceline.store.manifest import MANIFEST
 
 ROOT = Path("runs")
+NUMBER = ".number"
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class RunFolder:
 
     def next_attempt(self) -> int:
         """The number of an attempt that begins now."""
-        numbers = [int(p.name[8:]) for p in self.logs.glob("attempt-*") if p.name[8:].isdigit()]
+        numbers = [int(p.name[8:]) for p in self.logs.glob("attempt-*") if p.name[8:].isdecimal()]
         return max(numbers, default=0) + 1
 
 
@@ -65,6 +72,7 @@ def new_run(name: str, *, root: Path = ROOT, run_id: str | None = None) -> RunFo
     path = root / name / run_id
     try:
         path.mkdir(parents=True, exist_ok=False)
+        number_run(path, root=root)
     except FileExistsError:
         raise UsageError(f"{path} exists.", hint="--resume to go on with it") from None
     except OSError as error:
@@ -75,11 +83,34 @@ def new_run(name: str, *, root: Path = ROOT, run_id: str | None = None) -> RunFo
     return RunFolder(path)
 
 
+def number_run(path: Path, *, root: Path = ROOT) -> None:
+    """Give a run that begins the number after that of every run here, which no clock can set back.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    if not (path / NUMBER).exists():
+        (path / NUMBER).write_text(str(1 + max((_number_of(run) for run in _all_runs(root)), default=0)))
+
+
+def _number_of(path: Path) -> int:
+    """A run from before runs had numbers is older than all that have one."""
+    try:
+        text = read_regular(path / NUMBER, most_bytes=32).decode(errors="replace")
+    except (OSError, ValueError):
+        return 0
+    return int(text) if text.isdecimal() else 0
+
+
 def newest_run(name: str | None = None, *, root: Path = ROOT, trains: bool = False) -> RunFolder | None:
     """The newest run of a job, or of all; `trains`: of those that came to train, where there is one."""
-    found = [run for path in root.glob(name or "*") for run in _runs_in(path)]
+    found = _all_runs(root) if name is None else _runs_in(root / name)
     found = ([path for path in found if RunFolder(path).task.exists()] if trains else []) or found
     return RunFolder(max(found, key=_begun)) if found else None
+
+
+def _all_runs(root: Path) -> list[Path]:
+    return [run for path in root.glob("*") for run in _runs_in(path)]
 
 
 def _runs_in(path: Path) -> list[Path]:
@@ -90,19 +121,20 @@ def _runs_in(path: Path) -> list[Path]:
     return [each for each in path.glob("*") if each.is_dir()]
 
 
-def _begun(path: Path) -> tuple[str, str]:
-    """When, as ids say it; a folder that was named otherwise says it by what it holds."""
-    if re.match(r"\d{8}-\d{6}", path.name):
-        return path.name, ""
+def _begun(path: Path) -> tuple[int, str, str]:
+    """Its number; then when, as ids say it; a folder that was named otherwise says it by what it holds."""
+    number = _number_of(path)
+    if re.match(r"[0-9]{8}-[0-9]{6}", path.name):
+        return number, path.name, ""
     task = RunFolder(path).task
     made = (task if task.exists() else path).stat().st_mtime
-    return time.strftime("%Y%m%d-%H%M%S", time.localtime(made)), path.name
+    return number, time.strftime("%Y%m%d-%H%M%S", time.localtime(made)), path.name
 
 
 def newest_saved_run(name: str, *, root: Path = ROOT) -> RunFolder | None:
     """The newest run of a job that has saved something; where none has, the newest."""
-    saved = [path for path in root.glob(f"{name}/*") if was_saved(RunFolder(path).checkpoints)]
-    return RunFolder(max(saved, key=lambda path: path.name)) if saved else newest_run(name, root=root)
+    saved = [path for path in (root / name).glob("*") if was_saved(RunFolder(path).checkpoints)]
+    return RunFolder(max(saved, key=_begun)) if saved else newest_run(name, root=root)
 
 
 def run_of(checkpoint: Path) -> RunFolder:
@@ -164,11 +196,66 @@ def find_run(text: str | None, *, root: Path = ROOT, trains: bool = False) -> tu
             raise UsageError("there is no run here yet.", where=str(root.resolve()), hint="paceline train job.py")
         return newest, None
     path = Path(text)
-    if path.name.startswith("step-") and path.is_dir():
+    if not text.strip():
+        raise UsageError("the run is empty: an unset variable?", hint="ls runs/*/")
+    if is_checkpoint(path):
         return run_of(path), path
     if not path.is_dir():
-        raise UsageError(f"there is no run {text}.", hint="ls runs/*/")
+        what = f"{text} is no folder, and a run is one." if path.exists() else f"there is no run {text}."
+        raise UsageError(what, cause=_near(path, root), hint=_newest_hint(path, root))
     run = RunFolder(path)
     if not (run.events.exists() or run.logs.exists() or all_steps(run.checkpoints)):
-        raise UsageError(f"{text} is no run folder.", cause="it has neither events nor checkpoints", hint="ls runs/*/")
+        raise UsageError(
+            f"{text} is no run folder.",
+            cause=_near(path, root) or "it has neither events nor checkpoints",
+            hint=_newest_hint(path, root),
+        )
     return run, None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, and no run that is called like one."""
+    run = RunFolder(path)
+    if not path.is_dir() or run.events.exists() or run.logs.exists():
+        return False
+    return (path / MANIFEST).exists() or step_of(path) >= 0
+
+
+def _near(path: Path, root: Path) -> str:
+    """The run that was probably meant, among those of the folder it is in and those in `runs`."""
+    runs = [*_all_runs(root), *(each for each in path.parent.glob("*") if _is_run(each))]
+    meant = closest(str(path), map(str, runs)) or closest(path.name, (run.name for run in runs))
+    return f"did you mean {next((str(run) for run in runs if meant in (str(run), run.name)), meant)}?" if meant else ""
+
+
+def _newest_hint(path: Path, root: Path) -> str:
+    """Of a job whose name was given, its newest run."""
+    newest = newest_run(path.name, root=root) if path.name else None
+    return str(newest.path) if newest is not None else "ls -d runs/*/*/"
+
+
+def _is_run(path: Path) -> bool:
+    run = RunFolder(path)
+    return path.is_dir() and (run.events.exists() or run.logs.is_dir())
+
+
+def read_task(run: RunFolder) -> Task:
+    """Return the task that a run was started with.
+
+    Raises:
+        UsageError: the run never got that far, or the file is not what was written.
+    """
+    if not os.path.lexists(run.task):
+        raise UsageError(
+            f"{run.path} does not say what it ran.",
+            cause="it ended before its first step, or is of a plan or a verify",
+            hint="ls runs/*/, and the same with another run",
+        )
+    try:
+        return msgspec.convert(read_json(run.task), Task)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{run.task} is not what was written: {error}.",
+            cause="a damaged disk, or an edited file: it says which job the run is of",
+            hint="the checkpoints are whole: paceline ckpt consolidate RUN --to FOLDER needs no job",
+        ) from None

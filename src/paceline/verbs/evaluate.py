@@ -19,7 +19,7 @@ from paceline.spec.update import Update
 from paceline.spec.words import many
 from paceline.store.checkpoints import BEST, marked
 from paceline.store.disk import read_json, write_json
-from paceline.store.runs import RunFolder, find_run
+from paceline.store.runs import find_run, read_task
 from paceline.talk import say
 from paceline.verbs.running import Answer, Common, execute
 
@@ -39,7 +39,7 @@ def evaluate(
     if split not in ("eval", "test"):
         raise UsageError(f"{split!r} is no split.", hint="--split eval | test")
     folder, checkpoint = find_run(run, trains=True)
-    task = replace(saved_task(folder.path), job_handle=common.job_handle)
+    task = replace(read_task(folder), job_handle=common.job_handle)
     if common.job_handle is None:
         parse_jobref(task.job)
     if best:
@@ -53,6 +53,7 @@ def evaluate(
     joined = detect(os.environ)
     if not common.quiet and (joined is None or joined.rank == 0):
         say(f"evaluating {checkpoint or folder.path} on {split}_data with {many(task.ranks, 'process')}")
+        say(f"the job, which this runs: {task.job}")
     answer = execute(task, entry=ENTRY, common=replace(common, quiet=True), logs=aside)
     if answer.exit_code:
         return answer
@@ -91,19 +92,3 @@ def as_evaluated(task: Task, common: Common) -> Task:
         if name not in idle and not (name.startswith("place.") and text != task.layout)
     }
     return replace(task, layout=text, ranks=ranks, settings=settings)
-
-
-def saved_task(folder: Path) -> Task:
-    """The task that a run was started with.
-
-    Raises:
-        UsageError: the run never got that far.
-    """
-    path = RunFolder(folder).task
-    if not path.exists():
-        raise UsageError(
-            f"{folder} does not say what it ran.",
-            cause="it ended before its first step, or is of a plan or a verify",
-            hint="ls runs/*/, and the same with another run",
-        )
-    return Task.from_json(read_json(path))

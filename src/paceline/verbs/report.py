@@ -2,11 +2,22 @@
 
 from pathlib import Path
 
+from paceline.errors import UsageError
+from paceline.store.disk import refuse_place
 from paceline.store.runs import find_run
 from paceline.watch.report import write_report
 
 
-def report(run: str | None = None) -> Path:
-    """Write a run's `report.html` and return its path."""
+def report(run: str | None = None, *, page: str | Path | None = None) -> Path:
+    """Write a run's page, `report.html` in its folder or the file `page`, and return its path.
+
+    Raises:
+        UsageError: there is no such run, or the page can't be written.
+    """
     folder, _ = find_run(run)
-    return write_report(folder)
+    to = Path(page) if page is not None else folder.report
+    try:
+        refuse_place(to)
+    except UsageError as error:
+        raise UsageError(error.what, hint="--page FILE writes it elsewhere") from None
+    return write_report(folder, to=to)

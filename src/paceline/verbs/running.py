@@ -32,7 +32,7 @@ from paceline.spec.update import Update, parse_update
 from paceline.spec.words import many
 from paceline.start import Outcome, Request, choose_kernels, failure_keys, last_words, start, too_late
 from paceline.store.disk import read_json
-from paceline.store.runs import RunFolder, choose_run, new_run
+from paceline.store.runs import RunFolder, choose_run, new_run, number_run
 from paceline.survive.failure import Failure
 from paceline.talk import say
 from paceline.verbs.again import command_again, command_with
@@ -161,7 +161,7 @@ def with_run(task: Task, *, resume: str | None) -> Task:
     run, start = choose_run(name, run=task.run, resume=resume)
     if run is None:
         return replace(task, run=str(new_run(name).path))
-    _make(run.path)
+    make_folder(run.path)
     return replace(task, run=str(run.path), resume=start)
 
 
@@ -253,12 +253,21 @@ def _joined(task: Task, entry: str, joined: Joined, one_thread: bool) -> Answer:
     return Answer(exit_code=int(code), run=Path(task.run), screen=stopped, tells=joined.rank == 0)
 
 
-def _make(path: Path) -> None:
+def make_folder(path: Path) -> None:
+    """Make the run folder that was named, if it is not there.
+
+    Raises:
+        UsageError: it can't be written, or other things are below it.
+    """
+    whole, home = path.resolve(), Path("~").expanduser().resolve()
+    if whole == home or whole in (*Path.cwd().parents, *home.parents):
+        raise UsageError(
+            f"--run-dir {path} is {whole}: the run's files would lie among everything else there.",
+            hint="--run-dir runs/NAME",
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".writable-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        number_run(path)
     except OSError as error:
         raise UsageError(
             f"the run folder {path} can't be written: {error.strerror}.", hint="--run-dir on a disk you may write"

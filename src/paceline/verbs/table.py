@@ -134,6 +134,8 @@ class ReportOptions:
     """Write the page."""
 
     run: _Run = None
+    page: Path | None = None
+    """Where the page goes; default: report.html in the run's folder."""
     json: bool = False
 
 
@@ -248,7 +250,7 @@ def _config(options: ConfigOptions, settings: list[str]) -> Printed:
 
 
 def _report(options: ReportOptions, _: list[str]) -> Printed:
-    path = report(options.run)
+    path = report(options.run, page=options.page)
     return 0, {"report": str(path)}, str(path)
 
 

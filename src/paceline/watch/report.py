@@ -4,7 +4,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from paceline.store.disk import write_text
+from paceline.store.disk import write_text, writing
 from paceline.store.planned import ADVICE
 from paceline.store.runs import RunFolder
 from paceline.watch.asked import settings_of, show_settings
@@ -13,14 +13,20 @@ from paceline.watch.foretold import show_foretold
 from paceline.watch.history import History, json_or_none, read_history
 from paceline.watch.late import show_late
 from paceline.watch.style import STYLE
-from paceline.watch.trouble import show_checkpoints, show_failures, show_torn
+from paceline.watch.trouble import last_failure, show_checkpoints, show_failures, show_torn
 from paceline.watch.verdict import find_verdict, number, show_verdict
 
 
-def write_report(run: RunFolder) -> Path:
-    """Write the page and return its path."""
-    write_text(run.report, page(run))
-    return run.report
+def write_report(run: RunFolder, *, to: Path | None = None) -> Path:
+    """Write the page, in the run's folder or to a file, and return its path.
+
+    Raises:
+        UsageError: it can't be written.
+    """
+    to = to or run.report
+    with writing(to):
+        write_text(to, page(run))
+    return to
 
 
 def page(run: RunFolder) -> str:
@@ -58,17 +64,31 @@ def document(title: str, parts: list[str]) -> str:
 
 
 def status_of(history: History) -> str:
-    """How the newest attempt ended, as far as its events say."""
+    """How the newest attempt ended, as far as its events and what its ranks have left say."""
+    failure = _failure_of(history)
+    if failure is not None:
+        step = failure.get("step")
+        return f"failed at step {step}" if isinstance(step, int) and step > 0 else "failed"
+    return str(history.last_of("RunEnded").get("status")) if _has_ended(history) else "not ended"
+
+
+def _has_ended(history: History) -> bool:
     started, ended = history.last_of("RunStarted"), history.last_of("RunEnded")
-    if not ended or history.events.index(ended) < (history.events.index(started) if started else 0):
-        return "not ended"
-    return str(ended.get("status"))
+    return bool(ended) and history.events.index(ended) >= (history.events.index(started) if started else 0)
+
+
+def _failure_of(history: History) -> dict[str, Any] | None:
+    """What the newest attempt failed of, unless it ended well or a later one has begun."""
+    attempt = history.last_of("RunStarted").get("attempt")
+    began = attempt if isinstance(attempt, int) else 1
+    return last_failure(history.run, after=began + _has_ended(history))
 
 
 def _head(history: History, answer: dict[str, Any] | None) -> str:
     run, started, last = history.run, history.last_of("RunStarted"), history.last()
     total = started.get("total_steps")
-    done = history.reached()
+    failed = (_failure_of(history) or {}).get("step")
+    done = max(history.reached(), failed - 1 if isinstance(failed, int) else 0)
     of_total = f" of {total:,}" if isinstance(total, int) and total >= done else ""
     samples = history.samples()
     facts = [

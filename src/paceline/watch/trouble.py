@@ -4,7 +4,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, MachineError
 from paceline.spec.words import size
 from paceline.store.checkpoints import BEST, LATEST, all_steps, marked, step_of, verify
 from paceline.store.disk import folder_bytes
@@ -23,10 +23,31 @@ def show_torn(history: History) -> str:
     return f'<p class="notice">Left out, since it could not be read: {escape(" and ".join(said))}. A kill or a full disk cuts a line off.</p>'
 
 
+def last_failure(run: RunFolder, *, after: int) -> dict[str, Any] | None:
+    """Return the first failure of the newest attempt to train, if that is attempt `after` or a later one."""
+    trained = [folder for folder in _attempts(run) if _number_of(folder) >= after and _trains(folder)]
+    return failures_of(trained[-1])[0] if trained else None
+
+
+def _attempts(run: RunFolder) -> list[Path]:
+    return sorted(run.logs.glob("attempt-*"), key=lambda p: (len(p.name), p.name))
+
+
+def _number_of(attempt: Path) -> int:
+    number = attempt.name.removeprefix("attempt-")
+    return int(number) if number.isdecimal() else 0
+
+
+def _trains(attempt: Path) -> bool:
+    """Whether the run was trained there, and not only evaluated."""
+    request = json_or_none(attempt / "request.json")
+    payload = request.get("payload") if isinstance(request, dict) else None
+    return not isinstance(payload, dict) or payload.get("verb", "train") == "train"
+
+
 def show_failures(run: RunFolder) -> str:
     """Each failed attempt: which rank was first, its exception, and the user's line."""
-    folders = sorted(run.logs.glob("attempt-*"), key=lambda p: (len(p.name), p.name))
-    parts = [text for folder in folders if (text := _attempt(folder))]
+    parts = [text for folder in _attempts(run) if (text := _attempt(folder))]
     return f"<section><h2>Failures</h2>{''.join(parts)}</section>" if parts else ""
 
 
@@ -97,6 +118,6 @@ def show_checkpoints(run: RunFolder) -> str:
 def _state(path: Path) -> tuple[str, str]:
     try:
         verify(path)
-    except CheckpointError as error:
+    except (CheckpointError, MachineError) as error:
         return "bad", error.what
     return "good", ""
