@@ -24,10 +24,11 @@ from paceline.train.phases import write_together
 from paceline.train.state import MODEL, files_of, load_model, load_update
 from paceline.verbs import ckpt
 from paceline.world import World
+from tests.fault.test_store import STATE
 from tests.parity.cut_bed import Cuts, Model, Truth, check, cuts, hollow, play, rank_of, truth
 
 FOUND = truth()
-GIVEN = [[{}, {}]]
+SAME = {"optimizer": [{"options": [{}, {}]}], "schedule": []}
 
 
 def pair(ranks: int, seed: int, *, whole: bool = False) -> tuple[Cuts, Cuts]:
@@ -39,7 +40,7 @@ def save(folder: Path, held: tuple[Cuts, Cuts], ranks: int, *, step: int = 5, fo
     def work(world: World) -> Path:
         made = rank_of(found, weights=held[0], kept=held[1], world=world)
         files, state = files_of(made)
-        return write_together(world, folder=folder, step=step, files=files, state=state)
+        return write_together(world, folder=folder, step=step, files=files, state={**STATE, **state})
 
     paths = play(ranks, work)
     assert len(set(paths)) == 1
@@ -52,7 +53,7 @@ def resume(path: Path, held: tuple[Cuts, Cuts], ranks: int) -> None:
     def work(world: World) -> None:
         made = hollow(weights=held[0], kept=held[1], world=world)
         load_model(loaded, made)
-        load_update(loaded, made, given=GIVEN)
+        load_update(loaded, made, began=SAME, now=SAME)
         check(made, FOUND)
 
     play(ranks, work)
@@ -164,7 +165,7 @@ def test_what_one_rank_cannot_write_no_rank_has_saved(tmp_path: Path, monkeypatc
     def work(world: World) -> str:
         files, state = files_of(rank_of(FOUND, weights=held[0], kept=held[1], world=world))
         try:
-            write_together(world, folder=tmp_path, step=6, files=files, state=state)
+            write_together(world, folder=tmp_path, step=6, files=files, state={**STATE, **state})
         except SaveError as error:
             return error.what
         return "saved"

@@ -48,7 +48,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def test_a_nan_is_never_the_best(tmp_path: Path) -> None:
     values = iter([math.nan, 2.0, 5.0, 4.0, 3.0, 1.0])
     trained(job(best="score:max", on_eval=lambda run: {"score": next(values)}), tmp_path, eval_every=1)
-    assert (tmp_path / "checkpoints" / "best").read_text().strip() == "step-00000003"
+    assert (tmp_path / "checkpoints" / "best").read_text().split()[0] == "step-00000003"
 
 
 def test_early_stopping_has_a_best_of_its_own(tmp_path: Path) -> None:
