@@ -200,12 +200,56 @@ def test_everything_is_flushed_before_the_rename_and_latest_comes_last(
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", rename)
     monkeypatch.setattr(Path, "replace", replace)
+    for _ in range(2):  # the second save of the step puts the first one aside
+        calls.clear()
+        write(tmp_path, 1)
+        moved, latest = calls.index("rename step-00000001"), calls.index("replace latest")
+        flushed = calls[:moved]
+        assert "fsync model.safetensors" in flushed and "fsync optimizer.safetensors" in flushed
+        manifest = calls.index("replace manifest.json")
+        assert any(call.startswith("fsync .manifest.json.") for call in calls[:manifest])
+        assert any(call.startswith("fsync .saving-step-") for call in calls[manifest:moved])
+        assert f"fsync {tmp_path.name}" in calls[moved:latest]  # of the rename, and not that of `latest`
+        assert any(call.startswith("fsync .latest.") for call in calls[moved:latest])
+
+
+def test_a_step_that_is_saved_again_is_there_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill before or after any rename or removal leaves one of both saves, whole."""
+    final = write(tmp_path, 3)
+    real, seen = {name: getattr(owner, name) for owner, name in ((Path, "rename"), (shutil, "rmtree"))}, []
+
+    def watched(name: str) -> object:
+        def call(path: Path, *words: object, **more: object) -> object:
+            if tmp_path not in path.parents:  # what is done to a copy
+                return real[name](path, *words, **more)
+            for when in (0, 1):
+                found = real[name](path, *words, **more) if when else None
+                copy = tmp_path.with_name(f"{tmp_path.name}-{len(seen)}")
+                shutil.copytree(tmp_path, copy)
+                for left in copy.glob(f"{ASIDE}*-{os.getpid()}"):  # as if this process had been killed
+                    os.rename(left, left.with_name(left.name.removesuffix(str(os.getpid())) + "999999999"))  # noqa: PTH104
+                good, _ = newest_good(copy)
+                seen.append(good is not None and good.name == final.name)
+            return found
+
+        return call
+
+    monkeypatch.setattr(Path, "rename", watched("rename"))
+    monkeypatch.setattr(shutil, "rmtree", watched("rmtree"))
+    write(tmp_path, 3)
+    assert len(seen) >= 6 and all(seen)
+
+
+def test_what_interrupted_saves_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    living = str(os.getppid())
+    gone = [f"{ASIDE}step-00000002-999999999", f"{ASIDE}old-step-00000001-999999999", f"{ASIDE}gone-step-00000000"]
     write(tmp_path, 1)
-    moved = calls.index("rename step-00000001")
-    flushed = calls[:moved]
-    assert "fsync model.safetensors" in flushed and "fsync optimizer.safetensors" in flushed
-    assert "replace manifest.json" in flushed and any(c.startswith("fsync .saving-") for c in flushed)
-    assert calls.index("replace latest") > moved and f"fsync {tmp_path.name}" in calls[moved:]
+    for name in (*gone, f"{ASIDE}step-00000003-{living}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part").touch()
+    write(tmp_path, 2)
+    left = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(ASIDE))
+    assert left == [f"{ASIDE}step-00000003-{living}"]  # its writer lives
 
 
 def test_parts_that_are_never_committed_are_not_seen(tmp_path: Path) -> None:
