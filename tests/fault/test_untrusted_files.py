@@ -56,7 +56,7 @@ def first(body: dict[str, Any]) -> dict[str, Any]:
 WRONG = (None, "x", [1], -1, 0.5, float("nan"), float("inf"), 10**30, 2**63, True, {})
 EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     **{f"no {key}": lambda b, k=key: b.pop(k) for key in ("format", "step", "state", "files")},
-    **{f"files {value!r}": lambda b, v=value: b.update(files=v) for value in WRONG[:-1]},
+    **{f"files {value!r}": lambda b, v=value: b.update(files=v) for value in WRONG},
     **{f"step {value!r}": lambda b, v=value: b.update(step=v) for value in WRONG},
     **{
         f"{key} of a tensor {value!r}": lambda b, k=key, v=value: first(b).update({k: v})

@@ -375,11 +375,23 @@ def test_the_page_of_a_failed_run_says_so_and_how_far_it_came(
     assert "<dt>status</dt><dd>failed</dd>" in page(run)
 
 
+@pytest.mark.parametrize("value", [10**400, "text", None, [], {}, True, -(10**400), 1e308])
+@pytest.mark.parametrize("key", ["step", "samples", "time", "loss", "step_seconds"])
+def test_no_value_of_an_event_or_a_number_breaks_the_page(tmp_path: Path, key: str, value: Any) -> None:
+    run = RunFolder(tmp_path)
+    record(run, started(2, total_steps=12), step(1), step(2))
+    for file in (run.events, run.metrics):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        lines[-1][key] = value
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "</html>" in page(run)
+
+
 def test_half_a_surrogate_is_no_reason_to_have_no_page(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     record(run, step(1))
     run.events.write_text(run.events.read_text() + '{"event": "Note", "text": "half \\ud800"}\n')
-    assert "half ?" in write_report(run).read_text()
+    assert "half ?" in write_report(run).read_text() and page(run).encode()
     assert write_report(run, to=tmp_path / "else.html").read_text() == run.report.read_text()
 
 

@@ -60,6 +60,8 @@ def load(path: Path) -> Loaded:
     """
     body = read_manifest(path)
     files = stored_files(path, body.files)
+    if not files:
+        raise CheckpointError(f"{path.name} names no file: it holds no weights.", where=str(path))
     for name, first in body.state.get("aliases", {}).items():
         if not any(first in stored for stored in files.values()):
             raise CheckpointError(f"{name} is another name of {first}, which {path.name} lacks.", where=str(path))

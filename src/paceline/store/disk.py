@@ -13,6 +13,7 @@ from typing import Any
 from paceline.errors import UsageError
 
 MOST_BYTES = 64 << 20
+_MOST_DIGITS = 300
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EISDIR, errno.ENXIO)
 
 
@@ -132,9 +133,14 @@ def parse_json(text: bytes | str) -> Any:
         ValueError: it is none, is nested too deep, or does not fit into memory.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=_bounded)
     except (RecursionError, MemoryError) as error:
         raise ValueError(f"nested too deep, or too large: {type(error).__name__}") from None
+
+
+def _bounded(digits: str) -> float:
+    """A whole number that no float can hold is one that nobody wrote, and breaks whoever computes with it."""
+    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
 def is_damage(error: OSError) -> bool:

@@ -254,6 +254,8 @@ def _config_of(given: Path) -> Any:
 
 def _weights(loaded: Loaded, *, raw: bool) -> list[Later]:
     """Every name of the model, the average's values under its names. Each is read when it is written."""
+    if WEIGHTS not in loaded.files:
+        raise CheckpointError(f"{loaded.path.name} has no {WEIGHTS}.", where=str(loaded.path))
     weights, average = loaded.files[WEIGHTS], Stored([]) if raw else loaded.files.get(AVERAGE, Stored([]))
     names = {name: name for name in weights} | loaded.state.get("aliases", {})
     found = []

@@ -53,7 +53,7 @@ class History:
 
     def samples(self) -> list[Point]:
         """Samples seen, over steps."""
-        return _points(sorted((e.get("step"), e.get("samples")) for e in _kept(self.of(_STEP), self.starts)))
+        return sorted(_points([(e.get("step"), e.get("samples")) for e in _kept(self.of(_STEP), self.starts)]))
 
     def seconds(self) -> list[Point]:
         """Seconds of all attempts, from the start of each, over steps."""
@@ -155,6 +155,6 @@ def _points(pairs: list[tuple[Any, Any]]) -> list[Point]:
     for step, value in pairs:
         try:
             found.append((float(step), float(value)))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             continue
     return found

@@ -56,11 +56,12 @@ def page(run: RunFolder) -> str:
 def document(title: str, parts: list[str]) -> str:
     """A whole page that loads nothing."""
     body = "\n".join(part for part in parts if part)
-    return (
+    text = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style></head>'
         f"<body><main>{body}</main></body></html>\n"
     )
+    return text.encode(errors="replace").decode()  # half a surrogate is in no file
 
 
 def status_of(history: History) -> str:
