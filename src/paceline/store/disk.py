@@ -110,10 +110,10 @@ def read_regular(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
         ValueError: it is no regular file, or larger.
     """
     with os.fdopen(open_regular(path), "rb") as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise ValueError(f"{path.name} has more than {most_bytes} bytes")
-    return data
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise ValueError(f"{path.name} has more than {most_bytes} bytes")
+        return file.read(size)  # memory for so many bytes is taken at once
 
 
 def read_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
