@@ -1,18 +1,20 @@
 """A tensor plan for a model that brings none: derived from one run, and tried against one process."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import JobError, LayoutError, PacelineError, raise_all
+from paceline.errors import JobError, LayoutError, PacelineError, raise_all, user_line
+from paceline.place.tensor.dry import CheckWire, ShownCuts
 from paceline.place.tensor.explore import Explorer, Found, forget_guesses, learn, splits_of, suggest
 from paceline.place.tensor.own_plan import own_plan
 from paceline.place.tensor.placed import split_over
-from paceline.place.tensor.plan import Role, TensorPlan, common, first_number, fits, is_turned
+from paceline.place.tensor.plan import Role, TensorPlan, common, cuts_of, first_number, fits, is_turned
 from paceline.place.tensor.plan_file import read_plan
 from paceline.place.tensor.split import TRANSFORM, Split
 from paceline.place.tensor.trial import ThreadWire, together
@@ -39,9 +41,13 @@ def choose_plan(
     """
     _refuse_unknown(model, replicate)
     if file is not None:
-        return read_plan(file, model=model).without(replicate)
+        plan = read_plan(file, model=model).without(replicate)
+    elif run is not None:
+        plan = derive_plan(model, run=run, ranks=ranks, replicate=replicate)
     if run is not None:
-        return derive_plan(model, run=run, ranks=ranks, replicate=replicate)
+        hold_plan(model, plan=plan, run=run, ranks=ranks)
+    if file is not None or run is not None:
+        return plan
     own = own_plan(model, ranks=ranks)
     if own is None:
         raise LayoutError(
@@ -69,18 +75,19 @@ def derive_plan(model: nn.Module, *, run: Run, ranks: int, replicate: Sequence[s
     found, explorer = _explored(model, run, ranks, fixed)
     _refuse_heads(model, found, ranks)
     roles = {**_roles(model, found, explorer.wire.heads), **local}
-    if not roles:
-        raise LayoutError(
-            f"tensor parallelism finds nothing to cut in {type(model).__name__}: {_linears(model)}",
-            cause=_by_transforms(found)
-            or "it cuts pairs of products with elementwise work or attention between them; convolutions stay whole",
-            hint="--layout fsdp or ddp",
-        )
     notes = [
         f"{n} stays whole: {f.why}"
         for n, f in _by_pattern(found).items()
         if f.kind == "whole" and f.why and f.why != IN_LOCAL
     ]
+    if not roles:
+        raise LayoutError(
+            f"tensor parallelism finds nothing to cut in {type(model).__name__}: {_linears(model)}",
+            cause=_by_transforms(found)
+            or "; ".join(notes[:2])
+            or "it cuts pairs of products with elementwise work or attention between them; convolutions stay whole",
+            hint="--layout fsdp or ddp",
+        )
     return TensorPlan(roles=roles, source="derived", notes=tuple(notes))
 
 
@@ -120,7 +127,7 @@ def _explored(model: nn.Module, run: Run, ranks: int, fixed: dict[str, Found]) -
     while found not in before and len(before) < 12 + 2 * len(likes):
         before.append(copy.deepcopy(found))
         explorer = Explorer(names=names, found=found, ranks=ranks)
-        with traceless(model), torch.no_grad(), explorer:
+        with traceless(model), torch.no_grad(), _said_as_planning(model, run), explorer:
             output = run(model)
         for split in splits_of(output):
             explorer.reached(split, "output")
@@ -244,6 +251,44 @@ def _linears(model: nn.Module) -> str:
     return (
         f"{sum(kind == 'Linear' for kind in kinds)} linear layers and {convolutions} convolutions, none in such a pair."
     )
+
+
+def hold_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int) -> None:
+    """Run the model once, each function on cut tensors by all ranks and by one process: a forward's time, and the
+    threads'. A model whose parameters have no memory is left out.
+
+    Raises:
+        LayoutError: a function gives a rank another value than one process has, with the line that calls it.
+    """
+    if any(parameter.untyped_storage().device.type == "meta" for parameter in model.parameters()):
+        return
+    cuts = cuts_of(model, plan, ranks=ranks)
+    ids = {
+        id(parameter): cuts.of[name]
+        for name, parameter in model.named_parameters()
+        if name in cuts.of and not any(name.startswith(f"{module}.") for module in cuts.local)
+    }
+    with traceless(model), torch.no_grad(), _said_as_planning(model, run), ShownCuts(ids, CheckWire(size=ranks)):
+        run(model)
+
+
+@contextmanager
+def _said_as_planning(model: nn.Module, run: Run) -> Iterator[None]:
+    """Errors of the user's code: as they are where one process has them too, else with the words that tp is planned."""
+    try:
+        yield
+    except PacelineError:
+        raise
+    except Exception as error:
+        with traceless(model), torch.no_grad():
+            run(model)
+        raise LayoutError(
+            f"the model's own code fails while tp is being planned: {type(error).__name__}: {error}",
+            where=str(user_line(error) or ""),
+            cause="planning runs it on one microbatch, with the values of one process, but with weights that are cut; "
+            "the same run without cuts goes well",
+            hint="--place.replicate NAME for the modules around that line, or a plan: see docs/tensor.md",
+        ) from error
 
 
 def check_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int, sequence: bool = False) -> float:

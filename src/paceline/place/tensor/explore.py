@@ -6,7 +6,7 @@ is tried again as the fused projection that it turned out to be.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.nested import leaves
 from paceline.place.tensor.cut import Cut, Misfit, even_cut
+from paceline.place.tensor.dry import DryWire, shown_whole
 from paceline.place.tensor.split import Split, name_of
-from paceline.place.tensor.wire import piece
 from paceline.signatures import SIGNATURES, read_call
 
 TURNS = (".T", ".mT", "t")
@@ -51,50 +51,6 @@ class Found:
         """The sizes between the borders."""
         ends = [0, *sorted(b for b in self.borders if 0 < b < size), size]
         return tuple(b - a for a, b in pairwise(ends))
-
-
-@dataclass(kw_only=True)
-class DryWire:
-    """One rank's end of a group without the others; what it computes is of the right shape and nothing more."""
-
-    rank: int = 0
-    size: int
-    sequence: bool = False
-    events: list[tuple[frozenset[str], str, Misfit | None]] = field(default_factory=list)
-    heads: dict[str, int] = field(default_factory=dict)
-
-    def total(self, tensor: Tensor) -> Tensor:
-        """As it is."""
-        return tensor
-
-    def largest(self, tensor: Tensor) -> Tensor:
-        """As it is."""
-        return tensor
-
-    def join(self, tensor: Tensor, cut: Cut) -> Tensor:
-        """The others' pieces are zero."""
-        shape = [cut.size if d == cut.dim else n for d, n in enumerate(tensor.shape)]
-        whole, offset = tensor.new_zeros(shape), 0
-        for start, stop in cut.ranges(self.rank):
-            whole.narrow(cut.dim, start, stop - start).copy_(tensor.narrow(cut.dim, offset, stop - start))
-            offset += stop - start
-        return whole
-
-    def total_piece(self, tensor: Tensor, cut: Cut) -> Tensor:
-        """The own piece."""
-        return piece(tensor, cut, self.rank)
-
-    def tell(self, what: str) -> None:
-        """`blocked` is told more."""
-
-    def blocked(self, origins: frozenset[str], name: str, misfit: Misfit | None) -> None:
-        """The whole was needed."""
-        self.events.append((origins, name.strip("."), misfit))
-
-    def read_as(self, origins: frozenset[str], heads: int) -> None:
-        """A projection was read as heads."""
-        for origin in origins:
-            self.heads.setdefault(origin, heads)
 
 
 class Explorer(TorchFunctionMode):
@@ -176,7 +132,7 @@ class Explorer(TorchFunctionMode):
             size = value.shape[found.dim]
             cut = even_cut(size, ranks=self._ranks, sections=found.sections(size), dim=found.dim)
             origins = (name,) if found.kind == "column" and value.dim() > 1 else ()
-            self._shown[name] = Split.of(piece(value.detach(), cut, 0), cut, self.wire, origins=origins)
+            self._shown[name] = shown_whole(value.detach(), cut, self.wire, origins=origins)
         return self._shown[name]
 
 

@@ -78,6 +78,8 @@ class Split(Tensor):
     origins: frozenset[str]
     whole: tuple[int, ...]
     joined: dict[tuple[bool, bool], "Joined"]
+    truth: Tensor | None
+    """While a plan is looked for: the whole, as one process has it."""
 
     @staticmethod
     def of(local: Tensor, cut: Cut, wire: Wire, *, origins: Iterable[str] = ()) -> "Split":
@@ -85,11 +87,14 @@ class Split(Tensor):
         shape = tuple(local.shape)
         whole = (*shape[: cut.dim], cut.size, *shape[cut.dim + 1 :])
         made: Split = hollow_tensor(Split, like=local, shape=whole)
-        made.__dict__.update(local=local, cut=cut, wire=wire, origins=frozenset(origins), whole=whole, joined={})
+        made.__dict__.update(local=local, cut=cut, wire=wire, origins=frozenset(origins), whole=whole)
+        made.joined, made.truth = {}, None
         return made
 
     def gathered(self, *, partial: bool = False) -> Tensor:
         """The whole tensor, put together once, and again where the piece was written to since."""
+        if self.truth is not None:
+            return self.truth
         key = (partial, torch.is_grad_enabled())
         known = self.joined.get(key)
         if known is None or known.of != version(self.local):
@@ -115,7 +120,9 @@ class Split(Tensor):
         if not torch.is_grad_enabled() and not name.startswith("."):
             _refuse_own_autograd()
         try:
-            return _by_rule(func, args, kwargs, name=name)
+            seeker = next((v.wire for v in (*args, *kwargs.values()) if isinstance(v, Split)), None)
+            answer = getattr(seeker or split_in(args, kwargs)[0].wire, "answer", by_rule)
+            return answer(func, args, kwargs, name=name)
         except Unknown as unknown:
             return on_whole(func, args, kwargs, name=name, misfit=unknown.misfit)
 
@@ -131,7 +138,7 @@ class Split(Tensor):
         )
 
 
-def _by_rule(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
+def by_rule(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
     """Raise `Unknown` where there is no rule, or where its signature does not fit the call."""
     rule = RULES.get(name)
     given = read_call(name, args, kwargs) if name in SIGNATURES else {}
@@ -212,7 +219,7 @@ def _seen_by_transform(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
             )
         heard(split, f"{name}{TRANSFORM}" if transforming() else name)
     leaves, shape = tree_flatten((args, kwargs))
-    whole = [leaf.wire.join(leaf.local, leaf.cut) if isinstance(leaf, Split) else leaf for leaf in leaves]
+    whole = [leaf.gathered() if isinstance(leaf, Split) else leaf for leaf in leaves]
     args, kwargs = tree_unflatten(whole, shape)
     return func(*args, **kwargs)
 
