@@ -200,8 +200,7 @@ def _from_words(words: Sequence[str], problems: list[PacelineError]) -> dict[str
         if not equals:
             flag = not rest or rest[0].startswith("--")
             value = "true" if flag else rest.pop(0)
-        if found.setdefault(name, value) != value:
-            problems.append(UsageError(f"{name} is given twice: {found[name]} and {value}.", hint="each setting once"))
+        found[name] = value  # of two the last counts, as scripts that end in "$@" expect
     return found
 
 
