@@ -88,10 +88,14 @@ def far(found: Trained, wanted: Trained) -> float:
 
 def assert_context(case: Case, *, ranks: int) -> None:
     """Every rank's training is the one process's."""
+    assert distance_context(case, ranks=ranks) < CLOSE
+
+
+def distance_context(case: Case, *, ranks: int) -> float:
+    """The largest difference of any rank's training to one process's."""
     start = case.model()
     wanted = train(case, alone(), start)
-    for found in play(lambda over: train(case, over, start), size=ranks):
-        assert far(found, wanted) < CLOSE
+    return max(far(found, wanted) for found in play(lambda over: train(case, over, start), size=ranks))
 
 
 # -- models
@@ -277,10 +281,15 @@ def far_experts(model: nn.Module, data: Sequence[Sequence[Any]], found: Any, wan
     return worst
 
 
-def assert_experts(model: nn.Module, data: Sequence[Sequence[Any]], *, ranks: int, twice: bool = False) -> None:
+def assert_experts(model: nn.Module, data: Sequence[Sequence[Any]], *, ranks: int) -> None:
+    assert distance_experts(model, data, ranks=ranks) < CLOSE
+
+
+def distance_experts(model: nn.Module, data: Sequence[Sequence[Any]], *, ranks: int, twice: bool = False) -> float:
+    """The largest difference of any rank's gradients and weights to one process's."""
     wanted = train_experts(model, data, None)
-    for found in play(lambda over: train_experts(model, data, over, twice=twice), size=ranks):
-        assert far_experts(model, data, found, wanted) < CLOSE
+    every = play(lambda over: train_experts(model, data, over, twice=twice), size=ranks)
+    return max(far_experts(model, data, found, wanted) for found in every)
 
 
 def tokens(*sizes: int, steps: int = 3) -> list[list[Tensor]]:

@@ -29,6 +29,7 @@ from tests.parity.axes import (
     Case,
     alone,
     assert_context,
+    distance_context,
     seeded,
     text,
     train,
@@ -496,8 +497,7 @@ def test_a_mistake_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         case = transformer(BERT, padding="right", lengths=(21,), **BERT_PLAIN)
     assert_context(case, ranks=3)
     monkeypatch.setattr(*FAULTS[fault])
-    with pytest.raises(AssertionError):
-        assert_context(case, ranks=3)
+    assert 1e-4 < distance_context(case, ranks=3) < 1e3
 
 
 def test_keys_whose_gradients_do_not_come_home_show(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from tests.parity.axes import (
     Mixture,
     Stacked,
     assert_experts,
+    distance_experts,
     far_experts,
     objective,
     seeded,
@@ -313,8 +314,7 @@ def test_the_elements_exchanged_are_those_of_the_formula() -> None:
 def test_an_expert_s_gradient_added_twice_shows() -> None:
     model = seeded(lambda: Mixture(Stacked, count=4))
     assert_experts(model, tokens(7, 5), ranks=2)
-    with pytest.raises((AssertionError, RuntimeError)):
-        assert_experts(model, tokens(7, 5), ranks=2, twice=True)
+    assert 1e-2 < distance_experts(model, tokens(7, 5), ranks=2, twice=True) < 1e2
 
 
 def _swapped(index: Tensor, *, ranges: Any, exchange: Exchange) -> Any:
@@ -336,8 +336,7 @@ def _off_by_one(index: Tensor, *, ranges: Any, exchange: Exchange) -> Any:
 def test_a_wrong_route_shows(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = seeded(lambda: Mixture(Stacked, count=4))
     monkeypatch.setattr(experts, "plan_route", fault)
-    with pytest.raises((AssertionError, RuntimeError)):
-        assert_experts(model, tokens(7, 5), ranks=2)
+    assert 1e-2 < distance_experts(model, tokens(7, 5), ranks=2) < 1e3
 
 
 def test_a_rank_without_rows_that_left_no_zero_gradient_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +344,7 @@ def test_a_rank_without_rows_that_left_no_zero_gradient_shows(monkeypatch: pytes
     wanted = train_experts(model, data, None)
     honest = experts._Tied.apply
     monkeypatch.setattr(experts._Tied, "apply", lambda zeros, *rest: honest(False, *rest))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"moe\.weight"):  # which one process has a gradient of, and a rank none
         for found in play(lambda over: train_experts(model, data, over), size=2):
             assert far_experts(model, data, found, wanted) < 1e-12
 

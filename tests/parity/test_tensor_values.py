@@ -137,3 +137,37 @@ def test_rounding_in_half_precision_is_no_mistake() -> None:
         choose_plan(bed.hugging_face("llama").to(kind), ranks=2, run=bed.text_run)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         choose_plan(bed.hugging_face("bert"), ranks=2, run=bed.text_run)
+
+
+# -- vision
+
+
+def _vision(name: str) -> nn.Module:
+    import transformers as hf
+
+    torch.manual_seed(3)
+    if name == "swin":  # as its tiny ones: three heads at first, then six
+        sizes: dict[str, Any] = {
+            "embed_dim": 12,
+            "depths": [1, 1],
+            "num_heads": [3, 6],
+            "window_size": 4,
+            "num_labels": 10,
+        }
+        return hf.SwinForImageClassification(hf.SwinConfig(image_size=16, patch_size=2, **sizes, drop_path_rate=0.0))
+    sizes = {"depths": [1, 1], "hidden_sizes": [8, 16], "num_stages": 2, "patch_size": 2, "num_labels": 10}
+    return hf.ConvNextV2ForImageClassification(hf.ConvNextV2Config(**sizes))
+
+
+def test_stages_whose_heads_do_not_divide_stay_whole_beside_those_that_do() -> None:
+    plan = choose_plan(_vision("swin"), ranks=2, run=bed.image_run)
+    assert any("3 heads do not divide by tp=2" in note for note in plan.notes)
+    assert plan.roles["swin.encoder.layers.1.blocks.0.attention.q_proj"].heads == 6
+    assert "swin.encoder.layers.0.blocks.0.attention.q_proj" not in plan.roles
+    bed.check(lambda: _vision("swin"), bed.image_run, plan=plan)
+
+
+def test_a_global_response_norm_is_cut() -> None:
+    plan = choose_plan(_vision("convnextv2"), ranks=2, run=bed.image_run)
+    assert plan.roles["convnextv2.encoder.stages.*.layers.*.pwconv2"].kind == "row"
+    bed.check(lambda: _vision("convnextv2"), bed.image_run, plan=plan)

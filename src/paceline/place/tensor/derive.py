@@ -73,7 +73,7 @@ def derive_plan(model: nn.Module, *, run: Run, ranks: int, replicate: Sequence[s
         if any(fits(f"{p}.**", name) or fits(p, name) for p in local):
             fixed[name] = Found(kind="whole", why=IN_LOCAL)
     found, explorer = _explored(model, run, ranks, fixed)
-    _refuse_heads(model, found, ranks)
+    _refuse_heads(found, ranks, explorer.wire.heads)
     roles = {**_roles(model, found, explorer.wire.heads), **local}
     notes = [
         f"{n} stays whole: {f.why}"
@@ -165,11 +165,19 @@ def _settle_ends(found: dict[str, Found], explorer: Explorer, model: nn.Module) 
     return changed
 
 
-def _refuse_heads(model: nn.Module, found: dict[str, Found], ranks: int) -> None:
-    """A projection whose heads do not divide, and no other of its module is cut: an attention that can't be split."""
+def _refuse_heads(found: dict[str, Found], ranks: int, heads: dict[str, int]) -> None:
+    """A projection whose heads do not divide, and no other of its module is cut: an attention that can't be split.
+
+    Where stages have other numbers of heads, as in Swin, and those of one divide, the others stay whole, and a note
+    says so.
+    """
+    others = any(found[name].dim is not None for name in heads)
     problems: dict[str, PacelineError] = {}
     for name, known in found.items():
         if known.kind != "whole" or not known.heads or known.heads % ranks == 0:
+            continue
+        if others:
+            known.why = f"{known.heads} heads do not divide by tp={ranks}"
             continue
         module = name.rpartition(".")[0]
         parent = module.rpartition(".")[0]

@@ -100,12 +100,17 @@ def _over_the_cut(call: Call, x: Split, dims: list[int]) -> Any:
         own = x.local.bool() if call.name == "any" else ~x.local.bool()
         found = x.wire.largest(own.any(dims, keep).byte() if own.numel() else _none_of(own, dims, keep)).bool()
         return found if call.name == "any" else ~found
-    if call.name not in ("sum", "mean") or not x.local.is_floating_point() or listens(x):
+    if call.name not in ("sum", "mean") or not x.local.is_floating_point() or (listens(x) and not _is_one_vector(x)):
         raise Unknown  # a plan does not cut what the next norm sums over
     asked = call["dtype"] or x.local.dtype
     wide = torch.float32 if asked in (torch.float16, torch.bfloat16) else asked
     total = reduce_out(torch.sum(x.local, dims, keep, dtype=wide), x.wire)
     return (total if call.name == "sum" else total / math.prod(x.whole[d] for d in dims)).to(asked)
+
+
+def _is_one_vector(x: Split) -> bool:
+    """Whether it is one vector a sample, as global response norms have it: its sum is a few numbers."""
+    return len(x.whole) > 1 and all(n == 1 for d, n in enumerate(x.whole) if d not in (0, x.cut.dim))
 
 
 def _none_of(own: Tensor, dims: list[int], keep: bool) -> Tensor:
