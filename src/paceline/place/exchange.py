@@ -170,7 +170,7 @@ class Played:
         """Each to each."""
         found = self._table.trade(self.rank, rows.split(list(send)))
         got = [parts[self.rank] for parts in found]
-        assert [len(part) for part in got] == list(receive)
+        assert [len(part) for part in got] == list(receive), "other rows came than this rank's route says"
         return torch.cat(got)
 
     def add(self, tensor: Tensor) -> Tensor:
