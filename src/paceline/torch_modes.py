@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = [
     "DispatchMode",
@@ -25,6 +25,7 @@ __all__ = [
     "TorchDispatchMode",
     "WatchedOps",
     "group_size",
+    "has_dispatch_mode",
     "name_of",
     "nobody_there",
     "on_cpu",
@@ -43,6 +44,11 @@ def unseen() -> Iterator[None]:
     """Hide operations of our own from dispatch modes, such as the one that pairs a forward with its second run."""
     with _disable_current_modes():
         yield
+
+
+def has_dispatch_mode() -> bool:
+    """Return whether a dispatch mode sees the operations of this thread; those of other threads it does not see."""
+    return bool(_get_current_dispatch_mode_stack())
 
 
 def on_cpu(operation: Any, args: Any, kwargs: Any) -> Any:

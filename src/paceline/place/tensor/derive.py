@@ -20,6 +20,7 @@ from paceline.place.tensor.split import TRANSFORM, Split
 from paceline.place.tensor.trial import ThreadWire, together
 from paceline.place.traceless import traceless
 from paceline.spec.words import did_you_mean
+from paceline.torch_modes import has_dispatch_mode
 
 Run = Callable[[nn.Module], Any]
 IN_LOCAL = "its module runs on pieces"
@@ -263,12 +264,13 @@ def _linears(model: nn.Module) -> str:
 
 def hold_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int) -> None:
     """Run the model once, each function on cut tensors by all ranks and by one process: a forward's time, and the
-    threads'. A model whose parameters have no memory is left out.
+    threads'. A model whose parameters have no memory is left out, and a plan, whose dispatch mode computes no numbers.
 
     Raises:
         LayoutError: a function gives a rank another value than one process has, with the line that calls it.
     """
-    if any(parameter.untyped_storage().device.type == "meta" for parameter in model.parameters()):
+    has_no_memory = any(parameter.untyped_storage().device.type == "meta" for parameter in model.parameters())
+    if has_no_memory or has_dispatch_mode():
         return
     cuts = cuts_of(model, plan, ranks=ranks)
     ids = {
