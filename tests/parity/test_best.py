@@ -87,11 +87,11 @@ def test_what_is_consolidated_is_the_model_that_was_evaluated(shop: Shop) -> Non
 def test_another_metric_on_going_on_has_a_best_of_its_own(shop: Shop) -> None:
     option = '        max_grad_norm=1.0, best="{}",\n'
     shop.write("job.py", SMALL_JOB.replace("        max_grad_norm=1.0,\n", option.format("loss:min")))
-    assert "(best)" in shop.train("run", "--eval.every", "2", steps=4).out
+    assert "is the best so far" in shop.train("run", "--eval.every", "2", steps=4).out
     shop.write("job.py", SMALL_JOB.replace("        max_grad_norm=1.0,\n", option.format("accuracy:max")))
     said = shop.train("run", "--eval.every", "2", steps=8).out
     assert "best: by accuracy:max from here on" in said, said
-    assert "step-00000006 (best)" in said, said
+    assert "step 6 is the best so far" in said, said
     marked = int((shop.path / "run" / "checkpoints" / "best").read_text().split()[0].removeprefix("step-"))
     assert marked >= 6
     assert "best: by" not in shop.train("run", "--eval.every", "2", steps=9).out
