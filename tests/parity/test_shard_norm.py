@@ -2,21 +2,27 @@
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.place.compose import Placed
+from paceline.place.holding import Held, Holding
 from paceline.place.meeting import thread_worlds
 from paceline.place.norm import joint_norm
+from paceline.place.parts import Part
+from paceline.spec.settings import Settings, Train
+from paceline.train import updates
 from paceline.world import World
 
 
 def spread(pieces: Sequence[Sequence[Tensor]], *, exact: bool) -> list[Tensor]:
     """Each thread is a rank with its own pieces."""
-    from concurrent.futures import ThreadPoolExecutor
-
     worlds = thread_worlds(replicas=len(pieces), world=World.alone(), timeout_seconds=20)
     with ThreadPoolExecutor(len(pieces)) as pool:
         calls = [pool.submit(joint_norm, own, worlds=[w], exact=exact) for own, w in zip(pieces, worlds, strict=True)]
@@ -88,3 +94,27 @@ def test_nothing_and_zeros_are_zero_and_gradients_stay(exact: bool) -> None:
     kept = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert float(joint_norm([kept], worlds=[], exact=exact)) == 5.0
     assert kept.tolist() == [3.0, 4.0]
+
+
+def test_a_run_s_norm_adds_the_pieces_of_all_ranks_and_counts_what_all_hold_once() -> None:
+    """A weight cut over two tensor ranks, and a norm's weight that both hold: (3, 4, 12), of which 12 is on both."""
+    cut, both = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
+
+    def rank(world: World) -> float:
+        parts = {"weight": Part.of_ranges(torch.Size([2]), dim=0, ranges=[(world.rank, world.rank + 1)])}
+        parts["norm"] = Part.all_of(torch.Size([1]))
+        named = []
+        for name, value in (("weight", parts["weight"].take(cut)), ("norm", both)):
+            parameter = nn.Parameter(torch.zeros_like(value))
+            parameter.grad = value.clone()
+            named.append(SimpleNamespace(name=name, parameter=parameter))
+        held = [Held(name=n, part=p, dtype=torch.float32, find=lambda: torch.zeros(1)) for n, p in parts.items()]
+        placed: Any = SimpleNamespace(kept=Holding(world=world, held=held), named=named)
+        placed.owned = lambda: Placed.owned(placed)
+        norm = updates._norm(placed, Settings(train=Train(max_grad_norm=1.0)), world=world)
+        assert norm is not None
+        return float(norm())
+
+    worlds = thread_worlds(replicas=2, world=World.alone(), timeout_seconds=20)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(rank, worlds)) == [13.0, 13.0]

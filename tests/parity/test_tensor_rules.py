@@ -307,3 +307,10 @@ def test_a_value_that_cut_work_has_read_does_not_stay_for_ever() -> None:
         return gone() is None
 
     assert together(work, ranks=2) == [True, True]
+
+
+@pytest.mark.parametrize("padding", [3, -2, 6])
+def test_the_padding_row_of_a_cut_vocabulary_is_not_trained(padding: int) -> None:
+    ids = torch.tensor([[0, 6, 3], [3, 5, 1]])
+    told = compare(lambda w: F.embedding(ids, w, padding_idx=padding), random(7, 4), dim=0, ranks=2)
+    assert told == [{}] * 2
