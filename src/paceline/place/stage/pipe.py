@@ -137,12 +137,11 @@ def _chain(
         weights = None if seconds is None else seconds(chain)
         plan = partial(plan_cut, model, num_stages=num_stages, call=call, blocks=blocks, bounds=bounds, weights=weights)
 
-        def tried() -> Cut:
-            cut = plan()
-            rehearse(model, cut=cut, call=call, has_values=late is None)
-            return cut
-
-        return tried() if late is None else late.planned(tried)
+        if late is not None:  # a whole forward, stage by stage, would hold what nobody may hold
+            return late.planned(plan)
+        cut = plan()
+        rehearse(model, cut=cut, call=call)
+        return cut
     except NoChain as error:
         if how.cut == "chain":
             raise LayoutError(error.what, where=error.where, cause=error.cause, hint=error.hint) from error

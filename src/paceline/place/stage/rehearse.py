@@ -17,12 +17,12 @@ from paceline.torch_modes import SeededOps
 _ROUNDING = 1e-5
 
 
-def rehearse(model: nn.Module, *, cut: Cut, call: Callable[[], Any], has_values: bool = True) -> None:
+def rehearse(model: nn.Module, *, cut: Cut, call: Callable[[], Any]) -> None:
     """Run a whole model stage by stage on one example, without gradients, and compare. Costs two forwards.
 
     What other stages hold answers with NaN, so a value that is needed and does not cross shows itself; and hooks on
     other stages' blocks are not called, so that what they catch is missed. Each stage begins with the model as it is,
-    as each does in a process of its own. Without `has_values`, or where the forward draws, nothing is compared.
+    as each does in a process of its own. Where the forward draws, nothing is compared.
 
     Raises:
         NoChain: a stage fails, or the last stage's result is not the whole model's.
@@ -34,7 +34,7 @@ def rehearse(model: nn.Module, *, cut: Cut, call: Callable[[], Any], has_values:
             with traceless(model), SeededOps() as watch:
                 right = dict(tensors_in(call()))
             found = _staged(model, cut, call)
-        if has_values and not watch.seen:
+        if not watch.seen:
             _compare(right, dict(tensors_in(found)))
     finally:
         for module, mode in modes.items():
