@@ -57,4 +57,5 @@ def read_otherwise(seen: Seen, *, pieces: Sequence[Micro], places: Places | None
     if rows and rows != num_rows(pieces[other[0]].data):
         return f"{there}: the collation gives {rows} rows for {samples} samples"
     asks = "a dataset or collation that asks for the rank or ignores the index, or " if some else ""
-    return f"{there}: {asks}random augmentation or collation that is not keyed to the sample"
+    random = "random augmentation or collation that is not keyed to the sample"
+    return f"{there}: {asks}{random}, or a dataset that asks for the data worker"
