@@ -151,3 +151,28 @@ def test_a_buffer_that_several_stages_write_is_refused_by_name(rope: Any, said: 
     model.blocks = nn.ModuleList(Block(one) for one in [rope()] * 4)
     with pytest.raises(LayoutError, match=f"stages 0, 1, 2 use the buffer blocks.0.{said}, and their forward writes"):
         ranks(model, "chain")
+
+
+class Twice(nn.Module):
+    """Its modules are called twice, the second time set otherwise."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Tensor = self.b(self.norm(self.a(x)))
+        before = getattr(self.norm, self.what)
+        setattr(self.norm, self.what, False if isinstance(before, bool) else 0.5)
+        second: Tensor = self.norm(x)
+        setattr(self.norm, self.what, before)
+        return first + second
+
+
+@pytest.mark.parametrize("what", ["training", "track_running_stats", "momentum"])
+def test_what_a_forward_sets_between_calls_is_refused_along_a_graph(what: str) -> None:
+    model = Twice(what)
+    with pytest.raises(LayoutError, match=f"sets self.norm.{what} between calls"):
+        plan_graph(model, num_stages=2, call=lambda: model(torch.randn(3, WIDTH)))
+    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -53,6 +53,12 @@ class _Layer:
         """What has stood there in a microbatch, call after call."""
         return [self.before, *(after for after, _ in self.rows.get(microbatch, []))]
 
+    def end_momentum(self) -> None:
+        """Count the microbatches in a row that have left another momentum than they found."""
+        if self.started:
+            self.moves = self.moves + 1 if self.started[0] != self.module.momentum else 0
+            self.started = []
+
     def look(self) -> None:
         """Note what shows whether somebody writes to the statistics after this."""
         self.looked = self._look()
@@ -145,6 +151,7 @@ class StatisticsTape:
         if self._records and self._layers:
             for layer in self._layers:
                 self._leave(layer, by_value=not self._is_checked)
+                layer.end_momentum()
             self._is_checked = True
             uses = [calls for calls in self._calls(num_micro) if any(calls.by_microbatch + calls.bumps)]
             for calls, tape in zip(uses, self._meet(uses), strict=True):
@@ -167,7 +174,7 @@ class StatisticsTape:
         if layer.rows:
             layer.write(layer.states(microbatch)[-1], layer.bumps.get(microbatch, 0))
         if not layer.rows.get(microbatch):
-            layer.moves = layer.moves + 1 if layer.started and layer.started[-1] != layer.module.momentum else 0
+            layer.end_momentum()
             layer.started = [layer.module.momentum]
 
     def _leave(self, layer: _Layer, *, by_value: bool = False) -> None:

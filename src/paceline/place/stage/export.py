@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from paceline.errors import LayoutError, user_line
 from paceline.place.stage.graph import Call, Graph, Operation, Source, Step, Value, shared
+from paceline.place.stage.toggles import Toggles
 from paceline.place.traceless import plain_state
 from paceline.streams import host_states, preserved
 
@@ -35,6 +36,8 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
         plain = plain_state(opened)
         told = caught.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
+        toggles = Toggles(model, units)
+        caught.callback(toggles.close)
         try:
             program = torch.export.export(
                 model, args, kwargs, strict=False, preserve_module_call_signature=tuple(units)
@@ -54,6 +57,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
             cause="a counter or a flag that decides what the forward does",
             hint="register_buffer for it, and compute with it: torch.where(self.steps < 10, a, b)",
         )
+    toggles.refuse()
     _refuse_left([str(warning.message) for warning in told], units)
     return _Reader(program, units).graph()
 
