@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.longer import is_longer
+from tests.longer import is_extra_seed, is_longer
 from tests.scheduling import FileScheduling
 from tests.warm.fixture import mother, warm
 
@@ -171,7 +171,8 @@ class Shop:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What is longer than it is worth every time waits for `make soak`."""
     for item in items:
-        if is_longer(item.nodeid.removeprefix("tests/")):
+        name, drawn = item.nodeid.removeprefix("tests/"), getattr(item, "callspec", None)
+        if is_longer(name) or (drawn is not None and is_extra_seed(name, drawn.params.get("seed"))):
             item.add_marker(pytest.mark.soak)
 
 

@@ -20,6 +20,6 @@ def as_number(value: Any) -> int | float | None:
 
 
 def as_count(value: Any) -> int | None:
-    """Return the whole number that `value` is, or None where it is none; True and False are none."""
+    """Return the whole number that `value` is, or None where it is not one; True and False are not."""
     number = as_number(value)
     return number if isinstance(number, int) and not isinstance(number, bool) else None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.longer import SOAK, is_longer
+from tests.longer import PROPERTY_TESTS, SOAK, is_extra_seed, is_longer
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -20,3 +20,10 @@ def test_a_case_waits_alone_and_a_test_with_all_of_its_cases() -> None:
     assert is_longer("parity/test_exact.py::test_any_number_of_ranks_gives_the_one_process_weights[5]")
     assert not is_longer("parity/test_exact.py::test_any_number_of_ranks_gives_the_one_process_weights[2]")
     assert is_longer("parity/test_local.py::test_a_site_may_be_any_layout[dp_replicate=2,dp_shard=2]")
+
+
+@pytest.mark.parametrize("file", PROPERTY_TESTS)
+def test_half_of_the_drawn_cases_are_daily(file: str) -> None:
+    assert 'parametrize("seed"' in (TESTS / file).read_text()
+    assert is_extra_seed(f"{file}::test_any[1]", 1) and not is_extra_seed(f"{file}::test_any[2]", 2)
+    assert not is_extra_seed("parity/test_prove_sound.py::test_no_false_alarm[1]", 1)

@@ -23,7 +23,7 @@ _DEEPEST = 200
 
 
 def checksum(sample: Any, start: int) -> int:
-    """Return the running CRC `start`, gone on with over the content of one sample.
+    """Return the CRC that continues `start` over the content of one sample.
 
     Equal content gives an equal number in every process. Of an object without any content that Python could copy (an
     open file, a lock) only the type counts.

@@ -253,7 +253,7 @@ class Order:
         """What the user's order gives.
 
         Raises:
-            JobError: it is none, or it raises.
+            JobError: it is not an order, or it raises.
         """
         order = self._order
         if isinstance(order, str | bytes) or not (callable(order) or isinstance(order, Iterable)):

@@ -170,7 +170,7 @@ class StatisticsTape:
             handle.remove()
 
     def _enter(self, layer: _Layer, microbatch: int) -> None:
-        """Put what one microbatch begins with, or goes on with, in the place of another's."""
+        """Load the statistics that a microbatch starts or continues with."""
         if layer.rows:
             layer.write(layer.states(microbatch)[-1], layer.bumps.get(microbatch, 0))
         if not layer.rows.get(microbatch):

@@ -5,11 +5,13 @@ import platform
 import re
 import subprocess
 import time
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
 _SMI_SECONDS = 20
 _IDLE = 3
+_GPUS = Path("/proc/driver/nvidia/gpus")
 _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # CUDA's own reading ends at the first other word
 _DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/kfd")
 
@@ -21,14 +23,13 @@ def usable_cores() -> int:
     return max(1, min(cores, quota) if quota else cores)
 
 
-def visible_gpus() -> int:
-    """GPUs this process may use, without starting CUDA."""
-    folder = Path("/proc/driver/nvidia/gpus")
+def visible_gpus(*, folder: Path = _GPUS, drivers: Sequence[str] = _DRIVERS) -> int:
+    """Return how many GPUs this process may use, without starting CUDA."""
     there = len(list(folder.iterdir())) if folder.is_dir() else None
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if asked is None:
         return there or 0
-    if there is None and not any(Path(file).exists() for file in _DRIVERS):
+    if there is None and not any(Path(file).exists() for file in drivers):
         return 0
     named = len(list(takewhile(_GPU.fullmatch, (part.strip() for part in asked.split(",")))))
     return named if there is None else min(named, max(there, named if "MIG-" in asked else 0))

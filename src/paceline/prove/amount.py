@@ -20,7 +20,7 @@ def size(value: Tensor) -> float:
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """Return the Euclidean norm of the difference. Where both are the same infinity, or both NaN, it is none."""
+    """Return the Euclidean norm of the difference. It is 0 where both are the same infinity or both NaN."""
     left, right = wide(one), wide(other)
     apart = left - right
     if not bool(torch.isfinite(apart).all()):
@@ -29,5 +29,5 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def eps_of(value: Tensor) -> float:
-    """Return the relative step of its type's numbers; of whole numbers it is none."""
+    """Return the relative step of its type's numbers; it is 0 for whole numbers."""
     return float(torch.finfo(value.dtype).eps) if value.is_floating_point() or value.is_complex() else 0.0

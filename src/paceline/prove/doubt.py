@@ -39,7 +39,7 @@ class Doubt:
         self._moved: dict[str, float] = {}
         self._faint: dict[str, float] = {}
         self._coarse: dict[str, float] = {}
-        self._reckoned: set[int] = set()
+        self._computed_steps: set[int] = set()
         self._last: tuple[int, dict[str, float]] = (-1, {})
 
     @property
@@ -80,9 +80,9 @@ class Doubt:
         A tensor may be in part without a true gradient, as a fused query, key and value bias is in its middle: its
         faint elements go by whole steps of Adam. In half precision all of a gradient is as coarse as its unit.
         """
-        if step in self._reckoned:
+        if step in self._computed_steps:
             return
-        self._reckoned.add(step)
+        self._computed_steps.add(step)
         moves = self._moves(step)
         for name in self._gradients[step][0].keys() & self._gradients[step][1].keys():
             one, other = (prints[name] for prints in self._gradients[step])

@@ -1,4 +1,4 @@
-"""The evaluation of equal weights: the layout's own beside one process's, each sample once, sums over counts."""
+"""Compares the layout's evaluation of equal weights with that of one process: each sample once, sums over counts."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -175,7 +175,7 @@ def judge(
 
 
 def _rounded(tensor: Tensor, right: Tensor, steps: int) -> float:
-    """In half precision each step may round each element anew."""
+    """Return the rounding of half precision, which each step may add to each element."""
     return eps_of(tensor) * size(right) * steps**0.5 if tensor.dtype.itemsize < 4 else 0.0
 
 

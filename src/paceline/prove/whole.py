@@ -30,7 +30,7 @@ def part_of(values: Sequence[Any], *, live: int, sizes: Sequence[int]) -> Any:
 
 
 def merged(parts: Sequence[Any], sizes: Sequence[int], collated: Callable[[], Any]) -> Any:
-    """Several microbatches as one, for layers that see all replicas at once; anew where they can't be joined."""
+    """Join microbatches for layers that see all replicas at once; where they can't be joined, collate again."""
     try:
         return parts[0] if len(parts) == 1 else _join(parts, sizes, _concatenated, _same)
     except (TypeError, RuntimeError):

@@ -130,7 +130,7 @@ def parse_json(text: bytes | str) -> Any:
     """Return what JSON says.
 
     Raises:
-        ValueError: it is none, is nested too deep, or does not fit into memory.
+        ValueError: it is not JSON, is nested too deep, or does not fit into memory.
     """
     try:
         return json.loads(text, parse_int=_bounded)

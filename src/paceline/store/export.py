@@ -22,7 +22,7 @@ _STEM, _ENDING = "model", ".safetensors"
 
 
 def write_folder(folder: Path, tensors: Sequence[Writable], *, config: Any, most_bytes: int = MOST_BYTES) -> None:
-    """Write aside, flush, and put in the place of `folder`, or of what it links to. Tensors are made and written in
+    """Write aside, flush, and replace `folder`, or what it links to. Tensors are made and written in
     their order."""
     folder = folder.resolve()
     aside = folder.with_name(f".{folder.name}.tmp")

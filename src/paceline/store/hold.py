@@ -126,7 +126,7 @@ class FolderIdentity:
             raise SaveError(
                 f"the run folder {self._folder} was moved or removed.",
                 where=str(self._folder),
-                cause="somebody moved, removed or made it anew while this run wrote there",
+                cause="somebody moved, removed or recreated it while this run wrote there",
                 hint="move it back if it is elsewhere, then the same command; nothing was written into the new one",
             )
 

@@ -130,7 +130,7 @@ def _body_text(data: bytes) -> str | None:
 
 
 def _unread(path: Path, error: OSError) -> CheckpointError | MachineError:
-    """Tell a checkpoint that is none from one that can't be read now, whose place no older one should take."""
+    """Tell a damaged checkpoint from one that can't be read now and should not be replaced by an older one."""
     if isinstance(error, FileNotFoundError):
         cause = "it is no checkpoint of Paceline's"
         return CheckpointError(f"{path.name} has no {MANIFEST}.", where=str(path), cause=cause)

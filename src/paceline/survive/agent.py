@@ -308,7 +308,7 @@ def _tail(path: Path, *, lines: int = 8) -> str:
 
 
 def _apart() -> list[str]:
-    """Keep the working folder out of where modules are looked for: what lies there is none of ours."""
+    """Keep the working folder off the module path: a file there could shadow a module of ours."""
     is_here = Path(__file__).resolve().parents[2] == Path.cwd()
     return [] if is_here else ["-P"]
 

@@ -29,8 +29,8 @@ def live(request: Mapping[str, Any], *, failures: Path, slate: int | None) -> No
     """Run the entry with its payload, or the user's script, and leave with its exit code.
 
     An exception is written down first. Where the entry comes to its own end the slate says so: an exit code that
-    something else has left with, `os._exit` or a C library, is no word on the run. A process that the job has forked
-    and that comes here too is not this rank.
+    something else has left with, `os._exit` or a C library, says nothing about the run. A process that the job has
+    forked and that comes here too is not this rank.
     """
     argv: list[str] = request.get("script") or []
     rank, pid = current_rank(), os.getpid()

@@ -75,7 +75,7 @@ def begin_stacks(slate: int) -> None:
 
 
 def ask_stack(pid: int, slate: int) -> Stack:
-    """Ask a process for its stack and wait for a second at most. Without an answer there is none."""
+    """Ask a process for its stack and wait for a second at most; without an answer the stack is empty."""
     if not _SIGNAL or not catches(pid, _SIGNAL):
         return Stack()
     start = os.lseek(slate, 0, os.SEEK_CUR)
@@ -113,7 +113,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's letter for what a process does; empty where it can't be had."""
+    """Return the kernel's letter for what a process does; empty where it is unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

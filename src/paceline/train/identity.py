@@ -9,7 +9,7 @@ from paceline.train.options import optimizer_difference
 from paceline.train.schedules import schedule_difference
 
 _BEFORE = {"update": "sync", "compress": "none"}  # of runs that did not say
-_LATER = frozenset({"max_grad_norm", "ema"})  # of which earlier runs have no word
+_LATER = frozenset({"max_grad_norm", "ema"})  # which earlier runs did not record
 _CAUSE = "another setting, another job file, or other data"
 
 

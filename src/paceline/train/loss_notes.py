@@ -15,7 +15,7 @@ def loss_notes(loss: Any, *, model: nn.Module, world: World) -> list[str]:
     """Return a warning that names the parameters of the loss that are not the model's; every rank calls this.
 
     Raises:
-        JobError: ranks hold other values of them: they were drawn in each process anew.
+        JobError: ranks hold other values of them: each process drew its own.
     """
     own = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     parameters = {name: p for name, p in found_parameters(loss).items() if id(p) not in own}
@@ -26,7 +26,7 @@ def loss_notes(loss: Any, *, model: nn.Module, world: World) -> list[str]:
     if differing:
         raise JobError(
             f"loss= holds {first_names(differing)}, which ranks have with other values.",
-            cause="drawn when the job is made, in every process anew",
+            cause="drawn when the job is made, which every process does for itself",
             hint="the loss's module in model=, which is drawn alike everywhere; or torch.manual_seed(0) before it",
         )
     untrained = [name for name, parameter in parameters.items() if parameter.requires_grad]

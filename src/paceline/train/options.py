@@ -62,7 +62,7 @@ def kept_now(group: Mapping[str, Any], *, then: Mapping[str, Any], now: Mapping[
 def _is_same(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     if key in old and key in new:
         return bool(comparable(old[key]) == comparable(new[key]))
-    return bool(made_anew((old if key in old else new)[key]))  # earlier checkpoints have no word of it
+    return bool(made_anew((old if key in old else new)[key]))  # earlier checkpoints do not record it
 
 
 def _other_names(was: Mapping[str, Any], has: Mapping[str, Any]) -> str:

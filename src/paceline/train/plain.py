@@ -24,7 +24,7 @@ Find = Callable[[str], Tensor]
 
 
 def to_plain(value: Any, *, where: str, keep: Keep | None = None) -> Any:
-    """JSON for a value out of somebody's `state_dict`; functions and classes are left to be made anew.
+    """Return JSON for a value of a `state_dict`; functions and classes are left out, and the job creates them again.
 
     `keep` stores a tensor elsewhere and gives its name there; without it small tensors become JSON as well.
 
@@ -81,7 +81,7 @@ def from_plain(value: Any, *, find: Find | None = None) -> Any:
 
 
 def without_anew(value: Any) -> Any:
-    """The same state without what can only be made anew: a list that holds such a thing stays the job's own."""
+    """Return the state without what only the job can create: a list that holds such a thing stays the job's own."""
     if isinstance(value, Mapping) and value.get(_TAG) is None:
         return {key: without_anew(item) for key, item in value.items() if not _is_anew(item)}
     return [without_anew(item) for item in value] if isinstance(value, list) else value
@@ -112,7 +112,7 @@ def comparable(value: Any) -> Any:
 
 
 def _is_anew(item: Any) -> bool:
-    """Whether it, or an item of the list or tuple that it is, can only be made anew."""
+    """Whether only the job can create it, or an item of it where it is a list or tuple."""
     if isinstance(item, Mapping):
         inner = item.get("value")
         return item.get(_TAG) == _ANEW or (item.get(_TAG) == "tuple" and _is_anew(inner))

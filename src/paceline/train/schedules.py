@@ -166,7 +166,7 @@ def _functions(schedule: Any) -> dict[str, Any]:
 
 
 def _function(value: Any, depth: int = 0) -> dict[str, Any]:
-    """The values that a function computes with, by name, and a digest of its code; empty for what is none."""
+    """Return the values that a function computes with, by name, and a digest of its code; empty for other objects."""
     if isinstance(value, partial):
         bound = {f"argument {place}": item for place, item in enumerate(value.args)} | value.keywords
         return {**_function(value.func, depth), **_values(bound, depth)}

@@ -173,7 +173,7 @@ def _load_update(loaded: Loaded, trained: Trained, began: Mapping[str, Any], now
             f"the checkpoint holds {len(state['optimizers'])} optimizers, the job makes {len(update.optimizers)}.",
             where=str(loaded.path),
             cause="optimizer= of the job was changed since",
-            hint="the job as it was, or start anew with another --run-dir",
+            hint="the job as it was, or a new run with another --run-dir",
         )
     for index, (optimizer, plain) in enumerate(zip(update.optimizers, state["optimizers"], strict=True)):
         changes = _Changes.of(index, began, now)

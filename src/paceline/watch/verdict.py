@@ -85,7 +85,7 @@ def _late_modules(run: RunFolder) -> dict[str, str]:
 
 
 def _facts_of_answer(answer: Mapping[str, Any], *, asked: Mapping[str, str]) -> dict[str, str]:
-    """Of an answer; a module that `verify` has loaded and the run has not is none of the run's code."""
+    """Compare the modules of an answer; one that only `verify` has loaded is not part of the run's code."""
     about = answer.get("about")
     about = about if isinstance(about, dict) else {}
     found = _facts(answer, about, about.get("settings"))

@@ -177,7 +177,7 @@ class CheckWire(DryWire):
                     raise LayoutError(
                         f"{name.strip('.')} on a tensor that tp={self.size} cuts gives {apart} on rank {rank}.",
                         where=str(line_now() or ""),
-                        cause="the plan was tried on a microbatch, function by function, beside one process",
+                        cause="the plan was tried on one microbatch, and each function compared with one process",
                         hint="--place.replicate NAME for the module that makes it, or --layout fsdp; and tell us",
                     )
 
