@@ -1,5 +1,6 @@
 """The verbs as functions: a Job or its file, any number of times in one process, with the keys of `--json`."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -110,6 +111,14 @@ def test_a_job_crosses_with_what_it_shares_and_its_own_classes() -> None:
     assert first.train_data[0].untyped_storage().data_ptr() == first.train_data[1].untyped_storage().data_ptr()
     assert torch.equal(second.train_data[1], table[2:])
     assert first.model()[0].weight.shape == (8, 4) and first.settings == {"train.steps": 2}
+
+
+def test_what_is_imported_by_name_is_found_by_the_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "lib").mkdir()
+    (folder / "lib" / "only_here.py").write_text("def loss(output, batch): return output.square().sum(), len(output)\n")
+    monkeypatch.syspath_prepend(folder / "lib")
+    module = importlib.import_module("only_here")
+    assert pl.train(make(loss=module.loss), settings={"train.steps": 1}).step == 1
 
 
 @pytest.mark.parametrize(

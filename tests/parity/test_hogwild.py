@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.place import shared
 from paceline.place.shared import SharedModel
 from paceline.world import World
 from tests.conftest import Shop
@@ -202,3 +203,12 @@ def test_a_loss_of_the_whole_batch_is_refused(shop: Shop) -> None:
 def test_verify_says_why_it_has_no_verdict(shop: Shop) -> None:
     ended = shop.run("verify", "job.py", "--ranks", "2", "--update", "hogwild")
     assert ended.code == 2 and "differs from run to run" in ended.text
+
+
+def test_shared_memory_has_no_name_that_a_killed_run_could_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise AssertionError("a file with a name was made")
+
+    monkeypatch.setattr(shared.tempfile, "mkstemp", refuse)
+    memory = shared._open(4096, world=World.alone())
+    assert memory.numel() == 4096 and memory.dtype is torch.uint8
