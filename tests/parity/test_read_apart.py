@@ -294,7 +294,7 @@ def test_100_000_records_of_five_resources_are_right(shop: Shop) -> None:
     "words",
     [
         ("train", "--layout", "tp", "--ranks", "2"),
-        ("train", "--layout", "fsdp", "--ranks", "2", "--place.remat", "auto"),
+        ("train", "--layout", "fsdp", "--ranks", "2"),
         ("train", "--layout", "auto", "--ranks", "2"),
         ("verify", "--ranks", "2"),
         ("verify", "--layout", "pp", "--ranks", "2"),
