@@ -1,9 +1,10 @@
 """Tensors in what a dataset or a model gives: mappings, sequences, named tuples, dataclasses of them, however deep."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,6 +51,48 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 def rebuilt(value: Any, tensors: Iterator[Any]) -> Any:
     """The same structure with other tensors."""
     return mapped(value, lambda _: next(tensors))
+
+
+def changed(value: Any, change: Callable[[str, Any], Any], *, is_leaf: Callable[[Any], bool], path: str) -> Any:
+    """Return the same structure with each leaf changed: what `is_leaf` says is one, and what holds nothing else.
+
+    `change` gets the leaf's path in Python's words, which begins with `path`.
+    """
+
+    def inside(name: str, part: Any) -> Any:
+        return changed(part, change, is_leaf=is_leaf, path=f"{path}{name}")
+
+    if is_leaf(value):
+        return change(path, value)
+    if isinstance(value, Mapping):
+        return type(value)({name: inside(f"[{name!r}]", part) for name, part in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(inside(f".{name}", part) for name, part in zip(value._fields, value, strict=True)))
+    if isinstance(value, tuple | list):
+        return type(value)(inside(f"[{place}]", part) for place, part in enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{i.name: inside(f".{i.name}", getattr(value, i.name)) for i in fields(value)})
+    return change(path, value)
+
+
+def is_column(value: Any, num_samples: int) -> bool:
+    """Whether it is a list, a tuple or an array with an entry for each sample, none of which holds a tensor."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and len(value) == num_samples
+    is_list = isinstance(value, tuple | list) and not hasattr(value, "_fields")
+    return is_list and len(value) == num_samples and not any(True for _ in leaves(value))
+
+
+def is_square(value: Any) -> bool:
+    """Whether every entry of a list is a list as long as it is: nobody can tell its rows from its columns."""
+    return all(isinstance(entry, tuple | list) and len(entry) == len(value) for entry in value)
+
+
+def joined_columns(parts: Sequence[Any]) -> Any:
+    """Return the columns of several microbatches as one, of the first one's type."""
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    return type(parts[0])(entry for part in parts for entry in part)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -1,12 +1,19 @@
 """A loss over the whole batch (contrastive): the layout's gradient is that of one process on all samples at once."""
 
+import threading
+from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from paceline.errors import JobError
 from paceline.nested import leaves, rebuilt
+from paceline.place.meeting import thread_worlds
+from paceline.prove.whole import merged, part_of
 from paceline.step.whole import gather
 from paceline.world import World
 from tests.conftest import Shop
@@ -102,7 +109,7 @@ def test_verify_finds_the_same_training(shop: Shop, words: tuple[str, ...]) -> N
 
 
 def test_a_wrong_one_is_found(shop: Shop) -> None:
-    planted = "\nfrom paceline.step import passes, whole\npasses.gather = lambda mine, **_: mine  # only its own samples are negatives\n"
+    planted = "\nfrom paceline.step import passes, whole\npasses.gather = lambda output, batch, **_: None if batch is None else (output, batch)  # only its own samples are negatives\n"
     shop.write("job.py", "TERMS = False\n" + JOB + planted)
     ended = shop.run("verify", "job.py", "--ranks", "2", "--json", timeout=200)
     assert ended.code == 4 and ended.json()["verdict"] == "different", ended.text
@@ -127,5 +134,102 @@ def test_structures_are_rebuilt() -> None:
     assert len(parts) == 3
     again = rebuilt(value, iter([part + 1 for part in parts]))
     assert again["b"][1][0].item() == 2.0 and again["b"][2:] == ("text", None)
-    with pytest.raises(Exception, match="first dimension"):
-        gather(torch.ones(3, 2), world=World.alone(), num_samples=4)
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+SIZES = [3, 2, 2, 0]  # samples of each replica
+
+
+def gathered(batches: list[Any], sizes: list[int] = SIZES, output: Any = None) -> list[Any]:
+    """What each replica has afterwards, or the error that each has; a replica in a thread."""
+    worlds = thread_worlds(replicas=len(batches), world=World.alone(), timeout_seconds=30)
+    found: list[Any] = [None] * len(batches)
+
+    def run(rank: int) -> None:
+        try:
+            own = output if batches[rank] is not None else None
+            found[rank] = gather(own, batches[rank], world=worlds[rank], num_samples=sizes[rank])
+        except JobError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def rows(start: int, stop: int) -> dict[str, Any]:
+    """A microbatch of these samples as a collation of one's own may give it."""
+    names = range(start, stop)
+    return {
+        "x": torch.arange(start, stop),
+        "text": [f"a {n} \ud800" for n in names],
+        "label": tuple(names),
+        "boxes": [[(n, n + 0.1)] * n for n in names],
+        "raw": [bytes([n]) for n in names],
+        "scores": np.arange(start, stop, dtype=np.float32)[:, None],
+        "pair": Pair([{"k": n} for n in names], torch.full((stop - start, 2), float(start))),
+        "classes": ["cat", "dog", "cow", "hen"],
+        "split": "train",
+        "none": None,
+    }
+
+
+def same(found: Any, right: Any) -> bool:
+    if isinstance(right, dict):
+        return list(found) == list(right) and all(same(found[name], right[name]) for name in right)
+    if isinstance(right, Pair):
+        return type(found) is Pair and all(map(same, found, right))
+    if isinstance(right, torch.Tensor | np.ndarray):
+        return type(found) is type(right) and found.dtype == right.dtype and found.tolist() == right.tolist()
+    return type(found) is type(right) and repr(found) == repr(right)
+
+
+def test_columns_beside_tensors_are_joined_on_both_sides() -> None:
+    """Where microbatches are joined in one process, and where replicas gather them, it is one batch of all samples."""
+    parts, whole = [rows(0, 3), rows(3, 5), rows(5, 7)], rows(0, 7)
+    whole["pair"] = Pair(whole["pair"].left, torch.tensor([0.0] * 3 + [3.0] * 2 + [5.0] * 2)[:, None].expand(7, 2))
+    for batch in (part_of(parts, live=1, sizes=SIZES[:3]), merged(parts, SIZES[:3], lambda: None)):
+        assert same(batch, whole)
+    found = gathered([*parts, None])
+    assert found[3] is None
+    assert all(output is None and same(batch, whole) for output, batch in found[:3])
+
+
+DIFFERENT = [
+    ("longest", 3, 2, r"batch\['longest'\] is not the same on every replica"),
+    ("number", torch.tensor(3), torch.tensor(2), r"batch\['number'\] is not the same"),
+    ("file", {"name": "a.tar"}, {"name": "b.tar"}, r"batch\['file'\]\['name'\] is not the same"),
+    ("words", ["a", "b", "c"], ["a"], r"batch\['words'\] is not the same"),
+    ("normal", torch.distributions.Normal(torch.ones(3), 1), torch.distributions.Normal(torch.ones(2), 1), "'normal'"),
+    ("pairs", [["a"] * 3] * 3, [["a"] * 2] * 2, r"can't tell rows from columns in batch\['pairs'\]"),
+    ("objects", [{1}, {2}, {3}], [{4}, {5}], r"batch\['objects'\] holds a set"),
+]
+
+
+@pytest.mark.parametrize(("name", "here", "there", "said"), DIFFERENT, ids=[case[0] for case in DIFFERENT])
+def test_what_can_not_be_joined_is_refused_by_name_on_every_replica(
+    name: str, here: Any, there: Any, said: str
+) -> None:
+    batches = [{"x": torch.ones(3), name: here}, {"x": torch.ones(2), name: there}]
+    for error in gathered(batches, [3, 2]):
+        assert isinstance(error, JobError), error
+        with pytest.raises(JobError, match=said):
+            raise error
+
+
+def test_a_tensor_of_another_length_is_refused_on_every_replica() -> None:
+    for error in gathered([{"x": torch.ones(3)}, {"x": torch.ones(3)}], [3, 2]):
+        with pytest.raises(JobError, match=r"first dimension.* came with 2 samples"):
+            raise error
+
+
+def test_a_temperature_is_everybodys() -> None:
+    """It may differ in nothing that is known; its gradient is what is shared."""
+    scale = torch.tensor(2.0, requires_grad=True)
+    found = gathered([torch.ones(1), torch.ones(1)], [1, 1], output={"scale": scale})
+    for output, batch in found:
+        assert output["scale"].item() == 2.0 and batch.tolist() == [1.0, 1.0]
+        assert torch.autograd.grad(output["scale"], scale)[0].item() == 0.5

@@ -1,17 +1,18 @@
 """Several microbatches as one in one process: for a loss over the whole global batch, and for layers that see it all.
 
-Tensors are joined along their first dimension, lists of what is no tensor (texts, objects) one after another where they
-have an entry for each sample.
+Tensors are joined along their first dimension, lists and arrays of what is no tensor (texts, objects) one after another
+where they have an entry for each sample.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.nested import leaves
+from paceline.feed.checksum import checksum
+from paceline.nested import is_column, is_square, joined_columns
 
 Choose = Callable[[Sequence[Any]], Any]
 
@@ -26,34 +27,42 @@ def part_of(values: Sequence[Any], *, live: int, sizes: Sequence[int]) -> Any:
         # everybody's: each microbatch has its part of the gradient
         return own.detach() + (own - own.detach()) / len(parts) if own.requires_grad else own
 
-    return _join(values, sizes, tensor, lambda parts: parts[live])
+    return _join(values, sizes, _Ways(tensor=tensor, column=joined_columns, other=lambda parts: parts[live]))
 
 
 def merged(parts: Sequence[Any], sizes: Sequence[int], collated: Callable[[], Any]) -> Any:
     """Join microbatches for layers that see all replicas at once; where they can't be joined, collate again."""
     try:
-        return parts[0] if len(parts) == 1 else _join(parts, sizes, _concatenated, _same)
+        return parts[0] if len(parts) == 1 else _join(parts, sizes, _MERGED)
     except (TypeError, RuntimeError):
         return collated()
 
 
-def _join(parts: Sequence[Any], sizes: Sequence[int], tensor: Choose, other: Choose) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class _Ways:
+    """What becomes of the tensors, of the columns, and of all else at one place of the structure."""
+
+    tensor: Choose
+    column: Choose
+    other: Choose
+
+
+def _join(parts: Sequence[Any], sizes: Sequence[int], ways: _Ways) -> Any:
     first = parts[0]
     if isinstance(first, Tensor):
-        return tensor(parts)
+        return ways.tensor(parts)
     if isinstance(first, Mapping):
-        found = {name: _join([part[name] for part in parts], sizes, tensor, other) for name in first}
+        found = {name: _join([part[name] for part in parts], sizes, ways) for name in first}
         return type(first)(found)  # type: ignore[call-arg]
+    if all(is_column(part, size) for part, size in zip(parts, sizes, strict=True)):
+        return ways.column(parts)
     if isinstance(first, tuple | list):
-        if not any(True for _ in leaves(first)) and [len(part) for part in parts] == list(sizes):
-            return type(first)(entry for part in parts for entry in part)
-        columns = [_join(column, sizes, tensor, other) for column in zip(*parts, strict=True)]
+        columns = [_join(column, sizes, ways) for column in zip(*parts, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     if is_dataclass(first) and not isinstance(first, type):
         names = [item.name for item in fields(first)]
-        joined = {name: _join([getattr(part, name) for part in parts], sizes, tensor, other) for name in names}
-        return replace(first, **joined)
-    return other(parts)
+        return replace(first, **{name: _join([getattr(part, name) for part in parts], sizes, ways) for name in names})
+    return ways.other(parts)
 
 
 def _concatenated(parts: Sequence[Tensor]) -> Tensor:
@@ -63,6 +72,15 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _same(parts: Sequence[Any]) -> Any:
-    if any(type(part) is not type(parts[0]) or part != parts[0] for part in parts):
+    if any(type(part) is not type(parts[0]) or checksum(part, 0) != checksum(parts[0], 0) for part in parts):
         raise TypeError(type(parts[0]).__name__)
     return parts[0]
+
+
+def _same_side_up(parts: Sequence[Any]) -> Any:
+    if all(map(is_square, parts)):
+        raise TypeError("rows or columns")
+    return joined_columns(parts)
+
+
+_MERGED = _Ways(tensor=_concatenated, column=_same_side_up, other=_same)

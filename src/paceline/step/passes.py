@@ -154,12 +154,12 @@ class WholePasses:
     def run(self, given: Given, *, step: int, stop: bool) -> tuple[Joint, bool]:
         """Outputs are gathered, then everybody has the same loss."""
         parts = self._parts
-        mine, terms = None, None
+        output, batch, terms = None, None, None
         for micro in given.micro:
             batch = to_device(micro.data, parts.world.device)
-            mine = _output(parts, batch, step=step, index=micro.index), batch
+            output = _output(parts, batch, step=step, index=micro.index)
         own = sum(micro.num_samples for micro in given.micro)
-        whole = gather(mine, world=parts.worlds.data, num_samples=own)
+        whole = gather(output, batch, world=parts.worlds.data, num_samples=own)
         if whole is not None:
             with forward_runs(), parts.autocast():
                 terms = parts.contract.terms(*whole, num_samples=given.num_samples)

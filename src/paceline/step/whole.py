@@ -3,43 +3,128 @@
 The gradient of such a loss is the sum, over replicas, of what flows back through each one's own outputs. So outputs
 are gathered as values, each replica puts its own, which autograd knows, in their place, and computes the same loss; the
 usual sum of gradients over replicas does the rest, and nothing is sent back.
+
+What is no tensor (texts, names, arrays) is joined too where it is a column, a list with an entry for each sample. All
+else must be the same on every replica: a loss that has only its own would be another one, on each replica.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.errors import JobError
-from paceline.nested import leaves, rebuilt
+from paceline.feed.checksum import checksum
+from paceline.feed.written import CannotBeWritten, from_json, to_json
+from paceline.nested import changed, is_column, is_square, joined_columns
 from paceline.step.loss import Terms
 from paceline.world import World
 
-Told = list[tuple[list[int], str]]
+_NAMES = ("output", "batch")
 
 
-def gather(mine: Any, *, world: World, num_samples: int) -> Any:
-    """`mine` with the rows of every tensor joined over replicas, in the order of ranks; None where `mine` is None.
+def gather(output: Any, batch: Any, *, world: World, num_samples: int) -> tuple[Any, Any] | None:
+    """Output and batch with the rows of every tensor, and every column, joined over replicas in the order of ranks.
 
-    Every replica calls this. A tensor without dimensions, such as a temperature, is everybody's: its gradient is
-    divided by the number of replicas that have samples.
+    Every replica calls this; one without samples gives None twice, and gets None. A tensor without dimensions, such as
+    a temperature, is everybody's: its gradient is divided by the number of replicas that have samples.
 
     Raises:
-        JobError: a tensor whose first dimension is not the samples, or whose other dimensions differ between replicas.
+        JobError: a tensor whose first dimension is not the samples, or something that can't be joined and is not the
+            same on every replica.
     """
-    own = [] if mine is None else list(leaves(mine))
-    told: list[Told | None] = world.gather_json(None if mine is None else [(list(t.shape), str(t.dtype)) for t in own])
+    mine = None if batch is None else _Parts.of((output, batch), num_samples=num_samples)
+    told: list[dict[str, Any] | None] = world.gather_json(None if mine is None else mine.as_json())
     present = [each for each in told if each is not None]
-    _check(present, own, num_samples)
+    _refuse_odd(present)
+    _refuse_other_types(present)
+    _refuse_other_values(present)
+    own = [] if mine is None else mine.tensors
     joined = []
-    for place, (shape, kind) in enumerate(present[0]):
+    for place, (shape, kind) in enumerate(present[0]["tensors"]):
         tensor = own[place] if own else None
         if not shape:
             joined.append(tensor if tensor is None else shared(tensor, among=len(present)))
             continue
-        rows = [0 if each is None else each[place][0][0] for each in told]
+        rows = [0 if each is None else each["tensors"][place][0][0] for each in told]
         joined.append(_joined(tensor, rows, shape[1:], getattr(torch, kind.removeprefix("torch.")), world))
-    return None if mine is None else rebuilt(mine, iter(joined))
+    if mine is None:
+        return None
+    columns = [joined_columns([from_json(each["columns"][place]) for each in present]) for place in mine.places]
+    return mine.rebuilt(joined, columns)
+
+
+@dataclass(kw_only=True)
+class _Parts:
+    """What one replica has: tensors, columns by their paths, and all else as checksums by theirs."""
+
+    value: tuple[Any, Any]
+    num_samples: int
+    tensors: list[Tensor] = field(default_factory=list)
+    columns: dict[str, Any] = field(default_factory=dict)
+    fixed: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(value: tuple[Any, Any], *, num_samples: int) -> "_Parts":
+        """Take it apart."""
+        parts = _Parts(value=value, num_samples=num_samples)
+        for name, each in zip(_NAMES, value, strict=True):
+            changed(each, parts._take, is_leaf=parts._is_leaf, path=name)
+        return parts
+
+    @property
+    def places(self) -> list[str]:
+        """The paths of the columns."""
+        return list(self.columns)
+
+    def as_json(self) -> dict[str, Any]:
+        """What other replicas must know of it."""
+        tensors = [(list(tensor.shape), str(tensor.dtype)) for tensor in self.tensors]
+        return {"samples": self.num_samples, "tensors": tensors, "columns": self.columns, "fixed": self.fixed}
+
+    def rebuilt(self, tensors: list[Any], columns: list[Any]) -> tuple[Any, Any]:
+        """Return the same structure with these in their places."""
+        of_tensors, of_columns = iter(tensors), dict(zip(self.columns, columns, strict=True))
+
+        def put(path: str, leaf: Any) -> Any:
+            return next(of_tensors) if isinstance(leaf, Tensor) else of_columns.get(path, leaf)
+
+        output, batch = (
+            changed(each, put, is_leaf=self._is_leaf, path=name) for name, each in zip(_NAMES, self.value, strict=True)
+        )
+        return output, batch
+
+    def _is_leaf(self, value: Any) -> bool:
+        return isinstance(value, Tensor) or is_column(value, self.num_samples)
+
+    def _take(self, path: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            self.tensors.append(leaf)
+            if not leaf.dim() and not leaf.requires_grad:
+                self.fixed[path] = checksum(leaf, 0)
+        elif is_column(leaf, self.num_samples):
+            self.columns[path] = self._column(path, leaf)
+        else:
+            self.fixed[path] = checksum(leaf, 0)
+        return leaf
+
+    def _column(self, path: str, leaf: Any) -> Any:
+        """As it travels."""
+        if is_square(leaf):
+            raise JobError(
+                f'loss_over="batch" can\'t tell rows from columns in {path}: it is as long as the samples, '
+                f"{self.num_samples}, and so is each of its entries.",
+                hint="collate=: a dict with a list of texts or numbers for each name",
+            )
+        try:
+            return to_json(leaf)
+        except CannotBeWritten as error:
+            raise JobError(
+                f'loss_over="batch" joins outputs and batch over replicas, but {path} holds {error}.',
+                cause="what travels between replicas is tensors, arrays, text, numbers, and lists and dicts of these",
+                hint="collate=: give the loss one of these instead",
+            ) from error
 
 
 def shared(tensor: Tensor, *, among: int) -> Tensor:
@@ -65,18 +150,37 @@ def _joined(own: Tensor | None, rows: list[int], rest: list[int], dtype: torch.d
     return torch.cat([whole[:start], own, whole[start + len(own) :]])
 
 
-def _check(present: list[Told], own: list[Tensor], num_samples: int) -> None:
-    odd = next((tensor for tensor in own if tensor.dim() and len(tensor) != num_samples), None)
-    if odd is not None:
-        raise JobError(
-            f'loss_over="batch" joins outputs and batch along their first dimension, but one of shape '
-            f"{tuple(odd.shape)} came with {num_samples} samples.",
-            hint="forward=lambda model, batch: tensors of shape [samples, ...], or without dimensions",
-        )
-    kinds = {repr([(shape[1:], bool(shape), kind) for shape, kind in told]) for told in present}
+def _refuse_odd(present: list[dict[str, Any]]) -> None:
+    for told in present:
+        odd = next((shape for shape, _ in told["tensors"] if shape and shape[0] != told["samples"]), None)
+        if odd is not None:
+            raise JobError(
+                f'loss_over="batch" joins outputs and batch along their first dimension, but one of shape '
+                f"{tuple(odd)} came with {told['samples']} samples.",
+                hint="forward=lambda model, batch: tensors of shape [samples, ...], or without dimensions",
+            )
+
+
+def _refuse_other_types(present: list[dict[str, Any]]) -> None:
+    kinds = {repr([(shape[1:], bool(shape), kind) for shape, kind in told["tensors"]]) for told in present}
     if len(kinds) > 1:
         raise JobError(
             "loss_over=\"batch\": the replicas' outputs or batches have other shapes or types, and can't be joined.",
             cause="padding to the longest sample of each microbatch",
             hint="pad to one length in collate=",
         )
+
+
+def _refuse_other_values(present: list[dict[str, Any]]) -> None:
+    """What is no column is the same on every replica."""
+    first = present[0]
+    for told in present:
+        names = dict.fromkeys([*first["columns"], *told["columns"], *first["fixed"], *told["fixed"]])
+        apart = [name for name in names if (name in first["columns"]) != (name in told["columns"])]
+        apart += [name for name in names if first["fixed"].get(name) != told["fixed"].get(name)]
+        if apart:
+            raise JobError(
+                f'loss_over="batch": {apart[0]} is not the same on every replica, and can\'t be joined.',
+                cause="it belongs to the samples of one microbatch, and the loss has those of the whole batch",
+                hint="collate= or forward=: a tensor or a list with an entry for each sample, or leave it out",
+            )
