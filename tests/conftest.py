@@ -13,12 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import settings
 
 from tests.longer import is_extra_seed, is_longer
 from tests.scheduling import FileScheduling
-from tests.warm.fixture import mother, warm
+from tests.warm.fixture import SharedMothers, cold, mother, warm
 
-__all__ = ["mother", "warm"]
+__all__ = ["cold", "mother", "warm"]
 
 SMALL_JOB = """
 import os, time
@@ -165,6 +166,15 @@ class Shop:
             k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "SLURM_", "PMI", "TORCHELASTIC"))
         }
         return {**inherited, "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": "", **(extra or {})}
+
+
+settings.register_profile("no clock", deadline=None)  # a busy machine is no fault
+settings.load_profile("no clock")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Several workers start their commands from the same processes that wait."""
+    config.pluginmanager.register(SharedMothers())
 
 
 @pytest.hookimpl(tryfirst=True)

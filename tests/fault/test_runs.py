@@ -70,6 +70,7 @@ def test_the_command_that_goes_on_keeps_every_setting_and_the_microbatches(shop:
     assert "microbatches of 6, as this run was started" in again.out
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_one_signal_finishes_the_step_saves_and_says_go_on(shop: Shop, number: signal.Signals) -> None:
     mark = f"MARK{uuid.uuid4().hex}"
@@ -86,6 +87,7 @@ def test_one_signal_finishes_the_step_saves_and_says_go_on(shop: Shop, number: s
     assert wait_until_gone(mark) == []
 
 
+@pytest.mark.cold
 def test_two_signals_stop_now(shop: Shop) -> None:
     mark = f"MARK{uuid.uuid4().hex}"
     process = shop.start(
@@ -107,6 +109,7 @@ def test_what_starts_ranks_for_a_launcher_that_is_gone_leaves_before_it_reads_a_
     assert subprocess.run(command, check=False).returncode == 128 + signal.SIGKILL
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("victim", ["launcher", "nursery"])
 def test_nothing_outlives_a_killed_launcher(shop: Shop, victim: str) -> None:
     mark = f"MARK{uuid.uuid4().hex}"
@@ -159,24 +162,20 @@ def test_the_first_failing_rank_is_named(shop: Shop, name: str) -> None:
         assert f"{shop.path}/job.py:" in screen and line.split(": ")[1] in screen
 
 
+@pytest.mark.cold
 def test_the_same_bits_under_torchrun_and_mpirun(shop: Shop) -> None:
     assert shop.train("ours", *WORDS, "--train.threads", "1").code == 0
     words = ["-m", "paceline", "train", "job.py", "--train.steps", "12", *WORDS, "--train.threads", "1"]
     words += ["--watch.to", "console,jsonl"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
-    _run([*torchrun, "--run-dir", "torchrun"], shop)
-    assert shop.digest("torchrun") == shop.digest("ours")
+    _run(torchrun, shop)
+    (folder,) = (shop.path / "runs" / "job").iterdir()  # the ranks of a joined world share one new run folder
+    assert shop.digest(str(folder)) == shop.digest("ours")
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed: torchrun was compared, Open MPI was not")
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, *words]
     _run([*mpirun, "--run-dir", "mpirun"], shop)
     assert shop.digest("mpirun") == shop.digest("ours")
-
-
-def test_ranks_of_a_joined_world_share_one_new_run_folder(shop: Shop) -> None:
-    words = ["-m", "paceline", "train", "job.py", "--train.steps", "3", "--watch.to", "jsonl"]
-    _run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words], shop)
-    assert len(list((shop.path / "runs" / "job").iterdir())) == 1
 
 
 def test_two_runs_at_once(shop: Shop) -> None:
@@ -217,6 +216,7 @@ def _last(path: Path) -> dict[str, float]:
     return merged
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("seconds", [0.6, 1.8])
 def test_a_stop_while_ranks_are_being_born_saves_too(shop: Shop, seconds: float) -> None:
     process = shop.start(
@@ -233,6 +233,7 @@ def test_a_stop_while_ranks_are_being_born_saves_too(shop: Shop, seconds: float)
     assert len(list((shop.path / "run" / "checkpoints").glob("step-*"))) == 1
 
 
+@pytest.mark.cold
 def test_one_signal_ends_what_has_nothing_to_save(shop: Shop) -> None:
     mark = f"MARK{uuid.uuid4().hex}"
     shop.write(

@@ -6,11 +6,10 @@
 import copy
 import json
 import os
-import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from paceline.step.pipeline import Pipeline
 from paceline.step.staged import Staged, add_ties
 from paceline.streams import Streams
 from paceline.world import Place, World
+from tests.forked import run_forked
 from tests.parity.staged_models import CASES, built
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,26 +32,10 @@ def run_ranks(
     words: Sequence[str], *, ranks: int, timeout: float = 120, module: str = "tests.parity.staged_ranks"
 ) -> list[dict[str, Any]]:
     """Every rank's answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    base = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    base |= {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", "-m", module, *words]
-    processes = [
-        subprocess.Popen(
-            command, env=base | {"RANK": str(rank)}, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        ended = [process.communicate(timeout=timeout) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    failed = [said[-2500:] for process, (_, said) in zip(processes, ended, strict=True) if process.returncode]
-    assert not failed, "\n".join(failed)
-    return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+    environ = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with TemporaryDirectory() as folder:
+        told = run_forked(module, words, ranks=ranks, folder=Path(folder), environ=environ, timeout=timeout)
+    return [json.loads(out.splitlines()[-1]) for out in told]
 
 
 def main() -> None:

@@ -355,18 +355,28 @@ def test_a_rank_without_rows_that_left_no_zero_gradient_shows(monkeypatch: pytes
             assert far_experts(model, data, found, wanted) < 1e-12
 
 
+class Alone:
+    """The first of two ranks, to which the other sends what this one would."""
+
+    rank, size = 0, 2
+
+    def __init__(self, *, is_imagined: bool = False) -> None:
+        self.is_imagined = is_imagined
+
+    def swap(self, rows: Tensor, *, send: Any, receive: Any) -> Tensor:
+        return rows
+
+
+def test_a_choice_of_no_expert_goes_nowhere() -> None:
+    """Below all experts or above them: -1 and 4, as routers mark a token that is dropped."""
+    index = torch.tensor([[3, -1], [4, 0], [-1, -1], [1, 3]])
+    route = plan_route(index, ranges=[(0, 2), (2, 4)], exchange=cast("Exchange", Alone()))
+    assert route.pair.tolist() == [3, 6, 0, 7] and route.token.tolist() == [1, 3, 0, 3]
+    assert route.send == (2, 2) and route.receive == (2, 2) and route.expert.tolist() == [0, 1, 1, 1]
+
+
 def test_of_ranks_that_are_not_there_more_than_a_fair_share_comes() -> None:
     """Two standard deviations of a binomial draw, and on ranks that are there exactly what they send."""
-
-    class Alone:
-        rank, size = 0, 2
-
-        def __init__(self, *, is_imagined: bool) -> None:
-            self.is_imagined = is_imagined
-
-        def swap(self, rows: Tensor, *, send: Any, receive: Any) -> Tensor:
-            return rows
-
     index = torch.arange(8).repeat(200).view(800, 2)  # 1,600 pairs on 8 experts, 4 of each rank's
     ranges = [(0, 4), (4, 8)]
     fair, unlucky = (

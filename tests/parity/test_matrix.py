@@ -58,7 +58,7 @@ def one_digest(answers: list[dict[str, Any]], what: str, *, models: tuple[str, .
 
 
 def test_a_covering_subset_is_one_process_training(tmp_path: Path) -> None:
-    answers = run(tmp_path, "--case", *COVERING, seconds=400)
+    answers = run(tmp_path, "--checks", "float64", "--case", *COVERING, seconds=400)
     assert len(answers) == len(COVERING)
     assert not wrong(answers)
     assert all(one["state"] in _EQUAL for one in answers), "the subset has no refusals"

@@ -80,8 +80,8 @@ def test_what_waits_goes_on_where_a_command_and_its_ranks_die_at_once(shop: Shop
 
 
 def mothers() -> list[psutil.Process]:
-    """Those of this worker."""
-    return [p for p in psutil.Process().children() if "tests.warm.mother" in p.cmdline()]
+    """Those of all workers."""
+    return [p for p in psutil.process_iter(["cmdline"]) if "tests.warm.mother" in (p.info["cmdline"] or ())]
 
 
 def under(folder: Path, process: psutil.Process) -> bool:

@@ -62,18 +62,20 @@ def test_stages_that_cannot_be_cut(num_stages: int) -> None:
         chain([1.0, 1.0, 1.0], (0.0, 0.0)).cut(num_stages)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_a_pipeline_that_is_followed_is_near_its_closed_form(seed: int) -> None:
-    made, found = some(seed)
-    for candidate in [one for one in found if one.pp > 1][:3]:
-        timeline = pipeline_timeline(made, candidate=candidate)
-        spent = made.seconds(candidate)
-        form = spent.step_seconds - spent.gradients - spent.update - spent.offload - spent.start
-        busy = max(timeline.busy_seconds)
-        assert form >= busy * (1 - 1e-9)
-        each = [stage.seconds for stage in made.all_stages(candidate)]
-        if max(each) < 2 * min(each) and made.hop_seconds(candidate) < 0.3 * min(each):  # else forms are upper ones
-            assert form == pytest.approx(timeline.makespan, rel=0.25), candidate
+def test_a_pipeline_that_is_followed_is_near_its_closed_form() -> None:
+    """Its form is never below its busiest stage, and an upper one where stages differ or messages are long."""
+    apart = []
+    for seed in range(40):
+        made, found = some(seed)
+        for candidate in [one for one in found if one.pp > 1][:3]:
+            timeline = pipeline_timeline(made, candidate=candidate)
+            spent = made.seconds(candidate)
+            form = spent.step_seconds - spent.gradients - spent.update - spent.offload - spent.start
+            assert form >= max(timeline.busy_seconds) * (1 - 1e-9)
+            each = [stage.seconds for stage in made.all_stages(candidate)]
+            if max(each) < 2 * min(each) and made.hop_seconds(candidate) < 0.3 * min(each):
+                apart.append(abs(form / timeline.makespan - 1))
+    assert len(apart) >= 15 and max(apart) < 0.25 and sorted(apart)[len(apart) // 2] < 0.05
 
 
 def test_a_layout_without_a_pipeline_has_nothing_to_follow() -> None:

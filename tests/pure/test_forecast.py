@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.plan.candidate import Candidate, candidate_of
@@ -28,8 +28,9 @@ often = settings(max_examples=30, deadline=None, derandomize=True)
 
 
 def pairs(seed: int, other: Callable[[Forecast], Forecast]) -> list[tuple[Estimate, Estimate]]:
-    """Some candidates, as they are and as they would be."""
+    """Some candidates, as they are and as they would be; where there is none, the model says nothing."""
     made, found = some(seed)
+    assume(found)
     changed = other(made)
     return [(made.estimate(candidate), changed.estimate(candidate)) for candidate in found]
 
@@ -37,6 +38,7 @@ def pairs(seed: int, other: Callable[[Forecast], Forecast]) -> list[tuple[Estima
 def changed(seed: int, **changes: object) -> list[tuple[Estimate, Estimate]]:
     """Some candidates, and the same with something changed, where the model is all the same."""
     made, found = some(seed)
+    assume(found)
     return [(made.estimate(one), made.estimate(replace(one, **changes))) for one in found]  # type: ignore[arg-type]
 
 

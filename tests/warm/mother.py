@@ -133,7 +133,6 @@ def main(path: str, parent: str) -> None:
         mother = Mother(listener)
         listener.bind(f"\0{path}")
         listener.listen(64)
-        print("here", flush=True)
         mother.live()
 
 
