@@ -14,6 +14,7 @@ from torch import nn
 from paceline.measure.hollow import Hollow
 from paceline.plan.decoder import Decoder, decoder_facts
 from paceline.plan.facts import ModelFacts
+from paceline.plan.utilization import model_flops
 from paceline.train.learn import learn_facts
 from paceline.train.ready import prepare
 from paceline.verbs.running import Common, make_task
@@ -54,11 +55,15 @@ def test_a_decoder_is_traced_to_the_numbers_of_its_formulas(llama: ModelFacts) -
     for own, other in zip(llama.parts, known.parts, strict=True):
         assert own.whole_parameters == other.whole_parameters
         assert own.split_parameters == other.split_parameters
+        assert own.lookup_parameters == other.lookup_parameters
+        at = {"samples": 3, "length": llama.length}
+        assert own.masked_flops.at(**at) == pytest.approx(other.masked_flops.at(**at))
     for own, other in zip(llama.blocks, known.blocks, strict=True):
         at = {"samples": 3, "length": llama.length}
         assert own.matmul_flops.at(**at) == pytest.approx(other.matmul_flops.at(**at))
         assert own.attention_flops.at(**at) == pytest.approx(other.attention_flops.at(**at))
         assert own.output_bytes.at(**at) == other.output_bytes.at(**at)
+    assert model_flops(llama) == pytest.approx(model_flops(known))
     assert llama.optimizer.state_bytes == pytest.approx(8, rel=0.02)
     assert llama.tp_sizes == (2,) and llama.cp_sizes == (2,)
 
@@ -97,6 +102,10 @@ def test_the_command_answers_with_its_fixed_keys(tmp_path: Path) -> None:
     assert {row["settings"]["train.micro_batch_size"] for row in answer["plans"] if row["fits"]} == {"2"}
     assert answer["case"] == 1 and answer["recommended"] == answer["plans"][0]["layout"]
     best = answer["plans"][0]
+    tokens = best["tokens_per_second_per_device"]
+    assert tokens == pytest.approx(zoo.BATCH * zoo.LENGTH / best["step_seconds"] / 2) and 0 < best["mfu"] < 1
+    assert answer["links"]["inside a node"]["origin"] == "assumed" and answer["peak_flops_per_second"] == 67e12
+    assert answer["reserve"] == {"bytes": 2 << 30, "origin": "assumed"}
     assert best["fits"] and best["replayed"] and best["step_seconds"] > 0 and best["why"]
     assert best["peak_bytes"] == sum(
         best["parts"][name] for name in ("parameters", "gradients", "optimizer", "buffers", "activations", "reserve")

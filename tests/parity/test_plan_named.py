@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from paceline.cli import main
 from paceline.errors import MachineError, PacelineError
+from paceline.plan.catalogue import DEVICES
 from paceline.store.planned import read_advice
 from paceline.train.learn import learn_facts
 from paceline.train.ready import prepare
@@ -121,6 +123,34 @@ def test_words_that_are_a_config_and_words_that_are_a_job(tmp_path: Path) -> Non
     assert not is_config("job.py") and not is_config("pkg.module:name") and not is_config(str(tmp_path))
     assert as_job("job.py", ["--seed", "1"], ranks=2) == ("job.py", ["--seed", "1"], [])
     assert as_job("transformers.LlamaConfig", [], ranks=2)[1][0] == "--job.source=transformers:LlamaConfig"
+
+
+def test_a_config_is_planned_in_the_precision_in_which_such_models_are_trained(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    job, words, said = as_job("transformers:LlamaConfig", [], ranks=2)
+    assert job == JOB and "--train.precision=bf16" in words
+    assert "--train.precision bf16 (mixed: " in said[0] and "--train.precision fp32 for all in float32" in said[0]
+    for device, precision in (("H100-80G", "bf16"), ("T4", "fp16"), ("cpu", "bf16")):
+        own = as_job("transformers:LlamaConfig", [], ranks=2, device=DEVICES[device].device)[1]
+        assert f"--train.precision={precision}" in own
+    wide = replace(DEVICES["T4"].device, flops_per_second={"fp32": 1e12})
+    assert "--train.precision=fp32" in as_job("transformers:LlamaConfig", [], ranks=2, device=wide)[1]
+    (tmp_path / "run.toml").write_text("[train]\nprecision = 'fp16'\nglobal_batch_size = 24\n[job]\nlength = 48\n")
+    typed = (["--train.precision", "fp32"], ["--train.precision=fp32", "--train.global_batch_size=8", "--job.length=4"])
+    for more, file in ((typed[0], None), (typed[1], None), ([], tmp_path / "run.toml")):
+        _, own, lines = as_job("transformers:LlamaConfig", more, ranks=2, file=file)
+        assert own[-len(more) or len(own) :] == more and "precision" not in lines[0]
+        assert ("global_batch_size" in lines[0]) == (more == typed[0])
+        common = Common(layout="single", ranks=1, device="cpu", quiet=True, config=file)
+        settings = make_task("plan", JOB, common, own).settings
+        assert settings["train.precision"] == ("fp16" if file else "fp32")
+        assert int(settings["train.global_batch_size"]) == {0: 24, 2: 16, 3: 8}[len(more)]
+
+
+def test_the_file_of_a_config_stands_for_its_folder(tmp_path: Path) -> None:
+    folder = saved("LlamaConfig", tmp_path)
+    assert is_config(str(folder / "config.json")) and not is_config(str(tmp_path / "config.json"))
+    assert as_job(str(folder / "config.json"), [], ranks=2) == as_job(str(folder), [], ranks=2)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Clusters as they are typed and as files, the catalogue, and what messages take."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import MachineError, PacelineError, Problems, UsageError
+from paceline.plan.assumptions import assumption_lines
 from paceline.plan.catalogue import DEVICES, LINKS
 from paceline.plan.fleet import read_fleet
 from paceline.plan.hardware import fleet_of, group_of
@@ -80,7 +82,7 @@ def test_a_file(tmp_path: Path) -> None:
     assert fleet.device.memory_bytes == 80 * _GIB and fleet.device.rate("bf16") == 989e12
     assert fleet.device.rate("fp16") == 67e12  # which it does not have
     assert (fleet.between.bytes_per_second, fleet.between.latency_seconds) == (50e9, pytest.approx(2e-6))
-    assert fleet.between.is_shared and fleet.inside is LINKS["nvlink4"]
+    assert fleet.between.is_shared and fleet.inside == replace(LINKS["nvlink4"], origin="given")
     assert (fleet.price_per_hour, fleet.currency, fleet.host_bytes) == (98.32, "USD", 2 << 40)
     assert fleet_of(json.loads(json.dumps(fleet.as_json()))) == fleet
 
@@ -248,3 +250,16 @@ def test_without_a_driver_that_says_it_the_cluster_is_to_be_written_down(
         node_memory("cuda")
     assert "toml" in caught.value.hint
     assert node_memory("cpu") > 1 << 30
+
+
+def test_a_file_says_what_is_given_and_the_rest_is_assumed(tmp_path: Path) -> None:
+    own = "[device]\nname = 'own'\nmemory = '80 GiB'\nbandwidth = '2 TB/s'\nfp32 = '20 TFLOP/s'\n"
+    (tmp_path / "own.toml").write_text(f"devices = 2\ninside = 'nvlink4'\n{own}reserve = '1 GiB'\n")
+    fleet = read_fleet(str(tmp_path / "own.toml"))
+    assert (fleet.inside.origin, fleet.between.origin, fleet.device.reserve_origin) == ("given", "assumed", "given")
+    (tmp_path / "own.toml").write_text(f"{own}[between]\nlatency = '9 us'\nbandwidth = '10 GB/s'\n")
+    fleet = read_fleet(str(tmp_path / "own.toml"))
+    assert (fleet.inside.origin, fleet.between.origin, fleet.device.reserve_origin) == ("assumed", "given", "assumed")
+    lines = "\n".join(assumption_lines(fleet, precision="bf16"))
+    assert "reserve: 2.0 GiB of the 80.0 GiB of each GPU (assumed, for " in lines
+    assert "MFU: of 20 TFLOP/s of each GPU, dense fp32, since it has no bf16 (" in lines

@@ -19,10 +19,12 @@ FIRST, LAST = "", "\0"
 @dataclass(kw_only=True)
 class Cost:
     """Of one part: FLOPs (a multiply-add is two), bytes moved, saved, made by products, given on, reduced, exchanged;
-    `largest_bytes` is the largest result of one operation."""
+    `masked` are those that attention leaves out by a causal mask, `largest_bytes` is the largest result of one
+    operation."""
 
     products: float = 0.0
     attention: float = 0.0
+    masked: float = 0.0
     moved_bytes: float = 0.0
     saved_bytes: float = 0.0
     product_bytes: float = 0.0
@@ -74,17 +76,17 @@ class Tally:
         given = {id(tensor.untyped_storage()) for tensor in leaves(args)}
         new = sum(tensor.nbytes for tensor in made if id(tensor.untyped_storage()) not in given)
         cost.largest_bytes = max(cost.largest_bytes, float(new))
-        known = _PRODUCTS.get(name.partition(".")[0])
-        if known is None:
+        short = name.partition(".")[0]
+        if short in _ATTENTION:
+            done, masked = _scores(args)
+            cost.attention, cost.masked = cost.attention + done, cost.masked + masked
+        elif short in _PRODUCTS:
+            cost.products += _PRODUCTS[short](args, made)
+        else:
             if new or any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
                 cost.moved_bytes += sum(tensor.nbytes for tensor in leaves(args)) + sum(t.nbytes for t in made)
             return
-        flops, is_attention = known(args, made)
         cost.product_bytes += new
-        if is_attention:
-            cost.attention += flops
-        else:
-            cost.products += flops
 
     def _message(self, cost: Cost, name: str, args: Any) -> None:
         if name.startswith("c10d::allreduce"):
@@ -116,37 +118,38 @@ class Tally:
         return leave
 
 
-def _matrix(args: Sequence[Any], made: Sequence[Tensor]) -> tuple[float, bool]:
-    return 2.0 * made[0].numel() * args[0].shape[-1], False
+def _matrix(args: Sequence[Any], made: Sequence[Tensor]) -> float:
+    return float(2 * made[0].numel() * args[0].shape[-1])
 
 
-def _matrix_added(args: Sequence[Any], made: Sequence[Tensor]) -> tuple[float, bool]:
-    return 2.0 * made[0].numel() * args[1].shape[-1], False
+def _matrix_added(args: Sequence[Any], made: Sequence[Tensor]) -> float:
+    return float(2 * made[0].numel() * args[1].shape[-1])
 
 
-def _convolution(args: Sequence[Any], made: Sequence[Tensor]) -> tuple[float, bool]:
+def _convolution(args: Sequence[Any], made: Sequence[Tensor]) -> float:
     source, weight, is_transposed = args[0], args[1], args[6]
     each = math.prod(weight.shape[1:])
-    return 2.0 * each * (source.numel() if is_transposed else made[0].numel()), False
+    return float(2 * each * (source.numel() if is_transposed else made[0].numel()))
 
 
-def _fused(args: Sequence[Any], made: Sequence[Tensor]) -> tuple[float, bool]:
-    """Two products of every query with every key; half of the pairs where they are masked."""
+def _scores(args: Sequence[Any]) -> tuple[float, float]:
+    """Two products of every query with every key: those that are made, and those that a causal mask leaves out."""
     query, key = args[0], args[1]
-    is_causal = any(arg is True for arg in args[3:])
-    return 4.0 * query.numel() * key.shape[-2] * (0.5 if is_causal else 1.0), True
+    every = 4.0 * query.numel() * key.shape[-2]
+    made = 0.5 * every if any(arg is True for arg in args[3:]) else every
+    return made, every - made
 
 
-def _grouped(args: Sequence[Any], made: Sequence[Tensor]) -> tuple[float, bool]:
-    return 2.0 * made[0].numel() * args[0].shape[-1], False
+def _grouped(args: Sequence[Any], made: Sequence[Tensor]) -> float:
+    return float(2 * made[0].numel() * args[0].shape[-1])
 
 
-def _recurrent(args: Sequence[Any], made: Sequence[Tensor]) -> tuple[float, bool]:
+def _recurrent(args: Sequence[Any], made: Sequence[Tensor]) -> float:
     positions = math.prod(args[0].shape[:2])
-    return 2.0 * positions * (args[1].numel() + args[2].numel()), False
+    return float(2 * positions * (args[1].numel() + args[2].numel()))
 
 
-_PRODUCTS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], tuple[float, bool]]] = {
+_PRODUCTS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], float]] = {
     "aten::mm": _matrix,
     "aten::bmm": _matrix,
     "aten::addmm": _matrix_added,
@@ -154,7 +157,9 @@ _PRODUCTS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], tuple[float, bo
     "aten::convolution": _convolution,
     "aten::_grouped_mm": _grouped,
     "aten::mkldnn_rnn_layer": _recurrent,
-    "aten::_scaled_dot_product_flash_attention": _fused,
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _fused,
-    "aten::_scaled_dot_product_efficient_attention": _fused,
+}
+_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
 }

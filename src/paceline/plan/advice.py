@@ -62,6 +62,9 @@ class Row:
             "peak_bytes": round(found.peak_bytes),
             "parts": {name: round(value) for name, value in found.memory.parts.items()},
             "step_seconds": found.step_seconds,
+            "samples_per_second_per_device": found.samples_per_second_per_device,
+            "tokens_per_second_per_device": found.tokens_per_second_per_device,
+            "mfu": found.mfu,
             "timed": None if found.timed is None else asdict(found.timed),
             "why": self.says,
             "family": self.family,
@@ -116,18 +119,50 @@ class Advice:
 
 
 def row_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """One line each with bytes and seconds, and under it why."""
-    width = max((len(str(row.estimate.candidate)) for row in rows), default=0)
-    for row in rows:
-        mark = "refused" if row.refused else "fits" if row.fits else "does not fit"
-        found = row.estimate
-        money = "" if found.price is None else f"  {price_of_steps(found.price, found.currency)} per 1,000 steps"
-        yield (
-            f"  {found.candidate!s:{width}}  {mark}  {size(round(found.peak_bytes))}{' (replayed)' * row.replayed}  "
-            f"{exactly(found.step_seconds)}{_as_found(found.timed)}{money}"
-        )
+    """A table with a line each, and under it why."""
+    if not rows:
+        return
+    table = [_title(rows[0].estimate), *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(own, widths, strict=True)).rstrip() for own in table]
+    yield f"  {lines[0]}"
+    for row, line in zip(rows, lines[1:], strict=True):
+        yield f"  {line}"
         yield f"    {row.says}"
         yield from (f"    {change}" for change in row.changes if not row.fits)
+
+
+def _title(estimate: Estimate) -> tuple[str, ...]:
+    price = "" if estimate.price is None else "1,000 steps"
+    return (
+        "layout",
+        "",
+        "peak",
+        "step",
+        f"{rate_of(estimate)[0]} per {'GPU' if estimate.is_gpu else 'rank'}",
+        "MFU",
+        price,
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    found = row.estimate
+    return (
+        str(found.candidate),
+        "refused" if row.refused else "fits" if row.fits else "does not fit",
+        size(round(found.peak_bytes)) + " (replayed)" * row.replayed,
+        exactly(found.step_seconds) + _as_found(found.timed),
+        rate_of(found)[1],
+        f"{found.mfu:.1%}",
+        "" if found.price is None else price_of_steps(found.price, found.currency),
+    )
+
+
+def rate_of(estimate: Estimate) -> tuple[str, str]:
+    """Return the unit of a device's speed and its value, in words: tokens, or samples where these have no length."""
+    tokens = estimate.tokens_per_second_per_device
+    rate = estimate.samples_per_second_per_device if tokens is None else tokens
+    return "samples/s" if tokens is None else "tokens/s", f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def advise(forecast: Forecast, *, others: Sequence[Forecast] = (), grid: Grid | None = None) -> Advice:

@@ -130,6 +130,28 @@ _ROWS = (
 
 DEVICES: dict[str, Entry] = {row.device.name: row for row in _ROWS}
 
+_DRIVERS_NAMES = {
+    "NVIDIA A100-SXM4-40GB": "A100-40G",
+    "NVIDIA A100-SXM4-80GB": "A100-80G",
+    "NVIDIA H100 80GB HBM3": "H100-80G",
+    "NVIDIA H100 PCIe": "H100-80G-PCIE",
+    "NVIDIA H200": "H200",
+    "NVIDIA B200": "B200",
+    "NVIDIA L4": "L4",
+    "NVIDIA L40S": "L40S",
+    "Tesla V100-SXM2-16GB": "V100-16G",
+    "Tesla V100-SXM2-32GB": "V100-32G",
+    "Tesla T4": "T4",
+    "NVIDIA GeForce RTX 3090": "RTX-3090",
+    "NVIDIA GeForce RTX 4090": "RTX-4090",
+}
+
+
+def sheet_rates(gpu: str) -> dict[str, float]:
+    """Return the peak rates of a GPU by the name that its driver gives it; none where no sheet is known."""
+    name = _DRIVERS_NAMES.get(gpu)
+    return dict(DEVICES[name].device.flops_per_second) if name else {}
+
 
 def _link(name: str, microseconds: float, gigabytes: float, source: str, *, is_shared: bool = False) -> Link:
     return Link(

@@ -69,6 +69,7 @@ def decoder_facts(
         block = replace(
             block,
             attention_flops=Amount(pair=4.0 * sizes.width),
+            masked_flops=NOTHING,
             moved_bytes=block.moved_bytes + Amount(pair=float(passes)),
             attention_saved_bytes=NOTHING,
         )
@@ -76,6 +77,7 @@ def decoder_facts(
     first = Part(
         name="embedding",
         split_parameters=head,
+        lookup_parameters=0 if sizes.is_tied else head,
         tensors=(head,),
         moved_bytes=Amount(token=2.0 * wide * sizes.width),
         saved_bytes=Amount(token=8.0),
@@ -134,6 +136,7 @@ def _block(sizes: Decoder, short: int, wide: int, *, is_fused: bool) -> Part:
         matmul_flops=Amount(token=2.0 * (attention + h * sizes.experts + mlp * runs)),
         expert_flops=Amount(token=2.0 * mlp * runs) if routed else Amount(),
         attention_flops=Amount(pair=2.0 * h),  # two products of 2·h each, half of the pairs masked
+        masked_flops=Amount(pair=2.0 * h),
         moved_bytes=Amount(token=_moved(sizes, short, wide, is_fused=is_fused)),
         saved_bytes=Amount(token=float(saved)),
         split_saved_bytes=Amount(

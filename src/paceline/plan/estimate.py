@@ -27,7 +27,8 @@ class Estimate:
 
     `stages` are the blocks of each stage; `limit_bytes` is what it may take of a device's `device_bytes`,
     `host_limit_bytes` a rank's share of its host's, None where it is not known. `price` is that of one step. Where it
-    was `timed`, `seconds` are those.
+    was `timed`, `seconds` are those. A step has `samples` of `length` positions, and needs `model_flops` of all ranks,
+    each of which can do `peak_flops_per_second` in the precision of the products.
     """
 
     candidate: Candidate
@@ -37,6 +38,11 @@ class Estimate:
     num_micro: int
     limit_bytes: float
     device_bytes: float
+    samples: int
+    length: int
+    is_gpu: bool
+    model_flops: float
+    peak_flops_per_second: float
     host_limit_bytes: float | None = None
     price: float | None = None
     currency: str = ""
@@ -56,6 +62,21 @@ class Estimate:
     def step_seconds(self) -> float:
         """Of one optimizer step."""
         return self.seconds.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: see `utilization`."""
+        return self.model_flops / (self.step_seconds * self.candidate.ranks * self.peak_flops_per_second)
+
+    @property
+    def samples_per_second_per_device(self) -> float:
+        """Of the global batch, shared among all ranks."""
+        return self.samples / self.step_seconds / self.candidate.ranks
+
+    @property
+    def tokens_per_second_per_device(self) -> float | None:
+        """None where samples have no length."""
+        return self.length * self.samples_per_second_per_device if self.length > 1 else None
 
     @property
     def fits_host(self) -> bool:

@@ -72,8 +72,10 @@ class Part:
     """A piece of the model that is never cut into stages: what stands before the blocks, a block, or what follows.
 
     Parameters are numbers of elements: `whole_parameters` are on every tp rank, `split_parameters` are divided among
-    them, `expert_parameters` among the ep ranks; `frozen_parameters` of all of these have no gradient. Amounts are of
-    one microbatch: FLOPs (a multiply-add is two) and bytes of one forward, undivided by tp.
+    them, `expert_parameters` among the ep ranks; `frozen_parameters` of all of these have no gradient, and
+    `lookup_parameters` are tables that are looked up in and take part in no product. Amounts are of one microbatch:
+    FLOPs (a multiply-add is two) and bytes of one forward, undivided by tp. `masked_flops` are those of the pairs that
+    a causal mask keeps out of `attention_flops`.
 
     `saved_bytes` are kept for backward on each tp rank, `split_saved_bytes` divided among them; `attention_saved_bytes`
     are those of both that fused attention keeps nothing of. `output_bytes` go to the next part. `moved_bytes` is what
@@ -92,9 +94,11 @@ class Part:
     split_parameters: int = 0
     expert_parameters: int = 0
     frozen_parameters: int = 0
+    lookup_parameters: int = 0
     buffer_bytes: int = 0
     matmul_flops: Amount = NOTHING
     attention_flops: Amount = NOTHING
+    masked_flops: Amount = NOTHING
     moved_bytes: Amount = NOTHING
     saved_bytes: Amount = NOTHING
     split_saved_bytes: Amount = NOTHING

@@ -1,6 +1,7 @@
 """The machines a plan is for: `here`, `8xH100-80G`, `4x8xH100-80G@ib-ndr`, or a TOML file."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.errors import PacelineError, UsageError, raise_all
@@ -32,7 +33,7 @@ def read_fleet(text: str, *, here: Fleet | None = None) -> Fleet:
     problems: list[PacelineError] = []
     counts = [_count(text, part, problems) for part in found.groups()[:2] if part]
     entry = device_named(found[3], problems=problems)
-    between = link_named(found[4], problems=problems) if found[4] else None
+    between = replace(link_named(found[4], problems=problems), origin="given") if found[4] else None
     nodes, devices = ([1, *counts] if len(counts) < 2 else counts) if counts else (1, 1)
     if not problems and nodes * devices > MOST_RANKS:
         what = f"--cluster {text!r}: {nodes * devices:,} ranks, {MOST_RANKS:,} at most."

@@ -111,13 +111,14 @@ class _Reading:
             reserve_bytes=found.get("reserve", entry.device.reserve_bytes),
             watts=found.get("watts"),
             source=str(self.path),
+            reserve_origin="given" if "reserve" in found else "assumed",
         )
         return replace(entry, device=device, host_bytes=None)
 
     def _link(self, name: str) -> Link | None:
         asked = self.tree[name]
         if isinstance(asked, str):
-            return link_named(asked, problems=self.problems, where=f"{self.path}, {name}")
+            return replace(link_named(asked, problems=self.problems, where=f"{self.path}, {name}"), origin="given")
         if not isinstance(asked, Mapping):
             self._wrong(f"{name} = {asked!r} is no link.", name, hint=f'{name} = "ib-ndr"')
             return None
@@ -135,6 +136,7 @@ class _Reading:
             bytes_per_second=found.get("bandwidth", 1.0),
             is_shared=shared is True,
             source=str(self.path),
+            origin="given",
         )
 
     def _quantities(

@@ -14,6 +14,7 @@ from paceline.plan.hardware import Fleet, group_of, of_family
 from paceline.plan.in_flight import most_held
 from paceline.plan.memory import Elements, Memory, elements_of, memory_of
 from paceline.plan.seconds import Groups, Seconds, Stage, end_of, seconds_of, sharded, stage_of
+from paceline.plan.utilization import model_flops
 from paceline.plan.work import Split, Work, work_of
 from paceline.schedule.table import schedule_named
 
@@ -48,6 +49,11 @@ class Forecast:
         """The model's parts."""
         return chain_of(self.facts)
 
+    @cached_property
+    def model_flops(self) -> float:
+        """Of one step of all ranks, as MFU counts them."""
+        return model_flops(self.facts)
+
     def num_micro(self, candidate: Candidate) -> int:
         """Microbatches of one replica in a step."""
         return candidate.num_micro(self.facts.global_batch_size)
@@ -69,6 +75,11 @@ class Forecast:
             num_micro=self.num_micro(candidate),
             limit_bytes=self.fleet.device.memory_bytes,
             device_bytes=self.device_bytes,
+            samples=self.facts.global_batch_size,
+            length=self.facts.length,
+            is_gpu=self.fleet.device.is_accelerator,
+            model_flops=self.model_flops,
+            peak_flops_per_second=self.fleet.device.peak(candidate.precision),
             host_limit_bytes=self.host_limit_bytes,
             price=None if price is None else price * self.fleet.nodes * seconds.step_seconds / _HOUR,
             currency=self.fleet.currency,

@@ -12,7 +12,9 @@ class Device:
     """What one rank computes on.
 
     `flops_per_second` are dense rates of products by precision; `bytes_per_second` is the device's own memory's.
-    `reserve_bytes` are never the model's: driver, context, buffers of the communication library, libraries' workspaces.
+    `reserve_bytes` are never the model's: driver, context, buffers of the communication library, libraries' workspaces;
+    `reserve_origin` says whether that is given or assumed. `peaks` are the sheet's rates of a device whose own were
+    measured.
     """
 
     name: str
@@ -23,6 +25,8 @@ class Device:
     reserve_bytes: float = 0.0
     watts: float | None = None
     source: str = ""
+    reserve_origin: str = "assumed"
+    peaks: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_accelerator(self) -> bool:
@@ -33,12 +37,17 @@ class Device:
         """Operations a second in this precision; one that the device does not have runs as float32."""
         return self.flops_per_second.get(precision) or self.flops_per_second["fp32"]
 
+    def peak(self, precision: str) -> float:
+        """Operations a second that its sheet names, or that were measured where no sheet is known."""
+        return self.peaks.get(precision) or self.rate(precision)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """A way between ranks: seconds until the first byte is there, and bytes a second of one rank in one direction.
 
-    `is_shared`: all ranks of a node have one such together, not each its own.
+    `is_shared`: all ranks of a node have one such together, not each its own. `origin` is how it is known: measured,
+    given by the user, or assumed because the device is usually sold with it.
     """
 
     name: str
@@ -46,6 +55,7 @@ class Link:
     bytes_per_second: float
     is_shared: bool = False
     source: str = ""
+    origin: str = "assumed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +94,7 @@ class Fleet:
         """For plan.json; `fleet_of` reads it back."""
         own = asdict(self)
         own["device"]["flops_per_second"] = dict(self.device.flops_per_second)
+        own["device"]["peaks"] = dict(self.device.peaks)
         return own
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from paceline.errors import MachineError
+from paceline.plan.catalogue import sheet_rates
 from paceline.plan.hardware import Device, Fleet, Link
 from paceline.plan.machine import gpu_memory
 from paceline.plan.probed import Probe
@@ -25,22 +26,27 @@ def fleet_here(probe: Probe, *, ranks: int, memory_bytes: float) -> Fleet:
         bytes_per_second=rates.streams["add"].best_rate,
         reserve_bytes=RESERVE_BYTES["cpu" if is_cpu else "cuda"],
         source="measured here",
+        peaks={} if is_cpu else sheet_rates(mark.gpus[0]),
     )
     link = _link(probe, ranks)
-    host = Link(name="memory", latency_seconds=0.0, bytes_per_second=rates.streams["copy"].best_rate)
+    host = Link(name="memory", latency_seconds=0.0, bytes_per_second=rates.streams["copy"].best_rate, origin="measured")
     return Fleet(device=device, devices=ranks, inside=link, between=link, host=host, name="here")
 
 
 def _link(probe: Probe, ranks: int) -> Link:
     """A ring's steps, from what an all-reduce took: 2 (n - 1) of them, each with a part of the bytes."""
     if ranks == 1:
-        return Link(name="none", latency_seconds=0.0, bytes_per_second=_OWN)
+        return Link(name="none", latency_seconds=0.0, bytes_per_second=_OWN, origin="measured")
     small, large = 1 << 10, 16 << 20
     first = probe.collective_seconds("all_reduce", num_bytes=small, ranks=ranks)
     last = probe.collective_seconds("all_reduce", num_bytes=large, ranks=ranks)
     rate = 2 * (ranks - 1) / ranks * (large - small) / max(last - first, 1e-9)
     return Link(
-        name="measured here", latency_seconds=first / (2 * (ranks - 1)), bytes_per_second=rate, source="measured here"
+        name="all-reduce",
+        latency_seconds=first / (2 * (ranks - 1)),
+        bytes_per_second=rate,
+        source="measured here",
+        origin="measured",
     )
 
 

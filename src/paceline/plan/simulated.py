@@ -22,7 +22,7 @@ _ROUNDING = 1e-12
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
     """One step of a candidate. `seconds` are a mean rank's by what they go to, and sum to the step; `estimate` is what
-    the closed forms say. `flops` are the model's own, forward and backward, of all ranks, nothing counted twice."""
+    the closed forms say. `flops` are the model's own as MFU counts them, of all ranks."""
 
     estimate: Estimate
     seconds: dict[str, float]
@@ -125,8 +125,8 @@ def simulated(forecast: Forecast, *, candidate: Candidate) -> Simulated:
         rehearsal=found,
         samples=forecast.facts.global_batch_size,
         length=forecast.facts.length,
-        flops=_flops(forecast),
-        flops_per_second=forecast.fleet.device.rate(c.precision),
+        flops=forecast.model_flops,
+        flops_per_second=estimate.peak_flops_per_second,
     )
 
 
@@ -190,14 +190,3 @@ def _gradients(program: Program, seconds: list[float]) -> Collective:
     first = {min(program.stages_of(rank)): each for rank, each in enumerate(seconds)}
     each = [first.get(stage, 0.0) for stage in range(program.num_stages)]
     return Collective(name="gradients", when=When.END, seconds=each)
-
-
-def _flops(forecast: Forecast) -> float:
-    """Backward is twice forward, but for weights that are not trained."""
-    facts = forecast.facts
-    total = 0.0
-    for part in facts.parts:
-        frozen = part.frozen_parameters / part.parameters if part.parameters else 0.0
-        at = {"samples": facts.global_batch_size, "length": facts.length}
-        total += 3 * part.flops.at(**at) - frozen * part.matmul_flops.at(**at)
-    return total

@@ -37,7 +37,8 @@ class _Run:
     costs: dict[str, Cost]
     parameters: dict[str, int]
     tensors: dict[str, tuple[int, ...]]
-    frozen: int
+    frozen: dict[str, int]
+    lookups: dict[str, int]
     buffer_bytes: int
     state_bytes: int
 
@@ -82,7 +83,7 @@ def _learnt(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
         name: _part(name, few, more, shorter, split, length, experts.get(name, 0), ways.get(name, {}), sizes)
         for name in few.costs
     }
-    trained = sum(few.parameters.values()) - few.frozen
+    trained = sum(few.parameters.values()) - sum(few.frozen.values())
     return ModelFacts(
         name=job.name or "",
         first=parts[FIRST],
@@ -168,7 +169,8 @@ def _looked(job: Job, settings: Settings, layout: str, ranks: int, *, samples: i
                 costs=tally.costs,
                 parameters={name: sum(p.numel() for p in own) for name, own in every.items()},
                 tensors={name: tuple(p.numel() for p in own) for name, own in every.items()},
-                frozen=sum(p.numel() for p in built.model.parameters() if not p.requires_grad),
+                frozen={name: sum(p.numel() for p in own if not p.requires_grad) for name, own in every.items()},
+                lookups=_lookups(built.model, every),
                 buffer_bytes=sum(buffer.nbytes for buffer in built.model.buffers()),
                 state_bytes=state,
             )
@@ -196,6 +198,15 @@ def _parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
         seen = seen or home is not None
         found[home or (LAST if seen else FIRST)].append(parameter)
     return found
+
+
+def _lookups(model: nn.Module, every: Mapping[str, Sequence[nn.Parameter]]) -> dict[str, int]:
+    """Return the elements of each part's tables that only embeddings have: a tied head multiplies by its table."""
+    tables, others = set[int](), set[int]()
+    for module in model.modules():
+        found = tables if isinstance(module, nn.Embedding | nn.EmbeddingBag) else others
+        found |= {id(parameter) for parameter in module.parameters(recurse=False)}
+    return {name: sum(p.numel() for p in own if id(p) in tables - others) for name, own in every.items()}
 
 
 def _experts(job: Job, settings: Settings) -> dict[str, int]:
@@ -246,10 +257,12 @@ def _part(
         whole_parameters=total - experts - cut,
         split_parameters=cut,
         expert_parameters=experts,
-        frozen_parameters=few.frozen if name == FIRST else 0,
+        frozen_parameters=few.frozen[name],
+        lookup_parameters=few.lookups[name],
         buffer_bytes=few.buffer_bytes if name == FIRST else 0,
         matmul_flops=amount("products"),
         attention_flops=amount("attention"),
+        masked_flops=amount("masked"),
         moved_bytes=amount("moved_bytes"),
         saved_bytes=kept.times(1 - fraction),
         split_saved_bytes=kept.times(fraction),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.plan.advice import Advice, Row
+from paceline.plan.assumptions import assumption_lines, assumptions
 from paceline.plan.estimate import Estimate
 from paceline.plan.facts import ModelFacts
 from paceline.plan.forecast import Forecast
@@ -139,14 +140,20 @@ def _answer(advice: Advice | Judged, seen: Mapping[str, Seen], chosen: Chosen) -
     lines += [_lost(name, one, fleet) for name, one in seen.items() if name not in told]
     lines += [f"  {candidate} can't be had: {one.why}" for candidate, one in chosen.lost.items()]
     lines += _disturbed(chosen.others)
+    lines += assumption_lines(fleet, precision=facts.precision, is_offloaded=_is_offloaded(rows))
     lines += _doubts(advice.rows, facts) if isinstance(advice, Advice) else []
     return {
         **advice.as_json(),
         "facts": facts.as_json(),
         "efficiency": forecast.efficiency.as_json(),
         "cluster": fleet.as_json(),
+        **assumptions(fleet, precision=facts.precision),
         "lines": lines,
     }
+
+
+def _is_offloaded(rows: Sequence[Row]) -> bool:
+    return any(row.estimate.candidate.offload for row in rows)
 
 
 def _disturbed(others: float) -> Iterator[str]:

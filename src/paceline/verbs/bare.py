@@ -1,27 +1,39 @@
 """A Hugging Face config in the place of a job, for the verbs that need no data: `plan`, `simulate`."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from paceline.errors import MachineError, UsageError
+from paceline.errors import MachineError, PacelineError, UsageError
+from paceline.plan.hardware import Device
+from paceline.spec.read import read_asked
 
 JOB = "paceline.hf.bare:make_job"
 _CONFIG = "config.json"
 _EACH = 8  # samples a device
 _BATCH = "train.global_batch_size"
+_PRECISION = "train.precision"
+_MIXED = " (mixed: products in {}, weights and optimizer in float32; --train.precision fp32 for all in float32)"
 
 
 def is_config(job: str) -> bool:
-    """Whether it is a folder with config.json, something of transformers, or `module:SomeConfig`."""
+    """Whether it is config.json or its folder, something of transformers, or `module:SomeConfig`."""
     if Path(job).is_dir():
         return (Path(job) / _CONFIG).is_file()
+    if Path(job).name == _CONFIG:
+        return Path(job).is_file()
     place, _, name = _split(job)
     return place.partition(".")[0] == "transformers" or name.lower().endswith("config")
 
 
-def as_job(job: str, overrides: Sequence[str], *, ranks: int) -> tuple[str, list[str], list[str]]:
+def as_job(
+    job: str, overrides: Sequence[str], *, ranks: int, device: Device | None = None, file: Path | None = None
+) -> tuple[str, list[str], list[str]]:
     """The job that stands for it, its settings, and lines that say what was assumed; anything else as it is.
+
+    What `overrides` or the TOML `file` say is not assumed. Products are in the number format in which such models are
+    trained on the `device`, where that is known.
 
     Raises:
         UsageError, MachineError: a folder without a config, or no transformers to read one.
@@ -38,9 +50,10 @@ def as_job(job: str, overrides: Sequence[str], *, ranks: int) -> tuple[str, list
             f"{job} is a Hugging Face config, and transformers is not installed.", hint="pip install 'paceline[hf]'"
         )
     place, colon, name = _split(job)
-    source = str(Path(job).resolve()) if Path(job).is_dir() else f"{place}{colon}{name}"
+    folder = Path(job).parent if Path(job).name == _CONFIG else Path(job)
+    source = str(folder.resolve()) if folder.is_dir() and Path(job).exists() else f"{place}{colon}{name}"
     own, assumed = [f"--job.source={source}"], list[str]()
-    given = {word.partition("=")[0].lstrip("-") for word in overrides if word.startswith("--")}
+    given = _given(overrides, file)
     if not given & {_BATCH, "job.global_batch_size"}:
         own.append(f"--{_BATCH}={_EACH * ranks}")
         assumed.append(f"--{_BATCH} {_EACH * ranks}")
@@ -48,9 +61,27 @@ def as_job(job: str, overrides: Sequence[str], *, ranks: int) -> tuple[str, list
         assumed.append("--job.length as the model has positions, 4,096 at most")
     if "job.optimizer" not in given:
         assumed.append("--job.optimizer AdamW")
-    if "train.precision" not in given:
-        assumed.append("--train.precision fp32")
+    if _PRECISION not in given:
+        precision = _usual_precision(device)
+        own.append(f"--{_PRECISION}={precision}")
+        assumed.append(f"--{_PRECISION} {precision}{_MIXED.format(precision) if precision != 'fp32' else ''}")
     return JOB, [*own, *overrides], [f"assumed: {' · '.join(assumed)}"] if assumed else []
+
+
+def _given(overrides: Sequence[str], file: Path | None) -> set[str]:
+    """Return the names of the settings that somebody gave."""
+    found = {word.partition("=")[0].lstrip("-") for word in overrides if word.startswith("--")}
+    if file is not None:
+        with suppress(PacelineError):  # what is wrong with the file is told with all else that is wrong
+            found |= set(read_asked(file=file, overrides=()).values)
+    return found
+
+
+def _usual_precision(device: Device | None) -> str:
+    """Return bf16, or what a device has that knows no bf16."""
+    if device is None:
+        return "bf16"
+    return next((name for name in ("bf16", "fp16") if name in device.flops_per_second), "fp32")
 
 
 def _split(job: str) -> tuple[str, str, str]:

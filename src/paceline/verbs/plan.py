@@ -95,7 +95,7 @@ def plan(
 ) -> Answer:
     """The layouts of a job that fit a cluster, with predicted memory and time, and why the others do not.
 
-    `job` is a job, or a Hugging Face config: a folder with config.json, or `transformers:LlamaConfig`. `cluster` is
+    `job` is a job, or a Hugging Face config: config.json, its folder, or `transformers:LlamaConfig`. `cluster` is
     `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. What is here is probed once, and layouts
     are timed for at most so many `seconds`: by default what the probe leaves of a minute. `layouts` are judged in place
     of a search, and told apart from the first; `against` is another plan.json to be told apart from. `page` is an HTML
@@ -117,7 +117,10 @@ def plan(
     if fleet is not None:
         refuse_ranks(common, fleet, cluster=cluster)
     own = replace(common, layout=None) if fleet is None else replace(common, layout="single", ranks=1, device="cpu")
-    stands, words, assumed = as_job(job, overrides, ranks=(common.ranks or 1) if fleet is None else fleet.ranks)
+    ranks = (common.ranks or 1) if fleet is None else fleet.ranks
+    stands, words, assumed = as_job(
+        job, overrides, ranks=ranks, device=None if fleet is None else fleet.device, file=common.config
+    )
     task = make_task("plan", stands, own, words)
     _refuse_all(named, ranks=task.ranks if fleet is None else fleet.ranks)
     if common.dry_run:
@@ -130,6 +133,7 @@ def plan(
     value = read_answer(task, "plan")
     if value is None:
         return answer
+    value["assumed"] = assumed
     lines = [*value.pop("lines"), *assumed, *_corrected(fleet_of(value["cluster"]))]
     if before is not None:
         value["against"] = list(differences_told(before, value)) if value["recommended"] else []

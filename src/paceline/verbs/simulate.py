@@ -193,6 +193,8 @@ def _told(ratio: float, seconds: float, *, has_more: bool) -> Iterator[str]:
 
 
 def _is_plan(path: Path) -> bool:
+    if path.is_file() and is_config(str(path)):
+        return False
     return path.suffix == ".json" or (path.is_dir() and (path / NAME).exists())
 
 
@@ -207,7 +209,10 @@ def _of_job(job: str, cluster: str, layout: str | None, common: Common, override
     fleet: Fleet | None = None if cluster.strip() == "here" else read_fleet(cluster)
     if fleet is not None:
         refuse_ranks(common, fleet, cluster=cluster)
-    own, words, assumed = as_job(job, overrides, ranks=(common.ranks or 1) if fleet is None else fleet.ranks)
+    ranks = (common.ranks or 1) if fleet is None else fleet.ranks
+    own, words, assumed = as_job(
+        job, overrides, ranks=ranks, device=None if fleet is None else fleet.device, file=common.config
+    )
     if fleet is None:
         asked = make_task("simulate", own, replace(common, layout=None), words)
         probe = probe_here(ranks=asked.ranks, device=asked.device)

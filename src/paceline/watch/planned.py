@@ -5,6 +5,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from paceline.plan.advice import rate_of
+from paceline.plan.assumptions import assumption_lines
 from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
 from paceline.plan.memory import PARTS
@@ -47,6 +49,7 @@ def page(answer: Mapping[str, Any], *, job: str) -> str:
         _section("Time", _GOES, bars("seconds of a step", [*SPENT_ON.values()], spent, show=exactly)),
         *(timeline_section(forecast, candidate=found.candidate) for found in drawn),
         _differences(answer.get("differences", ())),
+        _assumptions(forecast, is_offloaded=any(found.candidate.offload for _, found in rows)),
     ]
     return document(f"{job} · plan", parts)
 
@@ -81,7 +84,8 @@ def _header(answer: Mapping[str, Any], forecast: Forecast, job: str) -> str:
 
 def _table(answer: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], Estimate]], forecast: Forecast) -> str:
     rate = "tokens/s" if forecast.facts.length > 1 else "samples/s"
-    head = ["layout", "microbatch", "", "peak", "step", rate, "price of 1,000 steps", "why"]
+    each = f"{rate} per {'GPU' if forecast.fleet.device.is_accelerator else 'rank'}"
+    head = ["layout", "microbatch", "", "peak", "step", rate, each, "MFU", "price of 1,000 steps", "why"]
     lines = [_cells(row, found, forecast) for row, found in rows]
     kept = [at for at in range(len(head)) if at < 2 or any(line[at] for line in lines)]
     body = "".join(f"<tr>{''.join(f'<td>{line[at]}</td>' for at in kept)}</tr>" for line in lines)
@@ -103,6 +107,8 @@ def _cells(row: Mapping[str, Any], found: Estimate, forecast: Forecast) -> list[
         size(row["peak_bytes"]) + (" (replayed)" if row.get("replayed") else ""),
         exactly(found.step_seconds) + (" (timed)" if row.get("timed") else ""),
         f"{facts.global_batch_size * facts.length / found.step_seconds:,.0f}",
+        rate_of(found)[1],
+        f"{found.mfu:.1%}",
         "" if found.price is None else escape(price_of_steps(found.price, found.currency)),
         escape(row["why"]) + (f'<span class="soft">{changes}</span>' if changes else ""),
     ]
@@ -113,6 +119,12 @@ def _differences(every: Sequence[Sequence[str]]) -> str:
     for title, *said in every:
         found += f"<h3>{escape(title)}</h3><ul>{''.join(f'<li>{escape(line)}</li>' for line in said)}</ul>"
     return f"<section><h2>Differences</h2>{found}</section>" if found else ""
+
+
+def _assumptions(forecast: Forecast, *, is_offloaded: bool) -> str:
+    _, *lines = assumption_lines(forecast.fleet, precision=forecast.facts.precision, is_offloaded=is_offloaded)
+    items = "".join(f"<li>{escape(line.strip())}</li>" for line in lines)
+    return f"<section><h2>Taken for granted</h2><ul>{items}</ul></section>"
 
 
 def _section(title: str, note: str, body: str) -> str:
