@@ -12,7 +12,7 @@ import torch
 
 from paceline.cli import main
 from paceline.errors import MachineError, PacelineError
-from paceline.plan.catalogue import DEVICES
+from paceline.plan.fleet import read_fleet
 from paceline.store.planned import read_advice
 from paceline.train.learn import learn_facts
 from paceline.train.ready import prepare
@@ -131,10 +131,11 @@ def test_a_config_is_planned_in_the_precision_in_which_such_models_are_trained(t
     assert job == JOB and "--train.precision=bf16" in words
     assert "--train.precision bf16 (mixed: " in said[0] and "--train.precision fp32 for all in float32" in said[0]
     for device, precision in (("H100-80G", "bf16"), ("T4", "fp16"), ("cpu", "bf16")):
-        own = as_job("transformers:LlamaConfig", [], ranks=2, device=DEVICES[device].device)[1]
-        assert f"--train.precision={precision}" in own
-    wide = replace(DEVICES["T4"].device, flops_per_second={"fp32": 1e12})
-    assert "--train.precision=fp32" in as_job("transformers:LlamaConfig", [], ranks=2, device=wide)[1]
+        own = as_job("transformers:LlamaConfig", [], ranks=1, fleet=read_fleet(f"3x{device}"))[1]
+        assert f"--train.precision={precision}" in own and "--train.global_batch_size=24" in own
+    fleet = read_fleet("T4")
+    wide = replace(fleet, device=replace(fleet.device, flops_per_second={"fp32": 1e12}))
+    assert "--train.precision=fp32" in as_job("transformers:LlamaConfig", [], ranks=2, fleet=wide)[1]
     (tmp_path / "run.toml").write_text("[train]\nprecision = 'fp16'\nglobal_batch_size = 24\n[job]\nlength = 48\n")
     typed = (["--train.precision", "fp32"], ["--train.precision=fp32", "--train.global_batch_size=8", "--job.length=4"])
     for more, file in ((typed[0], None), (typed[1], None), ([], tmp_path / "run.toml")):

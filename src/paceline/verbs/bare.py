@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from paceline.errors import MachineError, PacelineError, UsageError
-from paceline.plan.hardware import Device
+from paceline.plan.hardware import Fleet
 from paceline.spec.read import read_asked
 
 JOB = "paceline.hf.bare:make_job"
@@ -28,12 +28,12 @@ def is_config(job: str) -> bool:
 
 
 def as_job(
-    job: str, overrides: Sequence[str], *, ranks: int, device: Device | None = None, file: Path | None = None
+    job: str, overrides: Sequence[str], *, ranks: int, fleet: Fleet | None = None, file: Path | None = None
 ) -> tuple[str, list[str], list[str]]:
     """The job that stands for it, its settings, and lines that say what was assumed; anything else as it is.
 
     What `overrides` or the TOML `file` say is not assumed. Products are in the number format in which such models are
-    trained on the `device`, where that is known.
+    trained on the devices of the `fleet`, which has its own number of ranks; None is the machine that this runs on.
 
     Raises:
         UsageError, MachineError: a folder without a config, or no transformers to read one.
@@ -55,14 +55,15 @@ def as_job(
     own, assumed = [f"--job.source={source}"], list[str]()
     given = _given(overrides, file)
     if not given & {_BATCH, "job.global_batch_size"}:
-        own.append(f"--{_BATCH}={_EACH * ranks}")
-        assumed.append(f"--{_BATCH} {_EACH * ranks}")
+        batch = _EACH * (ranks if fleet is None else fleet.ranks)
+        own.append(f"--{_BATCH}={batch}")
+        assumed.append(f"--{_BATCH} {batch}")
     if "job.length" not in given:
         assumed.append("--job.length as the model has positions, 4,096 at most")
     if "job.optimizer" not in given:
         assumed.append("--job.optimizer AdamW")
     if _PRECISION not in given:
-        precision = _usual_precision(device)
+        precision = _usual_precision(fleet)
         own.append(f"--{_PRECISION}={precision}")
         assumed.append(f"--{_PRECISION} {precision}{_MIXED.format(precision) if precision != 'fp32' else ''}")
     return JOB, [*own, *overrides], [f"assumed: {' · '.join(assumed)}"] if assumed else []
@@ -77,11 +78,11 @@ def _given(overrides: Sequence[str], file: Path | None) -> set[str]:
     return found
 
 
-def _usual_precision(device: Device | None) -> str:
+def _usual_precision(fleet: Fleet | None) -> str:
     """Return bf16, or what a device has that knows no bf16."""
-    if device is None:
+    if fleet is None:
         return "bf16"
-    return next((name for name in ("bf16", "fp16") if name in device.flops_per_second), "fp32")
+    return next((name for name in ("bf16", "fp16") if name in fleet.device.flops_per_second), "fp32")
 
 
 def _split(job: str) -> tuple[str, str, str]:

@@ -110,17 +110,12 @@ def plan(
     _refuse_seconds(seconds)
     if page is not None:
         refuse_place(Path(page))
-    before = None if against is None else read_advice(Path(against))
-    if before is not None:
-        row_named(before)
+    before = None if against is None else _read_before(Path(against))
     fleet = None if cluster.strip() == "here" else read_fleet(cluster)
     if fleet is not None:
         refuse_ranks(common, fleet, cluster=cluster)
     own = replace(common, layout=None) if fleet is None else replace(common, layout="single", ranks=1, device="cpu")
-    ranks = (common.ranks or 1) if fleet is None else fleet.ranks
-    stands, words, assumed = as_job(
-        job, overrides, ranks=ranks, device=None if fleet is None else fleet.device, file=common.config
-    )
+    stands, words, assumed = as_job(job, overrides, ranks=common.ranks or 1, fleet=fleet, file=common.config)
     task = make_task("plan", stands, own, words)
     _refuse_all(named, ranks=task.ranks if fleet is None else fleet.ranks)
     if common.dry_run:
@@ -146,6 +141,13 @@ def plan(
         lines.append(page_line(Path(page), over=over))
     lines.append(f"all of it: {Path(task.run) / NAME}")
     return replace(answer, value=value, screen="\n".join(lines))
+
+
+def _read_before(path: Path) -> dict[str, Any]:
+    """Return an earlier plan, which recommends something."""
+    found = read_advice(path)
+    row_named(found)
+    return found
 
 
 def _say_what_comes(*, seconds: float) -> None:

@@ -209,10 +209,7 @@ def _of_job(job: str, cluster: str, layout: str | None, common: Common, override
     fleet: Fleet | None = None if cluster.strip() == "here" else read_fleet(cluster)
     if fleet is not None:
         refuse_ranks(common, fleet, cluster=cluster)
-    ranks = (common.ranks or 1) if fleet is None else fleet.ranks
-    own, words, assumed = as_job(
-        job, overrides, ranks=ranks, device=None if fleet is None else fleet.device, file=common.config
-    )
+    own, words, assumed = as_job(job, overrides, ranks=common.ranks or 1, fleet=fleet, file=common.config)
     if fleet is None:
         asked = make_task("simulate", own, replace(common, layout=None), words)
         probe = probe_here(ranks=asked.ranks, device=asked.device)
