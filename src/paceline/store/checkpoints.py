@@ -16,7 +16,7 @@ from paceline.errors import CheckpointError
 from paceline.store.disk import read_regular, write_text
 from paceline.store.manifest import read_body, stored_files
 from paceline.store.manifest_form import ManifestForm
-from paceline.store.pieces import Stored
+from paceline.store.pieces import Stored, check_pieces
 from paceline.store.tensors import digest
 
 LATEST, BEST = "latest", "best"
@@ -74,10 +74,7 @@ def verify(path: Path) -> None:
     Raises:
         CheckpointError: anything is missing, cut off, changed or foreign.
     """
-    for stored in load(path).files.values():
-        for name in stored:
-            for piece in stored.pieces(name):
-                piece.check()
+    check_pieces(piece for stored in load(path).files.values() for piece in stored.every_piece())
 
 
 def read_manifest(path: Path) -> ManifestForm:

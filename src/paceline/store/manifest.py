@@ -163,7 +163,8 @@ def stored_files(path: Path, listed: Listed) -> dict[str, Stored]:
     pieces: dict[str, list[Piece]] = {}
     for name, (said, entries) in files.items():
         _check_file(path, name, said)
-        pieces.setdefault(kind_of(name), []).extend(Piece(file=path / name, entry=entry) for entry in entries)
+        file = path / name
+        pieces.setdefault(kind_of(name), []).extend(Piece(file=file, entry=entry) for entry in entries)
     return {kind: Stored(found) for kind, found in pieces.items()}
 
 

@@ -1,9 +1,9 @@
 """Tensors that lie in pieces over several files, read a box at a time by whoever needs them."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 from paceline.errors import CheckpointError
@@ -37,13 +37,18 @@ class Piece:
         """
         return next(read_tensors(self.file, [self.entry]))
 
-    def check(self) -> None:
-        """Compare its bytes with their digest, a block at a time.
 
-        Raises:
-            CheckpointError: they are not those that were written.
-        """
-        check_tensors(self.file, [self.entry])
+def check_pieces(pieces: Iterable[Piece]) -> None:
+    """Compare the bytes of pieces with their digests, a block at a time; each file is opened once.
+
+    Raises:
+        CheckpointError: they are not those that were written.
+    """
+    by_file: dict[Path, list[TensorEntry]] = {}
+    for piece in pieces:
+        by_file.setdefault(piece.file, []).append(piece.entry)
+    for file, entries in by_file.items():
+        check_tensors(file, sorted(entries, key=lambda entry: entry.start))
 
 
 class Stored(Mapping[str, TensorBytes]):
@@ -86,6 +91,10 @@ class Stored(Mapping[str, TensorBytes]):
         """Where it lies."""
         return self._pieces[name]
 
+    def every_piece(self) -> Iterator[Piece]:
+        """Return where all of them lie."""
+        return chain.from_iterable(self._pieces.values())
+
     def part(self, name: str, *, shape: Shape, boxes: Sequence[Place]) -> TensorBytes:
         """A tensor of `shape`, put together from `boxes` of the whole one; only pieces that meet them are read.
 
@@ -112,6 +121,8 @@ def check_cover(name: str, entries: Sequence[TensorEntry]) -> None:
     Raises:
         CheckpointError: naming the tensor.
     """
+    if len(entries) == 1 and entries[0].at is None and entries[0].whole is None:
+        return  # nearly every tensor lies in one piece
     whole = {entry.shape if entry.whole is None else entry.whole for entry in entries}
     if len(whole) != 1 or len({entry.dtype for entry in entries}) != 1:
         raise CheckpointError(f"the pieces of {name} belong to different tensors.")

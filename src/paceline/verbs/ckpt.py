@@ -26,9 +26,9 @@ from paceline.store.export import WEIGHTS as WEIGHTS_FILE
 from paceline.store.export import check_consolidated, write_folder
 from paceline.store.full import written
 from paceline.store.hold import refuse_links
-from paceline.store.pieces import Stored
+from paceline.store.pieces import Stored, check_pieces
 from paceline.store.runs import find_run
-from paceline.store.tensors import Later
+from paceline.store.tensors import Later, Shape
 
 WEIGHTS, AVERAGE = "model.safetensors", "ema.safetensors"
 CONSOLIDATED = "consolidated"
@@ -129,7 +129,7 @@ def diff(one: str | None, other: str | None) -> Difference:
     for kind in dict.fromkeys([*first.files, *second.files]):
         a, b = (each.files.get(kind, Stored([])) for each in (first, second))
         alone = ([name for name in a if name not in b], [name for name in b if name not in a])
-        differing = [name for name in a if name in b and not _equal(a, b, name)]
+        differing = _differing(a, b)
         tensors |= {kind: differing} if differing else {}
         only |= {kind: alone} if any(alone) else {}
     said = [each.state.get("identity", {}) for each in (first, second)]
@@ -163,15 +163,23 @@ def _newest(run: str) -> Path:
     return path
 
 
-def _equal(a: Stored, b: Stored, name: str) -> bool:
-    if a.dtype(name) != b.dtype(name) or a.shape(name) != b.shape(name):
-        return False
-    ours, theirs = (sorted(each.pieces(name), key=lambda piece: piece.at) for each in (a, b))
-    if [(piece.at, piece.entry.shape) for piece in ours] != [(piece.at, piece.entry.shape) for piece in theirs]:
-        return a[name].data == b[name].data
-    for piece in (*ours, *theirs):
-        piece.check()
-    return [piece.entry.digest for piece in ours] == [piece.entry.digest for piece in theirs]
+def _differing(a: Stored, b: Stored) -> list[str]:
+    """Return the names in both whose tensors are not the same; where both are cut alike, their digests say it."""
+    both = [name for name in a if name in b and (a.dtype(name), a.shape(name)) == (b.dtype(name), b.shape(name))]
+    alike = {name for name in both if _digests(a, name).keys() == _digests(b, name).keys()}
+    for stored in (a, b):
+        check_pieces(piece for name in both if name in alike for piece in stored.pieces(name))
+    equal = {
+        name
+        for name in both
+        if (_digests(a, name) == _digests(b, name) if name in alike else a[name].data == b[name].data)
+    }
+    return [name for name in a if name in b and name not in equal]
+
+
+def _digests(stored: Stored, name: str) -> dict[tuple[Shape, Shape], str]:
+    """Return the digest of each piece by where it begins and its shape."""
+    return {(piece.at, piece.entry.shape): piece.entry.digest for piece in stored.pieces(name)}
 
 
 def prune(run: str | None = None, *, keep: int) -> list[Path]:
