@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import paceline as pl
+from paceline.errors import UsageError
 from paceline.prove.prints import fingerprint, num_ranks, read_recording
 from paceline.prove.record import print_of
 
@@ -123,7 +124,7 @@ def test_other_start_weights_are_no_other_gradient(tmp_path: Path) -> None:
 
 def test_every_tenth_step_only(tmp_path: Path) -> None:
     plain(tmp_path / "a", every=3)
-    assert [record.step for record in read_recording(tmp_path / "a")] == [0, 1, 4]
+    assert [record.step for record in read_recording(tmp_path / "a").records] == [0, 1, 4]
 
 
 def test_recordings_of_unequal_length_say_what_was_not_compared(tmp_path: Path) -> None:
@@ -137,6 +138,52 @@ def test_recordings_of_unequal_length_say_what_was_not_compared(tmp_path: Path) 
     assert found.text.startswith("bitwise: 4 steps")
     assert f"only steps in both were compared: the first recording has {STEPS}, the other 4" in found.text
     assert (found.recordings[0]["steps"], found.recordings[0]["recorded"]) == (4, (STEPS, 4))
+
+
+def doubled(line: bytes) -> bytes:
+    """The same start with a bias of twice the size."""
+    value = json.loads(line)
+    numel, norm, largest, projections, _, *rest = value["weights"]["0.bias"]
+    value["weights"]["0.bias"] = [numel, 2 * norm, 2 * largest, [2 * p for p in projections], "another", *rest]
+    return json.dumps(value).encode() + b"\n"
+
+
+HALF = "the last line is half written, as by a kill, and was left out"
+WRITTEN: dict[str, tuple[Callable[[list[bytes]], bytes], int, str]] = {  # what is in b, the exit code, and a part of what is said
+    "whole": (b"".join, 0, f"bitwise: {STEPS} steps"),
+    "half of the last line": (lambda lines: b"".join(lines)[:-100], 0, HALF),
+    "one byte of the last line": (lambda lines: b"".join(lines[:-1]) + b"{", 0, HALF),
+    "no newline at the end": (lambda lines: b"".join(lines)[:-1], 0, f"bitwise: {STEPS} steps"),
+    "zeros after the last line": (lambda lines: b"".join(lines) + bytes(100), 0, HALF),
+    "a difference before half a line": (lambda lines: b"".join([*lines[:2], lines[3].replace(b'"step": 3', b'"step": 2'), lines[3]])[:-9], 4, HALF),
+    "ended after step 2": (lambda lines: b"".join(lines[:3]), 0, f"the first recording has {STEPS}, the other 2"),
+    "the start alone": (lambda lines: lines[0], 2, "no step in common"),
+    "another start alone": (lambda lines: doubled(lines[0]), 4, "different: first at the start, weight of 0.bias"),
+    "no step of the other": (lambda lines: lines[1].replace(b'"step": 1', b'"step": 77'), 2, "no step in common"),
+    "half of its only line": (lambda lines: lines[0][:50], 2, "has no step: its only line is half written"),
+    "empty": (lambda lines: b"", 2, "has no step: it is empty"),
+    "a whole last line that is none": (lambda lines: b"".join(lines[:-1]) + lines[-1][:50] + b"\n", 2, "is no step of a recording"),
+    "half a line in the middle": (lambda lines: b"".join(lines[:2]) + lines[2][:50] + b"\n" + lines[3], 2, "line 3 is no step"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_recording_that_is_torn_or_ends_early_has_the_exit_code_of_what_was_compared(
+    tmp_path: Path, name: str
+) -> None:
+    """0 and 4 are verdicts on steps that both have; where there is none nothing was compared, which is refused."""
+    write, code, said = WRITTEN[name]
+    plain(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    lines = (tmp_path / "a" / "rank-0.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "b" / "rank-0.jsonl").write_bytes(write(lines))
+    try:
+        found = pl.compare(tmp_path / "a", tmp_path / "b")
+    except UsageError as error:
+        assert (int(error.exit_code), said in error.what) == (code, True), error.what
+        return
+    assert (found.exit_code, said in found.text) == (code, True), found.text
+    assert (HALF in found.text) == (said == HALF)
 
 
 def test_a_closure_is_looked_at_after_it_has_run(tmp_path: Path) -> None:
@@ -171,7 +218,7 @@ def test_each_of_several_optimizers_speaks_for_its_own(tmp_path: Path) -> None:
                 F.cross_entropy(model(x), y).backward()
                 first.step()
                 second.step()
-    records = [r for r in read_recording(tmp_path / "a") if r.step == 1]
+    records = [r for r in read_recording(tmp_path / "a").records if r.step == 1]
     assert [set(r.weights) for r in records] == [
         {"0.weight", "0.bias", "2.weight", "2.bias"},
         {"3.weight", "3.bias"},
@@ -191,7 +238,7 @@ def test_wrapped_and_thawing_models_keep_their_names(tmp_path: Path) -> None:
             inner[0].requires_grad_(number > 2)
             F.cross_entropy(inner(x), y).backward()
             optimizer.step()
-    found = {record.step: set(record.gradients) for record in read_recording(tmp_path / "a")}
+    found = {record.step: set(record.gradients) for record in read_recording(tmp_path / "a").records}
     assert found[2] == {"2.weight", "2.bias", "3.weight", "3.bias"}
     assert found[3] == {name for name, _ in inner.named_parameters()}
 
@@ -205,7 +252,7 @@ def test_any_kind_of_parameter(tmp_path: Path, kind: torch.dtype) -> None:
     with pl.record(model, optimizer, tmp_path / "a"):
         model.get_parameter("w").grad = torch.full((3, 4), 2.0, dtype=kind)
         optimizer.step()
-    last = read_recording(tmp_path / "a")[-1]
+    last = read_recording(tmp_path / "a").records[-1]
     assert last.gradients["w"].norm == 12**0.5 * 2
     assert last.weights["w"].largest == 0.0
 

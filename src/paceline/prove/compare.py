@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.errors import UsageError
 from paceline.prove.doubt import SHAPE, Doubt, factor_between
 from paceline.prove.finding import FLOOR
 from paceline.prove.prints import Print, Record
@@ -34,15 +35,15 @@ def compare_recordings(
     """Compare step by step: gradients before the update, then weights after it; step 0 is the start.
 
     With `same_ranks` false a rank's own batch is another by right, and is not compared.
+
+    Raises:
+        UsageError: they are equal at the start, or do not have it, and no later step is in both.
     """
     by_step = {(record.step, record.optimizer): record for record in b}
     pairs = [(r, by_step[r.step, r.optimizer]) for r in a if (r.step, r.optimizer) in by_step]
     if not same_ranks:
         pairs = [(replace(one, batch=None), replace(other, batch=None)) for one, other in pairs]
     steps, recorded = _num_steps([one for one, _ in pairs]), (_num_steps(a), _num_steps(b))
-    if not steps:
-        text = "the recordings have no step in common"
-        return Comparison(verdict="different", steps=0, text=text, first={"step": 0}, recorded=recorded)
     worst = 0.0
     doubt = Doubt(pairs, floor=floor)
     for one, other in pairs:
@@ -52,6 +53,12 @@ def compare_recordings(
             text = f"different: first at {_place(found)}, {found['kind']} of {found['parameter']}: {found['cause']}"
             return Comparison(verdict="different", steps=steps, text=text, first=found, recorded=recorded)
         worst = max(worst, _distance(one, other, doubt.names))
+    if not steps:
+        raise UsageError(
+            "the recordings have no step in common: no gradient was compared.",
+            cause=f"the first has {_steps_of(a)}, the other {_steps_of(b)}",
+            hint="record both from their first step on, with the same every=",
+        )
     unjudged = tuple(doubt.names)
     verdict = "rounding" if worst or unjudged else "bitwise"
     text = f"{verdict}: {many(steps, 'step')}, at most {worst:.1e} apart{_left_out(unjudged)}{_beyond(steps, recorded)}"
@@ -84,6 +91,13 @@ def _left_out(names: Sequence[str]) -> str:
 def _num_steps(records: Sequence[Record]) -> int:
     """How many steps it has; the start is none."""
     return len({record.step for record in records if record.step})
+
+
+def _steps_of(records: Sequence[Record]) -> str:
+    found = sorted({record.step for record in records if record.step})
+    if not found:
+        return "the start alone"
+    return f"step {found[0]}" if len(found) == 1 else f"{many(len(found), 'step')} from {found[0]} to {found[-1]}"
 
 
 def _beyond(steps: int, recorded: tuple[int, int]) -> str:

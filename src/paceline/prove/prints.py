@@ -6,7 +6,7 @@ those of a sum are the sum of those, so that a wrong combination of gradients sh
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ _BLOCK = 4096
 FOLDER = "record"
 _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _MOST_BYTES = 1 << 32
+_AGAIN = "record it again: pl.record(model, optimizer, path)"
 Vector = NDArray[np.float64]
 
 
@@ -142,16 +143,39 @@ def has_recording(path: Path) -> bool:
     return _file(path).exists()
 
 
-def read_recording(path: Path, *, rank: int = 0) -> list[Record]:
-    """The steps of a recording, in order; a last line torn by a kill is passed over.
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """The steps of a recording, in order. `is_torn`: its last line is half written, and is not among them."""
+
+    path: Path
+    records: list[Record]
+    is_torn: bool = False
+
+    @property
+    def note(self) -> str:
+        """What is left out of it, as a line; empty where that is nothing."""
+        if not self.is_torn:
+            return ""
+        return f"{self.path}: the last line is half written, as by a kill, and was left out"
+
+
+def read_recording(path: Path, *, rank: int = 0) -> Recording:
+    """Read a recording of one rank.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, it has no whole line, or a line other than the last can't be read.
     """
     file = _file(path, rank)
     if not file.is_file():
         raise UsageError(f"{path} holds no recording.", hint="pl.record(model, optimizer, path)")
-    return list(_records(file))
+    records, is_torn = _records(file)
+    if not records:
+        raise UsageError(
+            f"the recording {file} has no step: " + ("its only line is half written." if is_torn else "it is empty."),
+            cause="the recorded loop ended before its optimizer's first step was written",
+            hint=_AGAIN,
+        )
+    return Recording(path=path, records=records, is_torn=is_torn)
 
 
 def num_ranks(path: Path) -> int:
@@ -167,24 +191,26 @@ def _file(path: Path, rank: int = 0) -> Path:
     return (inside if inside.is_dir() else path) / f"rank-{rank}.jsonl"
 
 
-def _records(file: Path) -> Iterator[Record]:
+def _records(file: Path) -> tuple[list[Record], bool]:
+    """Return the whole steps of a file, and whether its last line is torn: it lacks its end, and can't be read."""
     try:
-        lines = read_regular(file, most_bytes=_MOST_BYTES).splitlines()
+        data = read_regular(file, most_bytes=_MOST_BYTES)
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"the recording {file} can't be read: {error}.", hint="record it again: pl.record(model, optimizer, path)"
-        ) from None
+        raise UsageError(f"the recording {file} can't be read: {error}.", hint=_AGAIN) from None
+    found: list[Record] = []
+    lines = data.splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            yield _record(parse_json(line))
+            found.append(_record(parse_json(line)))
         except _DAMAGED as error:
-            if number == len(lines):  # torn by a kill
-                return
+            if number == len(lines) and not data.endswith(b"\n"):
+                return found, True
             raise UsageError(
                 f"{file}: line {number} is no step of a recording: {type(error).__name__}: {error}",
                 cause="the file was changed or damaged after it was written",
-                hint="record it again: pl.record(model, optimizer, path)",
+                hint=_AGAIN,
             ) from None
+    return found, False
 
 
 def _record(value: Any) -> Record:

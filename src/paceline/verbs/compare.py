@@ -8,7 +8,7 @@ from typing import Any, overload
 from paceline.errors import ExitCode, UsageError, raise_all
 from paceline.prove.compare import Comparison, compare_recordings, ranks_part
 from paceline.prove.finding import FLOOR
-from paceline.prove.prints import has_recording, num_ranks, read_recording
+from paceline.prove.prints import Recording, has_recording, num_ranks, read_recording
 from paceline.store.runs import RunFolder
 from paceline.verbs.layouts import Layouts, compare_layouts, page_line
 from paceline.verbs.running import Common
@@ -72,14 +72,15 @@ def compare(
         raise UsageError(f"compare needs two runs, got {len(runs)}.", hint="paceline compare RUN RUN")
     paths = [Path(run) for run in runs]
     _check(paths)
-    recorded = _recordings(paths) if all(has_recording(path) for path in paths) else []
+    recordings = [read_recording(path) for path in paths] if all(has_recording(path) for path in paths) else []
+    recorded = _compared(recordings)
     if recorded and not all(_is_run(path) for path in paths):
-        return _answer([], [], recorded, page=None)
+        return _answer([], [], recorded, page=None, notes=_notes(recordings))
     sides = read_sides(paths)
     parted = partings(sides, floor=FLOOR)
     over = page is not None and Path(page).exists()
     written = write_page(sides, parted, to=Path(page)) if page is not None else None
-    return _answer(sides, parted, recorded, page=written, over=over)
+    return _answer(sides, parted, recorded, page=written, over=over, notes=_notes(recordings))
 
 
 def _job(runs: Sequence[str | Path]) -> str:
@@ -124,12 +125,18 @@ def _is_run(path: Path) -> bool:
     return run.events.exists() or run.metrics.exists()
 
 
-def _recordings(paths: list[Path]) -> list[tuple[Path, Comparison]]:
-    first, ranks = read_recording(paths[0]), num_ranks(paths[0])
-    return [
-        (path, compare_recordings(first, read_recording(path), same_ranks=num_ranks(path) == ranks))
-        for path in paths[1:]
-    ]
+def _compared(recordings: Sequence[Recording]) -> list[tuple[Path, Comparison]]:
+    """Compare each with the first."""
+    found = []
+    for other in recordings[1:]:
+        first = recordings[0]
+        same_ranks = num_ranks(other.path) == num_ranks(first.path)
+        found.append((other.path, compare_recordings(first.records, other.records, same_ranks=same_ranks)))
+    return found
+
+
+def _notes(recordings: Sequence[Recording]) -> list[str]:
+    return list(dict.fromkeys(recording.note for recording in recordings if recording.note))
 
 
 def _answer(
@@ -139,12 +146,14 @@ def _answer(
     *,
     page: Path | None,
     over: bool = False,
+    notes: Sequence[str] = (),
 ) -> Compared:
     first = next((found.first for _, found in recorded if found.first is not None), None)
     lines = _lines(sides, parted)
     for path, found in recorded:
         lines.append(found.text if len(recorded) == 1 else f"{path}: {found.text}")
         lines += _replicas(path) if found.first is not None else []
+    lines += notes
     if page is not None:
         lines.append(f"\n{page_line(page, over=over)}")
     return Compared(
@@ -161,7 +170,11 @@ def _answer(
 
 def _replicas(path: Path) -> list[str]:
     """Whether the ranks of the run that differs are at least like one another."""
-    apart = ranks_part([read_recording(path, rank=rank) for rank in range(num_ranks(path))])
+    try:
+        ranks = [read_recording(path, rank=rank).records for rank in range(num_ranks(path))]
+    except UsageError as error:
+        return [f"{path}: its ranks were not compared with each other: {error.what}"]
+    apart = ranks_part(ranks)
     if apart is None:
         return []
     return [f"{path}: rank {apart['rank']} leaves rank 0 at step {apart['step']}, first in {apart['parameter']}"]
