@@ -10,6 +10,7 @@ import pytest
 import paceline as pl
 from paceline.errors import ExitCode
 from paceline.prove.guesses import Facts, guesses
+from paceline.spec.allowances import COMPARED_SETTINGS, FREE_SETTINGS, TOLD_SETTINGS
 from paceline.spec.read import default_of, known_settings, range_of
 from tests.docs.page import ROOT
 
@@ -48,6 +49,15 @@ def test_every_setting_stands_there_with_its_range() -> None:
     lines = [line.strip("| ").split("|") for line in (DOCS / "settings.md").read_text().splitlines() if "`" in line]
     listed = {cells[0].strip(" `"): cells[2].strip() for cells in lines if len(cells) == 4}
     assert {name: listed.get(name) for name in known_settings()} == {name: range_of(name) for name in known_settings()}
+
+
+def test_what_a_resume_does_with_each_setting_stands_in_its_table() -> None:
+    listed = [set(re.findall(r"`([a-z_.]+)`", first)) for first in rows("checkpoints.md") if "`train." in first]
+    compared, told, free = (names for names in listed if len(names) > 3)
+    assert compared == set(COMPARED_SETTINGS)
+    assert told - {"make_job"} == set(TOLD_SETTINGS)
+    groups = {name for name in free if name.endswith(".")}
+    assert {name for name in FREE_SETTINGS if not name.startswith(tuple(groups))} == free - groups
 
 
 def test_every_number_has_a_range_or_may_be_any() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,21 @@ def test_a_script_a_pipe_and_torchrun_say_the_same(shop: Shop) -> None:
     shop.write("script.py", source.format(own=own, job=changed, ranks=None))
     run = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"]
     assert "verdict bitwise" in shop.call(run).out
+
+
+@pytest.mark.parametrize("value", [{"nope": 1}, {"train.step": 1}, {"train": {"stepz": 1}}, {"train.steps": "many"}])
+def test_a_wrong_setting_is_said_to_be_of_the_argument_that_brought_it(folder: Path, value: dict[str, Any]) -> None:
+    """Not of a command line that nobody typed, nor of a job that is right."""
+    verbs: dict[str, Callable[[], Any]] = {
+        "settings=": lambda: pl.train(make(), settings=value),
+        "settings= ": lambda: pl.verify("job.py", ranks=1, settings=value),
+        "Run(settings=)": lambda: pl.Run(make(), ranks=1, settings=value),
+        "Job(settings=)": lambda: pl.Run(make(settings=value), ranks=1),
+        "pl.place(settings=)": lambda: pl.place(lambda: torch.nn.Linear(1, 1), settings=value),
+    }
+    for where, call in verbs.items():
+        with pytest.raises(pl.UsageError) as refused:
+            call()
+        assert refused.value.where == where.strip()
+        assert "paceline config" not in refused.value.hint
+        assert ("did you mean" in refused.value.cause) == ("nope" not in value and "train.steps" not in value)

@@ -19,6 +19,7 @@ from paceline.spec.settings import MOST, Settings
 from paceline.spec.words import did_you_mean
 
 JOB = "job"
+JOB_SETTINGS = "Job(settings=)"
 TYPED = "command line"
 _WIDTH = 200
 
@@ -30,14 +31,16 @@ class Asked:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
 
-    def over(self, lower: Mapping[str, Any], *, origin: str) -> "Asked":
+    def over(self, lower: Mapping[str, Any], *, origin: str, where: str = "") -> "Asked":
         """These values on top of lower ones, which are Python's: a job's, or those of a `pl.Run`.
+
+        `where` is what a user reads of a wrong one, if that is not the origin.
 
         Raises:
             UsageError, Problems: an unknown name, a value of the wrong type, a parameter of a job that is made already.
         """
         problems: list[PacelineError] = []
-        values = _layer(lower, origin, problems, is_made=True)
+        values = _layer(lower, where or origin, problems, is_made=True)
         raise_all(problems)
         return Asked(values={**values, **self.values}, origins={**dict.fromkeys(values, origin), **self.origins})
 

@@ -65,6 +65,7 @@ class StateForm(msgspec.Struct, kw_only=True):
     extra_state: dict[str, Any] = {}
     extra: ProgressForm = msgspec.field(default_factory=ProgressForm)
     grid: dict[str, int | None] = {}
+    settings: dict[str, str] | None = None
     sites: list[dict[str, Any]] = []
 
 

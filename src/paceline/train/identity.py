@@ -4,12 +4,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import ResumeError
+from paceline.spec.allowances import TOLD_SETTINGS
+from paceline.spec.read import JOB, default_of
+from paceline.spec.secret import mask_value
+from paceline.spec.settings import Settings
 from paceline.start import EXACT_KERNELS
 from paceline.train.options import optimizer_difference
 from paceline.train.schedules import schedule_difference
 
 _BEFORE = {"update": "sync", "compress": "none"}  # of runs that did not say
-_LATER = frozenset({"max_grad_norm", "ema"})  # which earlier runs did not record
+_LATER = frozenset({"max_grad_norm", "ema", "buffers", "drop_last", "sample_seeds"})  # earlier runs did not record them
 _CAUSE = "another setting, another job file, or other data"
 
 
@@ -36,6 +40,42 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow: S
             cause = f"another {EXACT_KERNELS} in the environment, and with it other last bits"
             hint = f"{EXACT_KERNELS}={saved['kernels']} before the same command, or {hint}"
         raise ResumeError(f"this is not the run that was saved: {'; '.join(lines)}.", cause=cause, hint=hint)
+
+
+def record_settings(settings: Settings) -> dict[str, str]:
+    """Return what a resume compares without refusing it, as text: settings, and the parameters of `make_job`.
+
+    The value of a secret is not recorded.
+    """
+    found = {name: str(_value(settings, name)) for name in TOLD_SETTINGS}
+    return found | {f"{JOB}.{name}": mask_value(name, value) for name, value in settings.job.items()}
+
+
+def note_changes(saved: Mapping[str, str] | None, settings: Settings) -> list[str]:
+    """Return a line for each recorded value that is another now; none for a checkpoint of before there were any."""
+    if saved is None:
+        return []
+    now = record_settings(settings)
+    found = []
+    for name in dict.fromkeys([*saved, *now]):
+        why = TOLD_SETTINGS.get(
+            name, "what it changes in model, data, optimizer or schedule was compared, code was not"
+        )
+        was, has = (values.get(name, _unset(name)) for values in (saved, now))
+        if was != has:
+            found.append(f"{name} was {_short(was)} in the checkpoint, is {_short(has)}: {why}")
+    return found
+
+
+def _value(settings: Settings, name: str) -> Any:
+    value: Any = settings
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _unset(name: str) -> str:
+    return "the job's own" if name.startswith(f"{JOB}.") else str(default_of(name))
 
 
 def _difference(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:

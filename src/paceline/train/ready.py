@@ -15,7 +15,7 @@ from paceline.plan.settle import Cluster, Facts, Plan, settle
 from paceline.spec.compress import parse_compress
 from paceline.spec.jobref import parse_jobref
 from paceline.spec.layout import parse_layout
-from paceline.spec.read import Asked, merge
+from paceline.spec.read import JOB, JOB_SETTINGS, Asked, merge
 from paceline.spec.settings import Settings
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
@@ -53,7 +53,7 @@ def prepare(task: Task, *, job: Job | None = None) -> Ready:
             task = task.given_in(here)
     else:
         refuse_job(job, where=job.name or task.job)
-    asked = asked.over(job_layer(job), origin="job")
+    asked = asked.over(job_layer(job), origin=JOB, where=JOB_SETTINGS)
     settings = merge(asked)
     if task.verb == "train":
         refuse_unheard(job, settings, evaluate_first=bool(task.options.get("evaluate_first")))

@@ -26,7 +26,7 @@ from paceline.spec.allowances import refuse_unknown_allowances
 from paceline.spec.auto import is_auto
 from paceline.spec.compress import parse_compress
 from paceline.spec.layout import parse_layout
-from paceline.spec.read import Asked, merge
+from paceline.spec.read import JOB, JOB_SETTINGS, Asked, merge
 from paceline.spec.task import Task
 from paceline.spec.update import parse_update
 from paceline.start import choose_kernels, last_words, too_late
@@ -90,7 +90,7 @@ class Run:
         asked_here = Asked().over(given, origin="Run(settings=)")
         folder = str(run_dir or asked_here.values.get("run_dir") or "")
         self._is_named = bool(folder)
-        merged = merge(asked_here.over(job_layer(job), origin="job"))
+        merged = merge(asked_here.over(job_layer(job), origin=JOB, where=JOB_SETTINGS))
         self._exact = merged.train.exact
         check_names(merged.watch.to)
         self._task = Task(

@@ -40,7 +40,7 @@ from paceline.train.built import Built
 from paceline.train.consolidated import consolidate
 from paceline.train.convert import weights_digest
 from paceline.train.held_back import held_files, load_held
-from paceline.train.identity import check_identity
+from paceline.train.identity import check_identity, record_settings
 from paceline.train.listing import list_model
 from paceline.train.optimizer_state import Shares, group_names, own_state, plains
 from paceline.train.phases import write_together
@@ -85,6 +85,9 @@ def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, A
         "exact": built.settings.train.exact,
         "kernels": kernels(),
         "precision": built.settings.train.precision,
+        "buffers": built.settings.train.buffers,
+        "drop_last": built.settings.data.drop_last,
+        "sample_seeds": built.settings.data.sample_seeds,
         "update": _rule(built),
         "compress": built.plan.compress,
     }
@@ -149,6 +152,7 @@ class Saver:
                 "cursor": cursor.as_json(),
                 "feed": place,
                 "identity": self._identity,
+                "settings": record_settings(self._built.settings),
                 "grid": grid_state(self._built.grid),
                 "extra": dict(extra),
             }

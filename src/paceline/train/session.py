@@ -36,6 +36,7 @@ from paceline.train.against import Against
 from paceline.train.built import build
 from paceline.train.feeds import cut_for, feed_for
 from paceline.train.foretold import can_be_foretold, foretold
+from paceline.train.identity import note_changes
 from paceline.train.length import Length, Progress, length_of, often
 from paceline.train.loop import Loop
 from paceline.train.ready import Ready, as_first_cut
@@ -75,6 +76,8 @@ class Session:
         if loaded is not None:
             cursor = restore(loaded, built=self.built, identity=self.identity, allow=ready.task.allow)
             events += self._branched(loaded)
+            changes = note_changes(loaded.state.get("settings"), ready.settings)
+            events += [Note(text=text, level="warning") for text in changes]
         self._feed = self._make_feed(cursor)
         self.stream = self._make_stream()
         self.loop = self._make_loop(cursor, loaded, target)

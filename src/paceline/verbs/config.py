@@ -8,7 +8,7 @@ from typing import Any
 from paceline.errors import JobError, PacelineError, called_exit, user_line
 from paceline.plugins import resolve
 from paceline.spec.jobref import JobRef, job_defaults, parse_jobref
-from paceline.spec.read import Asked, default_of, known_settings, merge, read_asked
+from paceline.spec.read import JOB, JOB_SETTINGS, Asked, default_of, known_settings, merge, read_asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ def config(job: str, *, file: Path | None = None, overrides: Sequence[str] = ())
     """
     ref = parse_jobref(job)
     asked = read_asked(file=file, overrides=overrides)
-    asked = asked.over(_by_job(ref, asked), origin="job")
+    asked = asked.over(_by_job(ref, asked), origin=JOB, where=JOB_SETTINGS)
     merge(asked)
     found = [
         Setting(name=name, value=asked.values.get(name, default_of(name)), origin=asked.origins.get(name, "default"))

@@ -17,7 +17,7 @@ from paceline.errors import ExitCode, PacelineError, RunError, UsageError
 from paceline.plan.kept import Checkpoints
 from paceline.plugins import resolve
 from paceline.spec.jobref import GIVEN
-from paceline.spec.read import as_typed, flatten
+from paceline.spec.read import JOB, Asked, as_typed, flatten
 from paceline.verbs import evaluate as evaluate_verb
 from paceline.verbs import plan as plan_verb
 from paceline.verbs import simulate as simulate_verb
@@ -347,9 +347,14 @@ def _refuse_other(job: Any) -> None:
 
 
 def _words(settings: Settings | None) -> list[str]:
-    """Return settings as they would be typed; `None` leaves a setting at its default."""
-    flat = flatten(settings or {})
-    return [f"--{name}={as_typed(value)}" for name, value in flat.items() if value is not None]
+    """Return settings as they would be typed; `None` leaves a setting at its default.
+
+    Raises:
+        UsageError, Problems: an unknown name, or a value of the wrong type; a command line would be named otherwise.
+    """
+    flat = {name: value for name, value in flatten(settings or {}).items() if value is not None}
+    Asked().over({n: v for n, v in flat.items() if not str(n).startswith(f"{JOB}.")}, origin="settings=")
+    return [f"--{name}={as_typed(value)}" for name, value in flat.items()]
 
 
 def _resumed(resume: str | Path | bool) -> str | None:
