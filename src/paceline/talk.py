@@ -102,25 +102,44 @@ def replace_closed() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115  for as long as the process lives
 
 
-@contextmanager
-def aside(name: str) -> Iterator[Path | None]:
-    """What native code says on the standard error meanwhile waits in a file; it follows once all went well.
+class Overheard:
+    """What native code has said on the standard error, in a file without a name."""
 
-    If it ends in an error the file stays, for whoever wants all of it. A worker of ours has a log for it.
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def text(self) -> bytes:
+        """Return it."""
+        return os.pread(self._handle, os.fstat(self._handle).st_size, 0)
+
+    def keep(self, name: str) -> Path | None:
+        """Write it to a temporary file of this name for whoever wants all of it; None where nothing was said."""
+        if not self.text():
+            return None
+        handle, path = tempfile.mkstemp(prefix=name, suffix=".log")
+        with os.fdopen(handle, "wb") as file:
+            file.write(self.text())
+        return Path(path)
+
+
+@contextmanager
+def aside() -> Iterator[Overheard | None]:
+    """Hold back what native code says on the standard error meanwhile; it follows once all went well.
+
+    A worker of ours has a log for it.
     """
     if "PACELINE_ATTEMPT_FOLDER" in os.environ:
         yield None
         return
     sys.stderr.flush()
-    handle, path = tempfile.mkstemp(prefix=name, suffix=".log")
-    kept = os.dup(2)
-    os.dup2(handle, 2)
-    os.close(handle)
-    try:
-        yield Path(path)
-    finally:
-        sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)
-    os.write(2, Path(path).read_bytes())
-    Path(path).unlink()
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        said = Overheard(file.fileno())
+        try:
+            yield said
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+        os.write(2, said.text())

@@ -110,7 +110,7 @@ class World:
         if place.world_size == 1:
             return World.alone(device=device)
         timeout = timedelta(seconds=timeout_seconds)
-        with aside(f"paceline-rank-{place.rank}-") as said:
+        with aside() as said:
             try:
                 store, init = _store(place, timeout)
                 dist.init_process_group(
@@ -122,9 +122,10 @@ class World:
                     timeout=timeout,
                 )
             except (dist.DistError, RuntimeError, ValueError) as error:
+                full = said and said.keep(f"paceline-rank-{place.rank}-")
                 raise MachineError(
                     f"rank {place.rank} of {place.world_size} did not meet the others: {error}",
-                    where=f"{place.address}:{place.port}, backend {backend}" + (f"; full text: {said}" if said else ""),
+                    where=f"{place.address}:{place.port}, backend {backend}" + (f"; full text: {full}" if full else ""),
                     hint="paceline train JOB --ranks 1 to see whether one process works",
                 ) from error
         return World(

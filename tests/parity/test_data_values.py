@@ -1,5 +1,7 @@
 """What a feed gives, by values: other numbers in each epoch and microbatch, the epoch that a dataset is told."""
 
+import os
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -9,9 +11,15 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, StackDataset, Subset, default_collate
 
 from paceline.errors import DataError, DesyncError, JobError
+from paceline.feed.checksum import checksum
 from paceline.feed.feed import eval_feed, make_feed
+from paceline.feed.leased import LeasedFeed
 from paceline.feed.types import Cut
+from paceline.job import Job
 from paceline.order.cursor import Cursor
+from paceline.spec.settings import Settings
+from paceline.train.feeds import JobData
+from paceline.train.wishes import changed_length
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 SAMPLES = 20
@@ -251,3 +259,145 @@ def test_a_long_exception_of_the_data_is_one_screen_and_whole_in_the_log() -> No
 def test_batches_of_tensors_are_the_default() -> None:
     found = fed(Counted(), collate=None, epochs=1)
     assert torch.equal(found[0, 3, 0], default_collate([int(i) for i in found[0, 3, 0]]))
+
+
+class Varied(Counted):
+    """A dataset of a worker of a server, beside the one of the server."""
+
+    def __init__(self, kind: str = "", *, length: int = SAMPLES) -> None:
+        self.kind, self.length = kind, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        if self.kind == "own numbers":
+            return index, os.urandom(8)
+        if self.kind == "epoch" and self.epoch > 0:
+            return index + 1
+        return SAMPLES - 1 - index if self.kind == "order" else index
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def compared(server: Any, worker: Any, *, epochs: int = 2) -> None:
+    """What a worker finds in each epoch, from what the server says of its own data."""
+    cut = Cut(global_batch_size=8, micro_batch_size=2, reads=False)
+    options: dict[str, Any] = {"collate": as_given, "order": None, "seed": 5}
+    leased = LeasedFeed(data=worker, sample_seeds="auto", global_batch_size=8, drop_last=False, **options)
+    with closing(make_feed(data=server, cut=cut, cursor=Cursor(), **options)) as feed:
+        for given in feed:
+            if (epoch := given.batch.after.epoch) == epochs:
+                return
+            assert given.sight is not None and {0, SAMPLES // 2} <= set(given.sight.samples)
+            leased.compare(epoch, given.sight, rank=2)
+
+
+@pytest.mark.parametrize(
+    ("worker", "said"),
+    [
+        (Varied("order"), r"sample 0 or .* of train_data is not on rank 2 what it is on rank 0"),
+        (Varied("epoch"), "of train_data is not on rank 2"),
+        (Varied(length=SAMPLES + 8), "28 samples on rank 2 and 20 on rank 0"),
+        (Varied(length=8), "8 samples on rank 2 and 20 on rank 0"),
+    ],
+    ids=["order", "epoch", "longer", "shorter"],
+)
+def test_a_worker_of_a_server_with_other_data_is_refused_by_name(worker: Any, said: str) -> None:
+    with pytest.raises(DesyncError, match=said):
+        compared(Varied(), worker)
+
+
+def test_a_worker_of_a_server_with_the_same_data_or_numbers_of_its_own_goes_on() -> None:
+    compared(Varied(), Varied())
+    compared(Varied("own numbers"), Varied("own numbers"))
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Plain:
+    def __init__(self, value: Any) -> None:
+        self.value, self.own = value, self
+
+
+def dense(number: int) -> torch.Tensor:
+    return torch.tensor([[0.0, number], [1.0, 0.0]])
+
+
+CONTENTS: dict[str, Callable[[int], Any]] = {
+    "object": lambda number: Plain([number]),
+    "slots": lambda number: Slotted({"a": number}),
+    "object array": lambda number: np.array([str(number), None], dtype=object),
+    "coo": lambda number: dense(number).to_sparse_coo(),
+    "csr": lambda number: dense(number).to_sparse_csr(),
+    "nested": lambda number: torch.nested.nested_tensor([torch.ones(2), torch.full((3,), float(number))]),
+    "quantized": lambda number: torch.quantize_per_tensor(dense(number), 0.5, 0, torch.qint8),
+    "conjugate": lambda number: torch.tensor([number + 1j]).conj(),
+    "set": lambda number: {f"{number}", "b", "c"},
+    "tuple": lambda number: (number, [b"x"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", list(CONTENTS))
+def test_a_checksum_is_of_the_content(name: str) -> None:
+    """Never of an address: ranks, and a run and its resume, have other objects."""
+    one, same, other = (checksum(CONTENTS[name](number), 0) for number in (1, 1, 2))
+    assert one == same != other
+
+
+@pytest.mark.parametrize("as_loader", [False, True])
+def test_a_function_that_gives_data_is_called_once(as_loader: bool) -> None:
+    calls = []
+
+    def make() -> Any:
+        calls.append(1)
+        return DataLoader(Counted()) if as_loader else Counted()
+
+    job = Job(
+        model=lambda: torch.nn.Linear(1, 1),
+        train_data=make,
+        eval_data=make,
+        optimizer=torch.optim.SGD,
+        global_batch_size=2,
+    )
+    data = JobData(job, Settings())
+    for _ in range(3):
+        assert data.train.data is data.split(make, name="eval_data").data
+    assert len(calls) == 1
+
+
+def test_a_function_that_gives_a_generator_is_called_for_each_reading() -> None:
+    job = Job(
+        model=lambda: torch.nn.Linear(1, 1),
+        train_data=lambda: iter(range(3)),
+        optimizer=torch.optim.SGD,
+        global_batch_size=2,
+    )
+    source = JobData(job, Settings()).train
+    assert list(source.data) == list(source.data) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("samples", "position", "said"),
+    [
+        (400, 352, None),
+        (300, 352, "had 400 samples and has 300 (--allow data): this epoch stood at sample 352, and is over with it; "),
+        (
+            500,
+            352,
+            "had 400 samples and has 500 (--allow data): this epoch stood at sample 352; counted in epochs of 500",
+        ),
+    ],
+)
+def test_another_length_that_is_allowed_is_told(samples: int, position: int, said: str | None) -> None:
+    lines = list(changed_length(400, samples, cursor=Cursor(position=position, samples=position, step=22), total=38))
+    assert len(lines) == (said is not None) and all(str(said) in line for line in lines)

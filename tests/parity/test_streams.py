@@ -2,7 +2,8 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, islice
 from typing import Any
 
 import pytest
@@ -231,3 +232,55 @@ def test_what_the_dataset_itself_raises_is_named_with_its_line(name: str) -> Non
     with pytest.raises(DataError, match=rf"{name}.* failed: ValueError: no such bucket") as caught:
         read_together(lambda: bad([90, 80]), replicas=1, steps=9, cursor=before.cursor, state=before.state)
     assert 'raise ValueError("no such bucket")' in caught.value.where
+
+
+class Numbers:
+    """A stream without shards; `part` says which of its numbers a rank reads, in which order."""
+
+    def __init__(self, part: Callable[[int], Iterable[int]], rank: int) -> None:
+        self.part, self.rank = part, rank
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(torch.tensor, self.part(self.rank))
+
+
+class Divided(Files):
+    """A stream with shards that was divided by rank before, as `split_dataset_by_node` does."""
+
+    def __init__(self, lengths: list[int], *, spread: int = 1000, rank: int = 0) -> None:
+        super().__init__(lengths, spread=spread)
+        self.files = [lines[rank::2] for lines in self.files]
+
+
+drawn = random.Random(0)
+OTHERS = [
+    ("islice", lambda rank: islice(range(200), rank, None, 2), "none of the first 64 is the same"),
+    ("blocks", lambda rank: range(100 * rank, 100 * rank + 100), "none of the first 64 is the same"),
+    ("short", lambda rank: range(5 * rank, 5 * rank + 5), "none of the first 5 is the same"),
+    ("order", lambda rank: random.Random(rank).sample(range(100), 100), r"of the first 64 are the same, in other"),
+    ("drawn", lambda rank: drawn.sample(range(100), 100), "and others when it is read again"),
+]
+
+
+@pytest.mark.parametrize(("part", "said"), [case[1:] for case in OTHERS], ids=[case[0] for case in OTHERS])
+def test_a_stream_that_differs_by_rank_is_refused_with_its_cause(part: Any, said: str) -> None:
+    ranks = count()
+    with pytest.raises(DataError, match=rf"gives other samples on rank 1 than on rank 0.*{said}") as found:
+        read_together(lambda: Numbers(part, next(ranks)), replicas=2, steps=1)
+    by_rank = "none of the first" in said
+    assert ("takes its own part by rank" in found.value.cause) == by_rank
+    assert ("the whole stream" in found.value.hint) == (by_rank or "in other" in said)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_with_shards_that_was_divided_before_is_refused_with_its_cause(workers: int) -> None:
+    ranks = count()
+    with pytest.raises(DataError, match=r"shard \d of the stream gives other samples .*: none of the first") as found:
+        read_together(lambda: Divided([90, 80], rank=next(ranks)), replicas=2, steps=1, micro=6, workers=workers)
+    assert "split_dataset_by_node" in found.value.cause and "rank=0, world_size=1" in found.value.hint
+
+
+def test_a_generator_that_is_divided_by_rank_is_refused_with_its_cause() -> None:
+    ranks = count()
+    with pytest.raises(DataError, match="none of the first 64 is the same"):
+        read_together(lambda: (torch.tensor(n) for n in range(next(ranks), 300, 2)), replicas=2, steps=1)

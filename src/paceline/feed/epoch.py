@@ -1,15 +1,16 @@
 """One epoch of a split stream on one replica: what each batch takes, and the samples that this replica needs of it."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 from paceline.errors import DataError
 from paceline.feed.apart import read_apart
 from paceline.feed.held import Held
+from paceline.feed.other_stream import EVERY_RANK, NOT_SEEDED, SEED_IT, other_stream
 from paceline.feed.pool import Aside, Here, Wish
 from paceline.feed.reader import Record, ShardReader, Stand
 from paceline.feed.source import Source
@@ -20,6 +21,7 @@ from paceline.order.shards import blocks, portions
 
 AHEAD = 4
 FIRST = 4
+SEEN = 64
 Agree = Callable[[Any], list[Any]]
 
 
@@ -69,7 +71,11 @@ class Epoch:
         self._last_needs = [reads.needs(spread, replica) for replica in range(reads.cut.replicas)]
         self._hold(sorted(self._last_needs[reads.cut.replica]))
         if not saved:
-            self._compare_first()
+            try:
+                self._compare_first()
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def notes(self) -> list[str]:
@@ -144,10 +150,24 @@ class Epoch:
             if held.read != self.read[shard]:
                 raise _shorter(shard)
 
-    def _first(self, shard: int) -> list[int]:
+    def _refuse_other(self, agree: Agree, shard: int, *, ranks: tuple[int, int]) -> NoReturn:
+        """Say why two ranks have other samples; all read some more, and twice.
+
+        Raises:
+            DataError: always.
+        """
+        if isinstance(self._reads.source.data, Iterator):  # which can be read once
+            mine = [self._held[shard].first(SEEN)] * 2
+        else:
+            mine = read_apart(self._reads.source, lambda: [self._first(shard, SEEN) for _ in range(2)])
+        everybody = agree(mine)
+        where = f"shard {shard} of the stream" if self._reads.split.shards > 1 else "the stream"
+        raise other_stream([first for first, _ in everybody], [again for _, again in everybody], ranks, where=where)
+
+    def _first(self, shard: int, samples: int = FIRST) -> list[int]:
         """The checksums of the first samples of a shard that others read."""
         reader = ShardReader(split=self._reads.split, stand=self._stand(shard))
-        return [row.crc for row in reader.chunk(FIRST).rows]
+        return [row.crc for row in reader.chunk(samples).rows]
 
     def _stand(self, shard: int) -> Stand:
         return Stand(shard=shard, epoch=self._number, seed=self._reads.seed)
@@ -211,18 +231,23 @@ class Epoch:
         return self._reads.agree(mine) if self._reads.shares and self._reads.agree is not None else [mine]
 
     def _compare_first(self) -> None:
-        """Every replica also reads the first samples of the next replica's shards: they must be the same."""
+        """Compare the first samples, which every replica also reads of the next replica's shards.
+
+        Where the stream is read whole, every replica has read the same ones.
+        """
+        if self._reads.agree is None:
+            return
         cut, mine = self._reads.cut, {str(shard): held.first(FIRST) for shard, held in self._held.items()}
         if self._reads.shares:
             theirs = self._last_needs[(cut.replica + 1) % cut.replicas] - set(self._held)
             if theirs:
                 mine |= read_apart(self._reads.source, lambda: {str(each): self._first(each) for each in theirs})
         firsts: dict[str, tuple[int, list[int]]] = {}
-        for rank, theirs in enumerate(self._everybody(mine)):
+        for rank, theirs in enumerate(self._reads.agree(mine)):
             for name, numbers in theirs.items():
                 other, before = firsts.setdefault(name, (rank, numbers))
                 if before != numbers:
-                    raise _differs(int(name), other, rank)
+                    self._refuse_other(self._reads.agree, int(name), ranks=(other, rank))
         seen: dict[tuple[int, ...], str] = {}
         for name, (_, numbers) in sorted(firsts.items()):
             twin = seen.setdefault(tuple(numbers), name)
@@ -258,14 +283,12 @@ def _needs(cut: Cut, takes: tuple[int, ...]) -> list[frozenset[int]]:
 def _differs(shard: int, rank: int, other: int) -> DataError:
     return DataError(
         f"shard {shard} of the stream gives other samples on rank {other} than on rank {rank}.",
-        cause="the iterable is not the same each time it is read, or not on every rank",
-        hint="seed it, or make it depend on set_epoch(epoch) alone",
+        cause=f"{NOT_SEEDED}, or not on every rank",
+        hint=f"{SEED_IT}; {EVERY_RANK}",
     )
 
 
 def _shorter(shard: int) -> DataError:
     return DataError(
-        f"shard {shard} of the stream has fewer samples than when it was read before.",
-        cause="the iterable is not the same each time it is read",
-        hint="seed it, or make it depend on set_epoch(epoch) alone",
+        f"shard {shard} of the stream has fewer samples than when it was read before.", cause=NOT_SEEDED, hint=SEED_IT
     )

@@ -1,13 +1,13 @@
 """What has to be known of data before it is trained on: found where the data may be read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import DesyncError, JobError
 from paceline.feed.apart import read_apart
 from paceline.feed.checksum import checksum
-from paceline.feed.fetch import Trouble, tell_epoch, trouble
+from paceline.feed.fetch import Trouble, all_checksums, tell_epoch, trouble
 from paceline.feed.seeds import seed_sample
 from paceline.feed.source import Source
 from paceline.feed.split import told
@@ -95,9 +95,14 @@ def find_length(data: Any, *, name: str, before: int | None = None) -> int:
 
 
 def refuse_other_data(
-    lengths: Sequence[int], checksums: Sequence[int], *, samples: Sequence[int], name: str, is_same: Callable[[], bool]
+    lengths: Mapping[int, int],
+    checksums: Mapping[int, int],
+    *,
+    samples: Sequence[int],
+    name: str,
+    is_same: Callable[[], bool],
 ) -> None:
-    """Compare what every rank has as data; every rank calls this, and all raise alike.
+    """Compare what ranks have as data, by their numbers; whoever compares the same ones raises alike.
 
     `is_same` says whether on every rank these samples are the same when they are read again: only then are other
     ones other data, and not random numbers of the dataset's own.
@@ -105,18 +110,19 @@ def refuse_other_data(
     Raises:
         DesyncError: a rank has another length, or other samples.
     """
-    other = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)
+    first = next(iter(lengths))
+    other = next((rank for rank, length in lengths.items() if length != lengths[first]), None)
     if other is not None:
         raise DesyncError(
-            f"{name} has {lengths[other]:,} samples on rank {other} and {lengths[0]:,} on rank 0.",
+            f"{name} has {lengths[other]:,} samples on rank {other} and {lengths[first]:,} on rank {first}.",
             cause="each rank reads a part of its own, or other files",
             hint=_WHOLE,
         )
-    other = next((rank for rank, value in enumerate(checksums) if value != checksums[0]), None)
+    other = next((rank for rank, value in checksums.items() if value != checksums[first]), None)
     if other is not None and is_same():
-        shown = " or ".join(map(str, samples))
+        shown = " or ".join(map(str, sorted(samples)))
         raise DesyncError(
-            f"sample {shown} of {name} is not on rank {other} what it is on rank 0.",
+            f"sample {shown} of {name} is not on rank {other} what it is on rank {first}.",
             cause="the dataset is cut by rank already, or its files come in another order (an unsorted os.listdir)",
             hint=f"{_WHOLE}; sorted(os.listdir(...))",
         )
@@ -131,19 +137,6 @@ def read_again(source: Source, *, samples: Sequence[int], epoch: int | None, see
         return len({all_checksums(source.data, samples, epoch=epoch or 0, seed=seed) for _ in range(2)}) == 1
 
     return read_apart(source, twice, seed=seed)
-
-
-def all_checksums(data: Any, samples: Sequence[int], *, epoch: int, seed: int) -> int:
-    """Return one checksum of these samples, each read with its own seed; 0 where one can't be read."""
-    value = 0
-    with preserved():
-        for index in samples:
-            seed_sample(seed=seed, epoch=epoch, index=index)
-            try:
-                value = checksum(data[index], value)
-            except Exception:  # whoever needs it says so
-                return 0
-    return value
 
 
 _WHOLE = "cut by rank already? give every rank the whole dataset: the run deals out the samples"

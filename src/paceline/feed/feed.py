@@ -1,6 +1,6 @@
 """The feed: step after step, this replica's microbatches of the one global order."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -9,18 +9,18 @@ from paceline.feed.apart import read_apart
 from paceline.feed.epoch import Agree
 from paceline.feed.facts import (
     Facts,
-    all_checksums,
     find_facts,
     find_length,
+    looked_at,
     read_again,
     refuse_other_data,
 )
-from paceline.feed.fetch import Fetcher, Seen, Sight, Wanted, checked
+from paceline.feed.fetch import Fetcher, Seen, Wanted, all_checksums, checked
 from paceline.feed.once import stream_once
 from paceline.feed.same_order import refuse_apart, refuse_other
 from paceline.feed.source import Collate, Order, Source, read_source, refuse_no_batch
 from paceline.feed.stream import StreamFeed
-from paceline.feed.types import Cut, LocalMicro, StepInput
+from paceline.feed.types import Cut, LocalMicro, Sight, StepInput
 from paceline.feed.workers import Workers
 from paceline.order.batches import Batch
 from paceline.order.cursor import Cursor
@@ -127,12 +127,13 @@ class IndexedFeed:
     def __iter__(self) -> Iterator[StepInput]:
         """Endless: epoch after epoch."""
         fetched = self._workers.start(self._ahead())
-        epoch: int | None = None
+        epoch, sight = None, None
         for batch, plans in self._plans():
             if batch.after.epoch != epoch:
                 epoch = batch.after.epoch
                 glance = self._glance(epoch)
-                self._begin(epoch, checked(self._fetcher[glance] if fetched is None else next(fetched)))
+                sight = checked(self._fetcher[glance] if fetched is None else next(fetched))
+                self._begin(epoch, sight)
             if fetched is not None and not plans:
                 next(fetched)
             micro = tuple(
@@ -144,7 +145,8 @@ class IndexedFeed:
                 )
                 for index, wanted in plans
             )
-            yield StepInput(batch=batch, micro=micro, spare=partial(self._read, self._wanted(batch, 0)))
+            spare = partial(self._read, self._wanted(batch, 0))
+            yield StepInput(batch=batch, micro=micro, spare=spare, sight=sight)
 
     def _of_size(self) -> tuple[str, ...]:
         batch, total = self._cut.global_batch_size, self.num_samples or 0
@@ -159,9 +161,14 @@ class IndexedFeed:
         return checked(read_apart(self._source, lambda: self._fetcher[wanted], seed=self._seed))
 
     def _glance(self, epoch: int) -> Wanted:
-        """What is looked at as an epoch begins: the length, and where replicas compare it a sample, always another."""
-        index = key(self._seed, "glance", epoch) % self._total if self._agree is not None else None
-        return Wanted(epoch=epoch, indices=(), seen=Seen(index=index))
+        """What is looked at as an epoch begins: the length, and where replicas compare it a sample, always another.
+
+        Workers of a server have not yet been compared, and may come at any time: theirs is also what facts are of.
+        """
+        drawn = (key(self._seed, "glance", epoch) % self._total,)
+        samples = drawn if self._cut.reads else tuple({*looked_at(self._total), *drawn})
+        is_compared = self._agree is not None or not self._cut.reads
+        return Wanted(epoch=epoch, indices=(), seen=Seen(samples=samples if is_compared else ()))
 
     def _ahead(self) -> Iterator[Wanted]:
         """What data workers fetch; for a batch in which this replica has nothing, an empty wish.
@@ -197,11 +204,15 @@ class IndexedFeed:
         """
         if self._agree is not None:
             told = self._agree([sight.num_samples, sight.checksum])
-            seen = self._glance(epoch).seen
-            samples = [] if seen is None or seen.index is None else [seen.index]
             lengths, checksums = [one[0] for one in told], [one[1] for one in told]
-            is_same = partial(self._is_same, samples, epoch)
-            refuse_other_data(lengths, checksums, samples=samples, name="train_data", is_same=is_same)
+            is_same = partial(self._is_same, sight.samples, epoch)
+            refuse_other_data(
+                dict(enumerate(lengths)),
+                dict(enumerate(checksums)),
+                samples=sight.samples,
+                name="train_data",
+                is_same=is_same,
+            )
         if sight.num_samples != self._total:
             raise DataError(
                 f"train_data has {sight.num_samples:,} samples in epoch {epoch} and had {self._total:,} at the start.",
@@ -215,7 +226,7 @@ class IndexedFeed:
             refuse_other(name, saved=str(self._begun["order"]), what=what, when=f", in epoch {epoch}")
         self._begun = {"epoch": epoch, "order": name}
 
-    def _is_same(self, samples: list[int], epoch: int) -> bool:
+    def _is_same(self, samples: Sequence[int], epoch: int) -> bool:
         assert self._agree is not None
         return all(self._agree(read_again(self._source, samples=samples, epoch=epoch, seed=self._seed)))
 
@@ -311,5 +322,7 @@ def _equal_length(source: Source, *, seed: int, name: str, agree: Agree | None) 
             return all(agree(read_again(source, samples=samples, epoch=None, seed=seed)))
 
         lengths, checksums = [one[0] for one in told], [one[1] for one in told]
-        refuse_other_data(lengths, checksums, samples=samples, name=name, is_same=is_same)
+        refuse_other_data(
+            dict(enumerate(lengths)), dict(enumerate(checksums)), samples=samples, name=name, is_same=is_same
+        )
     return mine[0]

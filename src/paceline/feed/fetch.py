@@ -14,6 +14,7 @@ from paceline.errors import DataError, on_a_screen, user_line
 from paceline.feed.checksum import checksum
 from paceline.feed.seeds import seed_sample
 from paceline.feed.source import Source
+from paceline.feed.types import Sight
 from paceline.streams import key, preserved, seed_all
 from paceline.survive.signals import STOP_SIGNALS, die_with
 from paceline.torch_private import introduce_worker
@@ -35,17 +36,9 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """Which sample is looked at as an epoch begins; None where only the length is of interest."""
+    """Which samples are looked at as an epoch begins; none where only the length is of interest."""
 
-    index: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sight:
-    """How long the data is, and the checksum of the sample that was looked at; 0 where none was."""
-
-    num_samples: int
-    checksum: int = 0
+    samples: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +70,7 @@ class Fetcher(Dataset[Any]):
         try:
             self._begin(wanted.epoch)
             if wanted.seen is not None:
-                return self._sight(wanted.epoch or 0, wanted.seen.index)
+                return self._sight(wanted.epoch or 0, wanted.seen.samples)
         except Exception as error:
             return trouble(error, doing=f"looking at the data of epoch {wanted.epoch}")
         if not wanted.indices:
@@ -105,16 +98,12 @@ class Fetcher(Dataset[Any]):
             self._epoch = epoch
             tell_epoch(self._data, epoch)
 
-    def _sight(self, epoch: int, index: int | None) -> Sight:
+    def _sight(self, epoch: int, samples: tuple[int, ...]) -> Sight:
         total = len(self._data)
-        if index is None or index >= total:
+        if max(samples, default=0) >= total:
             return Sight(num_samples=total)
-        with preserved():
-            seed_sample(seed=self._seed, epoch=epoch, index=index)
-            try:
-                return Sight(num_samples=total, checksum=checksum(self._data[index], 0))
-            except Exception:  # who needs this sample says what is wrong with it
-                return Sight(num_samples=total)
+        value = all_checksums(self._data, samples, epoch=epoch, seed=self._seed)
+        return Sight(num_samples=total, samples=samples, checksum=value)
 
     def _read(self, wanted: Wanted, samples: list[Any]) -> None:
         """Fill `samples`; what is missing in it says which sample failed."""
@@ -125,6 +114,19 @@ class Fetcher(Dataset[Any]):
             if self._seed_samples:
                 seed_sample(seed=self._seed, epoch=epoch, index=index)
             samples.append(self._data[index])
+
+
+def all_checksums(data: Any, samples: Sequence[int], *, epoch: int, seed: int) -> int:
+    """Return one checksum of these samples, each read with its own seed; 0 where one can't be read."""
+    value = 0
+    with preserved():
+        for index in samples:
+            seed_sample(seed=seed, epoch=epoch, index=index)
+            try:
+                value = checksum(data[index], value)
+            except Exception:  # whoever needs it says so
+                return 0
+    return value
 
 
 def trouble(error: Exception, *, doing: str, hint: str = "") -> Trouble:

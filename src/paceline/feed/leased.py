@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from paceline.feed.facts import find_facts
+from paceline.feed.facts import find_facts, read_again, refuse_other_data
 from paceline.feed.feed import refuse_stream
-from paceline.feed.fetch import Fetcher, Wanted, checked
+from paceline.feed.fetch import Fetcher, Seen, Wanted, checked
 from paceline.feed.source import Collate, Order, read_source
-from paceline.feed.types import LocalMicro, StepInput
+from paceline.feed.types import LocalMicro, Sight, StepInput
 from paceline.order.batches import Batch
 from paceline.order.cursor import Cursor
 from paceline.order.deal import deal
@@ -22,6 +22,9 @@ class LeasedFeed:
         source = read_source(data, collate=collate, order=order, workers=0, name="train_data")
         if not source.is_indexed:
             raise refuse_stream()
+        self._source = source
+        self._seed = seed
+        self._compared: int | None = None
         self._size = global_batch_size
         self._drop_last = drop_last
         facts = find_facts(source, seed=seed)
@@ -41,6 +44,25 @@ class LeasedFeed:
         )
         mine = deal(len(batch.micro), replica=number, replicas=of)
         return StepInput(batch=batch, micro=tuple(self._read(batch, index) for index in mine))
+
+    def compare(self, epoch: int, sight: Sight, *, rank: int) -> None:
+        """Compare the data with what the server has seen of its own; once an epoch.
+
+        Raises:
+            DataError: it can't be read.
+            DesyncError: it has another length, or other samples.
+        """
+        if self._compared == epoch:
+            return
+        self._compared = epoch
+        mine = checked(self._fetcher[Wanted(epoch=epoch, indices=(), seen=Seen(samples=sight.samples))])
+        refuse_other_data(
+            {0: sight.num_samples, rank: mine.num_samples},
+            {0: sight.checksum, rank: mine.checksum},
+            samples=sight.samples,
+            name="train_data",
+            is_same=lambda: read_again(self._source, samples=sight.samples, epoch=epoch, seed=self._seed),
+        )
 
     def order_of(self, epoch: int) -> list[str] | None:
         """A name for the order of the user's own, and what gives it: every worker must have the same."""

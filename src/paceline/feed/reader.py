@@ -7,6 +7,7 @@ from typing import Any
 from paceline.errors import DataError
 from paceline.feed.checksum import checksum, fold
 from paceline.feed.fetch import Trouble, trouble
+from paceline.feed.other_stream import NOT_SEEDED, SEED_IT
 from paceline.feed.split import Split, told
 from paceline.feed.written import CannotBeWritten, from_json, to_json
 from paceline.streams import key, seed_all
@@ -154,6 +155,6 @@ class ShardReader:
         where = f" of shard {self._stand.shard}" if self._split.shards > 1 else ""
         return DataError(
             f"the stream differs from what this run read before (first {read} samples{where}).",
-            cause="the iterable is not the same each time it is read",
-            hint="seed it, or make it depend on set_epoch(epoch) alone",
+            cause=NOT_SEEDED,
+            hint=SEED_IT,
         )

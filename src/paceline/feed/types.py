@@ -30,14 +30,27 @@ class LocalMicro:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What is seen of indexed data as an epoch begins: how long it is, and one checksum of some of its samples."""
+
+    num_samples: int
+    samples: tuple[int, ...] = ()
+    checksum: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepInput:
-    """This replica's share of one global batch; `micro` may be empty. `spare` reads a microbatch of another's."""
+    """This replica's share of one global batch; `micro` may be empty. `spare` reads a microbatch of another's.
+
+    `sight` is of the batch's epoch.
+    """
 
     batch: Batch
     micro: tuple[LocalMicro, ...]
     fingerprint: int = 0
     notes: tuple[str, ...] = ()
     spare: Callable[[], Any] | None = field(default=None, repr=False)
+    sight: Sight | None = None
 
     @property
     def num_micro(self) -> int:

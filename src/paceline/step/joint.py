@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DesyncError, JobError
+from paceline.feed.other_stream import NOT_SEEDED, SEED_IT
 from paceline.step.bundle import Bundle
 from paceline.step.loss import Terms, refuse_count
 from paceline.world import World
@@ -157,8 +158,8 @@ class Joint:
         if values[FINGERPRINT] != self._flags[FINGERPRINT] * self._ranks:
             raise DesyncError(
                 f"rank {self._world.rank} read other data than the other ranks.",
-                cause="an iterable dataset that gives another stream each time it is read",
-                hint="seed the stream, or give the dataset shard() and state_dict()",
+                cause=f"a stream: {NOT_SEEDED}, or not on every rank",
+                hint=f"{SEED_IT}; or give the dataset shard() and state_dict()",
             )
 
     def _packed(self) -> Tensor:

@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -271,8 +271,9 @@ class ServerStep(SpmdStep):
 
 def _where(given: Given, *, micro_batch_size: int) -> dict[str, Any]:
     """What a worker needs to find the same samples."""
-    batch = given.batch  # type: ignore[attr-defined]
-    return {"cursor": batch.cursor.as_json(), "micro_batch_size": micro_batch_size}
+    batch, sight = given.batch, given.sight  # type: ignore[attr-defined]
+    where = {"cursor": batch.cursor.as_json(), "micro_batch_size": micro_batch_size}
+    return where if sight is None else {**where, "epoch": batch.after.epoch, "sight": asdict(sight)}
 
 
 def _nothing_of(parameter: nn.Parameter, *, as_rows: bool) -> Tensor:

@@ -9,9 +9,11 @@ import gc
 import io
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +32,8 @@ def main(argv: list[str]) -> int:
     """Fork the workers of one attempt and report how each ends."""
     die_with(int(argv[1]))  # before torch is imported: on a busy machine that takes long
     stop_flag.install(passes_on=True)  # a stop that comes while a worker is born is not lost, and kills nobody
-    guard(int(argv[1]))
+    scratch = _scratch()
+    guard(int(argv[1]), scratch=scratch)
     held = [Hold(int(handle)) for handle in filter(None, os.environ.pop(INHERITED, "").split(","))]
     for lock in held:
         os.set_inheritable(lock.handle, False)  # workers keep it, being forked; programs that they start do not
@@ -68,7 +71,19 @@ def main(argv: list[str]) -> int:
         rank_or_none = pids.pop(pid, None)
         if rank_or_none is not None:
             _say(f"gone {rank_or_none} {os.waitstatus_to_exitcode(status)}")
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
     return 0
+
+
+def _scratch() -> str:
+    """Make the one folder in which multiprocessing of all ranks and their data workers has its sockets.
+
+    A data worker that has a folder of its own leaves it behind when it is killed.
+    """
+    with suppress(OSError):  # no place to write: whoever needs one says so
+        return str(get_temp_dir())
+    return ""
 
 
 def prepare(entry: str = "") -> Callable[..., NoReturn]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from paceline.errors import DataError, JobError
 from paceline.feed.apart import read_apart
 from paceline.feed.feed import eval_feed
+from paceline.feed.other_stream import DIVIDED, EVERY_RANK, NOT_SEEDED, SEED_IT
 from paceline.feed.source import Source
 from paceline.feed.types import LocalMicro
 from paceline.nested import to_device
@@ -270,8 +271,8 @@ def _compare(everywhere: Sequence[Mapping[str, list[int]]], name: str) -> None:
             if before != found:
                 raise DataError(
                     f"{name} gave {found[0]} samples on rank {rank} and {before[0]} on rank {other}, not the same.",
-                    cause="the iterable is not the same each time it is read, or not on every rank",
-                    hint="seed it",
+                    cause=f"{NOT_SEEDED}, or not on every rank: {DIVIDED}",
+                    hint=f"{SEED_IT}; {EVERY_RANK}",
                 )
 
 

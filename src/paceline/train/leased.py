@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.errors import JobError, MachineError
 from paceline.faults import Faults, parse_faults
-from paceline.feed.types import StepInput
+from paceline.feed.types import Sight, StepInput
 from paceline.launch.owner import LIFE, attempt_folder
 from paceline.nested import to_device
 from paceline.order.cursor import Cursor
@@ -176,6 +176,10 @@ class Hand:
         stop_flag.renew()
         self._break(cursor.step + 1)
         read = partial(self._feed.share, cursor, micro_batch_size=int(words["micro_batch_size"]))
+        if "sight" in words:
+            seen = words["sight"]
+            sight = Sight(num_samples=seen["num_samples"], samples=tuple(seen["samples"]), checksum=seen["checksum"])
+            self._feed.compare(int(words["epoch"]), sight, rank=Place.read(os.environ).rank)
         given = read(number=int(words["number"]), of=int(words["of"]))
         counts = self._counts(given, whole=read)
         terms = self._gradients(given, step=cursor.step, counts=counts)

@@ -40,10 +40,18 @@ from paceline.train.identity import note_changes
 from paceline.train.length import Length, Progress, length_of, often
 from paceline.train.loop import Loop
 from paceline.train.ready import Ready, as_first_cut
-from paceline.train.saving import Saver, find_checkpoint, goes_on, identity, restore, write_final
+from paceline.train.saving import Saver, began_as, find_checkpoint, goes_on, identity, restore, write_final
 from paceline.train.schedules import refuse_short
 from paceline.train.shortage import Before, naming_memory
-from paceline.train.wishes import asked_of, last_batch_notes, notes, nothing_left, refuse_large_batch, stopped_early
+from paceline.train.wishes import (
+    asked_of,
+    changed_length,
+    last_batch_notes,
+    notes,
+    nothing_left,
+    refuse_large_batch,
+    stopped_early,
+)
 from paceline.watch.sinks import CURVES, make_sinks
 from paceline.world import World
 
@@ -160,7 +168,8 @@ class Session:
             return all(self.world.gather_json(read_again(source, samples=samples, epoch=0, seed=seed)))
 
         lengths, checksums = [one[0] for one in told], [one[1] for one in told]
-        refuse_other_data(lengths, checksums, samples=samples, name="train_data", is_same=is_same)
+        by_rank = dict(enumerate(lengths)), dict(enumerate(checksums))
+        refuse_other_data(*by_rank, samples=samples, name="train_data", is_same=is_same)
         return facts
 
     def _make_feed(self, cursor: Cursor) -> Any:
@@ -289,6 +298,8 @@ class Session:
                 f"resumed: {loaded.path.name if own else loaded.path}, {many(cursor.samples, 'sample')} consumed"
             )
             lines += loop.anew
+            was = began_as(loaded)["data"]["num_samples"]
+            lines += changed_length(was, samples, cursor=cursor, total=loop.total_steps)
             early = list(stopped_early(self.ready.job, loop.progress, step=cursor.step))
             over = loop.is_over() and not loop.progress.unjudged
             lines += early or ([nothing_left(settings, step=cursor.step, total=loop.total_steps)] if over else [])

@@ -7,6 +7,7 @@ from torch import nn
 
 from paceline.errors import JobError, PacelineError, UsageError, raise_all
 from paceline.job import EarlyStopping, Job
+from paceline.order.cursor import Cursor
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.spec.words import did_you_mean, many
@@ -141,6 +142,17 @@ def stopped_early(job: Job, progress: Progress, *, step: int) -> Iterator[str]:
             f"this run had stopped early at step {step}: {rule.metric} has not improved in "
             f"{many(rule.patience, 'evaluation')}; a larger early_stopping= in the job goes on"
         )
+
+
+def changed_length(was: int | None, samples: int | None, *, cursor: Cursor, total: int | None) -> Iterator[str]:
+    """A line where the run goes on with more or fewer samples than it had (`--allow data`)."""
+    if was is None or samples is None or was == samples:
+        return
+    stood = f"this epoch stood at sample {cursor.position:,}"
+    if cursor.position >= samples:
+        stood += ", and is over with it"
+    ends = "" if total is None else f"; counted in epochs of {samples:,} samples, the run ends at step {total:,}"
+    yield f"warning: train_data had {was:,} samples and has {samples:,} (--allow data): {stood}{ends}"
 
 
 def nothing_left(settings: Settings, *, step: int, total: int | None) -> str:

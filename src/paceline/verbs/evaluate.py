@@ -1,11 +1,8 @@
 """`evaluate`."""
 
 import os
-import shutil
-import tempfile
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.launch.environments import detect
@@ -20,6 +17,7 @@ from paceline.spec.words import many
 from paceline.store.checkpoints import BEST, marked
 from paceline.store.disk import read_json, write_json
 from paceline.store.runs import find_run, read_task
+from paceline.store.scratch import scratch_folder
 from paceline.talk import say
 from paceline.verbs.running import Answer, Common, execute
 
@@ -46,19 +44,21 @@ def evaluate(
         checkpoint = marked(folder.checkpoints, BEST)
         if checkpoint is None:
             raise UsageError(f"{folder.path} has no best checkpoint.", hint="paceline ckpt ls")
-    aside = Path(tempfile.mkdtemp(prefix="paceline-evaluate-"))
-    options = {"split": split, "checkpoint": str(checkpoint or ""), "answer": str(aside / ANSWER)}
+    options = {"split": split, "checkpoint": str(checkpoint or "")}
     how = replace(as_evaluated(task, common), update="sync", compress="none", faults="")
     task = replace(how, verb="evaluate", options=options, resume=None, run=str(folder.path))
     joined = detect(os.environ)
     if not common.quiet and (joined is None or joined.rank == 0):
         say(f"evaluating {checkpoint or folder.path} on {split}_data with {many(task.ranks, 'process')}")
         say(f"the job, which this runs: {task.job}")
-    answer = execute(task, entry=ENTRY, common=replace(common, quiet=True), logs=aside)
-    if answer.exit_code:
-        return answer
-    value = read_json(aside / ANSWER) if (aside / ANSWER).exists() else None
-    shutil.rmtree(aside, ignore_errors=True)
+    with scratch_folder("evaluate") as aside:
+        task = replace(task, options={**options, "answer": str(aside.path / ANSWER)})
+        answer = execute(task, entry=ENTRY, common=replace(common, quiet=True), logs=aside.path)
+        if answer.exit_code:
+            if answer.failure is not None:
+                aside.keep()  # what is said of the failure names its logs
+            return answer
+        value = read_json(aside.path / ANSWER) if (aside.path / ANSWER).exists() else None
     if value is not None:
         with suppress(OSError):  # the disk may only be read
             write_json(folder.path / ANSWER, value)

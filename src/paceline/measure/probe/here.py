@@ -1,7 +1,6 @@
 """A probe of this machine for so many ranks: the kept one, or a new one."""
 
 import os
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from paceline.spec.words import many
 from paceline.start import Request, failure_screen, start
 from paceline.store.disk import read_json
 from paceline.store.runs import ROOT, RunFolder
+from paceline.store.scratch import scratch_folder
 
 ENTRY = "paceline.measure.probe.worker:measure"
 SECONDS = 20.0
@@ -62,11 +62,16 @@ def probe_here(*, ranks: int, device: str = "cpu", asked: Asked | None = None, a
 
 
 def _measured(mark: Fingerprint, asked: Asked) -> Probe:
-    with tempfile.TemporaryDirectory(prefix="paceline-probe-") as name:
-        answer = Path(name) / "answer.json"
+    with scratch_folder("probe") as scratch:
+        answer = scratch.path / "answer.json"
         payload = asked.payload(mark, answer=answer, ranks_per_node=mark.ranks)
         request = Request(
-            ranks=mark.ranks, run=RunFolder(Path(name)), entry=ENTRY, payload=payload, threads=mark.threads, saves=False
+            ranks=mark.ranks,
+            run=RunFolder(scratch.path),
+            entry=ENTRY,
+            payload=payload,
+            threads=mark.threads,
+            saves=False,
         )
         outcome = start(request)
         if outcome.exit_code == ExitCode.INTERRUPTED:
@@ -88,8 +93,8 @@ def probe_joined(joined: Joined, *, device: str = "cpu", asked: Asked | None = N
     adopt(joined, os.environ)
     local = joined.local_world_size
     mark = fingerprint(ranks=joined.world_size, device=device, ranks_per_node=local)
-    with tempfile.TemporaryDirectory(prefix="paceline-probe-") as name:
-        answer = Path(name) / "answer.json"
+    with scratch_folder("probe") as scratch:
+        answer = scratch.path / "answer.json"
         payload = (asked or Asked()).payload(mark, answer=answer, ranks_per_node=local)
         resolve("paceline.survive.child:run_joined")(ENTRY, payload, threads=mark.threads)
         return read_probe(read_json(answer)) if answer.exists() else None

@@ -1,0 +1,72 @@
+"""Temporary folders beside all runs. Whoever makes one removes those that killed processes have left."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_LOCK = ".scratch"
+_KEPT_SECONDS = 86400.0
+
+
+class ScratchFolder:
+    """A temporary folder whose lock this process holds for as long as it lives."""
+
+    def __init__(self, path: Path, handle: int) -> None:
+        self.path = path
+        self._handle = handle
+
+    def keep(self) -> None:
+        """Leave the folder to whoever wants to read in it; after a day the next command removes it."""
+        (self.path / _LOCK).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove the folder, unless it is kept."""
+        if (self.path / _LOCK).exists():
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._handle)
+
+
+@contextmanager
+def scratch_folder(name: str) -> Iterator[ScratchFolder]:
+    """Make a temporary folder of this name and a random end, and remove it afterwards."""
+    prefix = f"paceline-{name}-"
+    remove_abandoned(prefix)
+    path = Path(tempfile.mkdtemp(prefix=prefix))
+    folder = ScratchFolder(path, os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    try:
+        fcntl.flock(folder._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield folder
+    finally:
+        folder.close()
+
+
+def remove_abandoned(prefix: str) -> None:
+    """Remove folders of this user whose process was killed, and those that were kept a day ago or earlier."""
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError):
+            found = path.lstat()
+            if path.is_symlink() or not path.is_dir() or found.st_uid != os.geteuid():
+                continue
+            is_old = time.time() - found.st_mtime > _KEPT_SECONDS
+            if _is_free(path / _LOCK, without=is_old):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_free(lock: Path, *, without: bool) -> bool:
+    """Whether nobody holds it; `without` for a folder that has none: it is kept, or is only being made."""
+    try:
+        handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return without
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
