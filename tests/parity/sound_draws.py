@@ -1,6 +1,9 @@
 """`python -m tests.parity.sound_draws 500`: drawn jobs through all of `verify`, in ranks that are kept from job to job.
 
 `--first` is the first seed. Every line is a draw with its verdict; the last one counts them.
+
+`--update ps` is not drawn: its workers are no ranks of the kept world, they meet the servers at a store and end with
+them. Whole commands verify it, in `test_server.py`; `hogwild` has no verdict.
 """
 
 import argparse
