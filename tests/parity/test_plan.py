@@ -63,6 +63,9 @@ def test_a_decoder_is_traced_to_the_numbers_of_its_formulas(llama: ModelFacts) -
         assert own.matmul_flops.at(**at) == pytest.approx(other.matmul_flops.at(**at))
         assert own.attention_flops.at(**at) == pytest.approx(other.attention_flops.at(**at))
         assert own.output_bytes.at(**at) == other.output_bytes.at(**at)
+        # the closed form knows no mask and reads a norm's input once: what is seen is never less
+        assert 1 <= own.fused_bytes.at(**at) / other.fused_bytes.at(**at) < 1.25
+        assert own.fused_bytes.at(**at) < 0.5 * own.moved_bytes.at(**at)
     assert model_flops(llama) == pytest.approx(model_flops(known))
     assert llama.optimizer.state_bytes == pytest.approx(8, rel=0.02)
     assert llama.tp_sizes == (2,) and llama.cp_sizes == (2,)
@@ -71,7 +74,12 @@ def test_a_decoder_is_traced_to_the_numbers_of_its_formulas(llama: ModelFacts) -
 def test_what_a_model_can_not_have_is_said_with_its_reason() -> None:
     found = facts_of("tests.zoo:digits")
     assert found.tp_sizes == () and "tp" in found.refused and found.cp_sizes == ()
-    assert {"cp", "ep"} <= set(found.refused)
+    assert {"cp", "ep"} <= set(found.refused) and not found.compiles
+
+
+def test_who_compiles_is_planned_with_compiled_blocks() -> None:
+    found = facts_of("tests.zoo:digits", "--train.compile", "true")
+    assert found.compiles and found.tp_sizes == () and "remat=selective" in found.refused
 
 
 def test_experts_are_counted_apart() -> None:
@@ -106,6 +114,7 @@ def test_the_command_answers_with_its_fixed_keys(tmp_path: Path) -> None:
     assert tokens == pytest.approx(zoo.BATCH * zoo.LENGTH / best["step_seconds"] / 2) and 0 < best["mfu"] < 1
     assert answer["links"]["inside a node"]["origin"] == "assumed" and answer["peak_flops_per_second"] == 67e12
     assert answer["reserve"] == {"bytes": 2 << 30, "origin": "assumed"}
+    assert [option["option"] for option in answer["options"]] == ["params=bf16", "--train.compile true"]
     assert best["fits"] and best["replayed"] and best["step_seconds"] > 0 and best["why"]
     assert best["peak_bytes"] == sum(
         best["parts"][name] for name in ("parameters", "gradients", "optimizer", "buffers", "activations", "reserve")

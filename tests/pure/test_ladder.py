@@ -97,12 +97,15 @@ def test_a_kept_plan_is_of_the_jobs_file_as_it_is_now(tmp_path: Path, monkeypatc
     job = tmp_path / "job.py"
     job.write_text("def make_job(width=3): ...\n")
 
-    def key(text: str = "", **settings: Any) -> str:
-        return plan_key(str(job) + text, settings=settings, precision="fp32", global_batch_size=8)
+    def key(text: str = "", *, precision: str = "fp32", batch: int = 8, compiles: bool = False, **settings: Any) -> str:
+        own = {"precision": precision, "global_batch_size": batch, "compiles": compiles}
+        return plan_key(str(job) + text, settings=settings, **own)  # type: ignore[arg-type]
 
     first = key()
     keep_plan(first, {"facts": 1})
     assert read_plan(first) == {"facts": 1} and read_plan("other") is None
-    assert key(**{"train.steps": 3}) == first != key(**{"job.width": 5})
+    assert key(**{"train.steps": 3}) == first
+    others = [key(**{"job.width": 5}), key(precision="bf16"), key(batch=4), key(compiles=True)]  # type: ignore[arg-type]
+    assert len({first, *others}) == 5
     job.write_text("def make_job(width=4): ...\n")
     assert key() != first

@@ -17,12 +17,14 @@ _MOST = 5  # runs of a family
 _ALL = ""
 
 
-def plan_key(job: str, *, settings: Mapping[str, Any], precision: str, global_batch_size: int) -> str:
+def plan_key(
+    job: str, *, settings: Mapping[str, Any], precision: str, global_batch_size: int, compiles: bool = False
+) -> str:
     """Of the job's file as it is now, its parameters, and what else its numbers follow; of a module, of its name."""
     ref = parse_jobref(job)
     text = ref.path.read_bytes() if ref.path is not None else str(ref.module).encode()
     own = {name: str(value) for name, value in sorted(settings.items()) if name.startswith("job.")}
-    rest = json.dumps([ref.name, own, precision, global_batch_size])
+    rest = json.dumps([ref.name, own, precision, global_batch_size, *(["compiled"] if compiles else [])])
     return hashlib.sha256(text + rest.encode()).hexdigest()[:16]
 
 

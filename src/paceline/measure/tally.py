@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from paceline.measure.fusion import Fusion
 from paceline.nested import leaves
 
 FIRST, LAST = "", "\0"
@@ -19,13 +20,14 @@ FIRST, LAST = "", "\0"
 @dataclass(kw_only=True)
 class Cost:
     """Of one part: FLOPs (a multiply-add is two), bytes moved, saved, made by products, given on, reduced, exchanged;
-    `masked` are those that attention leaves out by a causal mask, `largest_bytes` is the largest result of one
-    operation."""
+    `masked` are FLOPs that attention leaves out by a causal mask, `fused_bytes` what a compiler leaves of the moved
+    ones, `largest_bytes` is the largest result of one operation."""
 
     products: float = 0.0
     attention: float = 0.0
     masked: float = 0.0
     moved_bytes: float = 0.0
+    fused_bytes: float = 0.0
     saved_bytes: float = 0.0
     product_bytes: float = 0.0
     output_bytes: float = 0.0
@@ -49,6 +51,7 @@ class Tally:
         self._part = FIRST
         self._held: list[Tensor] = []  # so that no other memory gets the number of one that was counted
         self._known = {id(t.untyped_storage()) for t in [*model.parameters(), *model.buffers()]}
+        self._fusion = Fusion()
         self.costs = {name: Cost() for name in (FIRST, *blocks, LAST)}
 
     @contextmanager
@@ -77,16 +80,21 @@ class Tally:
         new = sum(tensor.nbytes for tensor in made if id(tensor.untyped_storage()) not in given)
         cost.largest_bytes = max(cost.largest_bytes, float(new))
         short = name.partition(".")[0]
-        if short in _ATTENTION:
+        if short in _ATTENTION or short in _PRODUCTS:
+            self._product(cost, short, args, made)
+            cost.product_bytes += new
+        elif new or any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+            taken = [tensor for tensor in leaves(args) if not tensor.is_meta]
+            cost.moved_bytes += sum(tensor.nbytes for tensor in leaves(args)) + sum(t.nbytes for t in made)
+            cost.fused_bytes += self._fusion.joined(taken, made)
+
+    def _product(self, cost: Cost, name: str, args: Any, made: Sequence[Tensor]) -> None:
+        cost.fused_bytes += self._fusion.product((tensor for tensor in leaves(args) if not tensor.is_meta), made)
+        if name in _ATTENTION:
             done, masked = _scores(args)
             cost.attention, cost.masked = cost.attention + done, cost.masked + masked
-        elif short in _PRODUCTS:
-            cost.products += _PRODUCTS[short](args, made)
         else:
-            if new or any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
-                cost.moved_bytes += sum(tensor.nbytes for tensor in leaves(args)) + sum(t.nbytes for t in made)
-            return
-        cost.product_bytes += new
+            cost.products += _PRODUCTS[name](args, made)
 
     def _message(self, cost: Cost, name: str, args: Any) -> None:
         if name.startswith("c10d::allreduce"):
@@ -105,13 +113,16 @@ class Tally:
 
     def _enter(self, name: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:
+            self._fusion.end(())
             self._part = name
 
         return enter
 
     def _leave(self, name: str) -> Callable[..., None]:
         def leave(_: nn.Module, __: Any, output: Any) -> None:
-            self.costs[name].output_bytes = float(sum(tensor.nbytes for tensor in leaves(output)))
+            own = self.costs[name]
+            own.output_bytes = float(sum(tensor.nbytes for tensor in leaves(output)))
+            own.fused_bytes += self._fusion.end(leaves(output))
             if name == self._last:
                 self._part = LAST
 

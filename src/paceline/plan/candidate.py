@@ -14,7 +14,8 @@ MICRO = "micro_batch_size"
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Axes, options and the microbatch. `params` is the type in which fsdp gathers; `precision` that of the products.
+    """Axes, options and the microbatch. `params` is the type in which fsdp gathers; `precision` that of the products;
+    blocks are compiled where it `compiles`.
 
     `micro_batch_size` is in samples of one forward of one replica; `virtual` how many stages a rank holds.
     """
@@ -34,6 +35,7 @@ class Candidate:
     sequence: bool = False
     params: str = "fp32"
     precision: str = "fp32"
+    compiles: bool = False
 
     @property
     def ranks(self) -> int:
@@ -99,13 +101,15 @@ class Candidate:
 
     def __str__(self) -> str:
         """`fsdp,remat=full in microbatches of 2`."""
-        return f"{self.layout} in microbatches of {self.micro_batch_size}"
+        return f"{self.layout} in microbatches of {self.micro_batch_size}{', compiled' * self.compiles}"
 
 
 _FIELDS = tuple(field.name for field in fields(Candidate))
 
 
-def candidate_of(layout: Layout, mesh: Mesh, *, micro_batch_size: int, precision: str) -> Candidate:
+def candidate_of(
+    layout: Layout, mesh: Mesh, *, micro_batch_size: int, precision: str, compiles: bool = False
+) -> Candidate:
     """Of a layout that was asked for. What runs every second block again is forecast as if it kept all of them."""
     remat = layout.remat.partition(":")[0]
     return Candidate(
@@ -119,6 +123,7 @@ def candidate_of(layout: Layout, mesh: Mesh, *, micro_batch_size: int, precision
         sequence=layout.sequence and mesh.tp > 1,
         params=layout.params if mesh.zero == 3 else "fp32",
         precision=precision,
+        compiles=compiles,
     )
 
 

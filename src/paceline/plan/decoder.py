@@ -71,6 +71,7 @@ def decoder_facts(
             attention_flops=Amount(pair=4.0 * sizes.width),
             masked_flops=NOTHING,
             moved_bytes=block.moved_bytes + Amount(pair=float(passes)),
+            fused_bytes=block.fused_bytes + Amount(pair=float(passes)),
             attention_saved_bytes=NOTHING,
         )
     head = sizes.vocabulary * sizes.width
@@ -138,6 +139,7 @@ def _block(sizes: Decoder, short: int, wide: int, *, is_fused: bool) -> Part:
         attention_flops=Amount(pair=2.0 * h),  # two products of 2·h each, half of the pairs masked
         masked_flops=Amount(pair=2.0 * h),
         moved_bytes=Amount(token=_moved(sizes, short, wide, is_fused=is_fused)),
+        fused_bytes=Amount(token=_moved(sizes, short, wide, is_fused=True)),
         saved_bytes=Amount(token=float(saved)),
         split_saved_bytes=Amount(
             fixed=float(short * (attention + (0 if routed else mlp)) if short < 4 else 0),

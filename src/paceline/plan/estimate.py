@@ -103,6 +103,8 @@ class Estimate:
         found = {"train.micro_batch_size": str(self.candidate.micro_batch_size)}
         if self.candidate.precision != "fp32":
             found["train.precision"] = self.candidate.precision
+        if self.candidate.compiles:
+            found["train.compile"] = "true"
         if len(set(self.stages)) > 1:
             found["place.stages"] = ",".join(map(str, self.stages))
         return found

@@ -79,14 +79,15 @@ class Part:
 
     `saved_bytes` are kept for backward on each tp rank, `split_saved_bytes` divided among them; `attention_saved_bytes`
     are those of both that fused attention keeps nothing of. `output_bytes` go to the next part. `moved_bytes` is what
-    everything but products reads and writes. `peak_bytes` is the most that forward or backward needs for a moment,
-    beside what is saved. `tp_bytes` are all-reduced over tp, in `tp_calls`, as much again in backward; `ep_bytes` are
-    exchanged over ep, there and back; `expert_flops` are those of `matmul_flops` that experts do. `cp_bytes` are keys
-    and values, which go round a ring over cp. `selective_saved_bytes` are what `remat=selective` keeps beside the
-    input, undivided. `large_parameters` are the elements of tensors above 16 MiB, which travel without a buffer:
-    counted here only where `tensors`, the elements of each, are not known. `tp_parameters` are a rank's for sizes of tp
-    that were seen: not all of `split_parameters` may divide. `ways` are what was seen of its memory, by `remat`: they
-    stand for what is said here of saved bytes and of the peak.
+    everything but products reads and writes, `fused_bytes` what is left of it where a compiler joins operations.
+    `peak_bytes` is the most that forward or backward needs for a moment, beside what is saved. `tp_bytes` are
+    all-reduced over tp, in `tp_calls`, as much again in backward; `ep_bytes` are exchanged over ep, there and back;
+    `expert_flops` are those of `matmul_flops` that experts do. `cp_bytes` are keys and values, which go round a ring
+    over cp. `selective_saved_bytes` are what `remat=selective` keeps beside the input, undivided. `large_parameters`
+    are the elements of tensors above 16 MiB, which travel without a buffer: counted here only where `tensors`, the
+    elements of each, are not known. `tp_parameters` are a rank's for sizes of tp that were seen: not all of
+    `split_parameters` may divide. `ways` are what was seen of its memory, by `remat`: they stand for what is said here
+    of saved bytes and of the peak.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Part:
     attention_flops: Amount = NOTHING
     masked_flops: Amount = NOTHING
     moved_bytes: Amount = NOTHING
+    fused_bytes: Amount = NOTHING
     saved_bytes: Amount = NOTHING
     split_saved_bytes: Amount = NOTHING
     attention_saved_bytes: Amount = NOTHING
@@ -153,7 +155,7 @@ class ModelFacts:
 
     `blocks` are the chain that may be cut into stages; `tied` are elements of `last` that are those of `first` again.
     `tp_sizes`, `cp_sizes`, `ep_sizes` are the sizes that the model can have beside 1; `refused` says of an axis or of
-    an option why the model can't have it. `precision` is what the amounts hold for.
+    an option why the model can't have it. `precision` is what the amounts hold for; where it `compiles`, blocks do.
     """
 
     name: str
@@ -166,6 +168,7 @@ class ModelFacts:
     tied: int = 0
     precision: str = "fp32"
     element_bytes: int = 4
+    compiles: bool = False
     tp_sizes: tuple[int, ...] = ()
     cp_sizes: tuple[int, ...] = ()
     ep_sizes: tuple[int, ...] = ()

@@ -174,7 +174,14 @@ class Forecast:
                 **{name: group_of(self.fleet, (axis,), efficiency=self.efficiency.link) for name, axis in axes.items()},
             )  # fmt: skip
             self._works[key] = tuple(
-                work_of(part, is_block=i > 1, split=split, device=self.fleet.device, efficiency=self.efficiency)
+                work_of(
+                    part,
+                    is_block=i > 1,
+                    split=split,
+                    device=self.fleet.device,
+                    efficiency=self.efficiency,
+                    is_compiled=self.facts.compiles and (i > 1 or not self.facts.blocks),
+                )
                 for i, part in enumerate(self.chain.parts)
             )
         return self._works[key]

@@ -45,7 +45,9 @@ def trunks(facts: ModelFacts, fleet: Fleet, grid: Grid) -> Iterator[Candidate]:
                 if dp > facts.global_batch_size or 2 * cp > max(2, facts.length):
                     continue
                 for ep in _had(facts.ep_sizes, dp):
-                    found = Candidate(pp=pp, tp=tp, cp=cp, ep=ep, dp_replicate=dp, precision=facts.precision)
+                    found = Candidate(
+                        pp=pp, tp=tp, cp=cp, ep=ep, dp_replicate=dp, precision=facts.precision, compiles=facts.compiles
+                    )
                     if not (tp > 1 and facts.optimizer.whole_tensors) and not is_refused(found, facts):
                         yield found
 

@@ -140,7 +140,8 @@ def _candidates(forecast: Forecast, layout: Layout, micro_batch_size: int | None
         raise LayoutError(
             f"{layout} in microbatches of {sizes[0]} can't be had: {facts.refused[f'{MICRO}={sizes[0]}'].rstrip('.')}."
         )
-    found = [candidate_of(layout, mesh, micro_batch_size=size, precision=facts.precision) for size in had]
+    precision, compiles = facts.precision, facts.compiles
+    found = [candidate_of(layout, mesh, micro_batch_size=n, precision=precision, compiles=compiles) for n in had]
     _refuse(found[0], facts)
     return found
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.plan.efficiency import Efficiency
-from paceline.plan.facts import Amount, Holding, Part
+from paceline.plan.facts import NOTHING, Amount, Holding, Part
 from paceline.plan.hardware import Device, Group
 
 _SHORT = {"bf16": 2, "fp16": 2, "float8": 2}  # products in 8 bits take numbers that are kept in 16
@@ -66,10 +66,13 @@ class Work:
         return self.forward + self.input + self.weight + self.again + self.messages_forward + self.messages_backward
 
 
-def work_of(part: Part, *, is_block: bool, split: Split, device: Device, efficiency: Efficiency) -> Work:
+def work_of(
+    part: Part, *, is_block: bool, split: Split, device: Device, efficiency: Efficiency, is_compiled: bool = False
+) -> Work:
     """Only blocks are computed again."""
     remat = split.remat if is_block else "none"
     seen = split.remat if part.ways else remat
+    part = replace(part, moved_bytes=part.fused_bytes) if is_compiled and part.fused_bytes != NOTHING else part
     forward, attention, rest = _computes(part, split, device, efficiency, is_block=is_block)
     trained = 1 - part.frozen_parameters / part.parameters if part.parameters else 0.0
     start = efficiency.part_seconds

@@ -85,7 +85,8 @@ def _candidate(task: Task, facts: ModelFacts) -> Candidate:
     with suppress(OSError, ValueError, KeyError):
         given = read_json(Path(task.run) / "plan.json")["micro_batch_size"]
     share = -(-facts.global_batch_size // mesh.replicas)
-    return candidate_of(layout, mesh, micro_batch_size=int(given or share), precision=facts.precision)
+    micro = int(given or share)
+    return candidate_of(layout, mesh, micro_batch_size=micro, precision=facts.precision, compiles=facts.compiles)
 
 
 def _short(forecast: Forecast, candidate: Candidate, failure: Failure) -> Forecast:

@@ -44,7 +44,11 @@ def key_of(ready: Ready) -> str:
     settings = ready.settings
     batch = settings.train.global_batch_size or ready.job.global_batch_size
     return plan_key(
-        ready.task.job, settings=ready.task.settings, precision=settings.train.precision, global_batch_size=batch
+        ready.task.job,
+        settings=ready.task.settings,
+        precision=settings.train.precision,
+        global_batch_size=batch,
+        compiles=settings.train.compile,
     )
 
 

@@ -42,7 +42,9 @@ def estimated(found: Mapping[str, Any], ready: Ready, *, parameters: int) -> Run
     else:
         return None
     precision, forecast = ready.settings.train.precision, Forecast(facts=facts, fleet=fleet)
-    candidate = candidate_of(plan.asked, plan.mesh, micro_batch_size=plan.micro_batch_size, precision=precision)
+    candidate = candidate_of(
+        plan.asked, plan.mesh, micro_batch_size=plan.micro_batch_size, precision=precision, compiles=facts.compiles
+    )
     own = counted.get(str(candidate))
     return rung_here(
         as_timed_here(ready, forecast, forecast.estimate(candidate)),

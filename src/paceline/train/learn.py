@@ -18,6 +18,7 @@ from paceline.measure.tally import FIRST, LAST, Cost, Tally
 from paceline.place.experts.find import find_experts
 from paceline.plan.candidate import MICRO
 from paceline.plan.facts import Amount, Keeps, ModelFacts, Part, Way
+from paceline.plan.numerics import compiled
 from paceline.spec.settings import Settings
 from paceline.step.passes import backward, forward
 from paceline.streams import preserved
@@ -84,7 +85,7 @@ def _learnt(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
         for name in few.costs
     }
     trained = sum(few.parameters.values()) - sum(few.frozen.values())
-    return ModelFacts(
+    found = ModelFacts(
         name=job.name or "",
         first=parts[FIRST],
         blocks=tuple(parts[name] for name in names),
@@ -98,6 +99,7 @@ def _learnt(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
         ep_sizes=tuple(n for n in _powers(most_ranks) if experts and not experts["count"] % n),
         refused=refused,
     )
+    return compiled(found) if settings.train.compile else found
 
 
 def _tried(call: Callable[[], Any], refused: dict[str, str], axis: str) -> Any:
@@ -264,6 +266,7 @@ def _part(
         attention_flops=amount("attention"),
         masked_flops=amount("masked"),
         moved_bytes=amount("moved_bytes"),
+        fused_bytes=amount("fused_bytes"),
         saved_bytes=kept.times(1 - fraction),
         split_saved_bytes=kept.times(fraction),
         selective_saved_bytes=amount("product_bytes"),

@@ -16,6 +16,7 @@ from paceline.plan.forecast import Forecast
 from paceline.plan.hardware import Fleet, fleet_of
 from paceline.plan.judged import Judged, judge
 from paceline.plan.memory import PARTS, Memory
+from paceline.plan.numerics import numerics_options, option_lines
 from paceline.spec.task import Task
 from paceline.spec.words import size
 from paceline.store.disk import write_json
@@ -140,6 +141,8 @@ def _answer(advice: Advice | Judged, seen: Mapping[str, Seen], chosen: Chosen) -
     lines += [_lost(name, one, fleet) for name, one in seen.items() if name not in told]
     lines += [f"  {candidate} can't be had: {one.why}" for candidate, one in chosen.lost.items()]
     lines += _disturbed(chosen.others)
+    options = numerics_options(forecast, advice.recommended, chosen.grid) if isinstance(advice, Advice) else []
+    lines += option_lines(options)
     lines += assumption_lines(fleet, precision=facts.precision, is_offloaded=_is_offloaded(rows))
     lines += _doubts(advice.rows, facts) if isinstance(advice, Advice) else []
     return {
@@ -147,6 +150,7 @@ def _answer(advice: Advice | Judged, seen: Mapping[str, Seen], chosen: Chosen) -
         "facts": facts.as_json(),
         "efficiency": forecast.efficiency.as_json(),
         "cluster": fleet.as_json(),
+        "options": [option.as_json() for option in options],
         **assumptions(fleet, precision=facts.precision),
         "lines": lines,
     }
