@@ -1,7 +1,7 @@
 """Steps that a plan has timed are kept for `--layout auto` and for forecasts, and for nothing that they are not of."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from paceline.plan.estimate import Estimate, Timed
 from paceline.plan.forecast import Forecast
 from paceline.plan.timed import retimed, shortlist
 from paceline.train.ready import Ready, prepare
-from paceline.train.timed_here import as_timed_here, keep, timed_here
+from paceline.train.timed_here import _NOT_OF_STEPS, _key, as_timed_here, keep, timed_here
 from paceline.verbs.running import Common, make_task
 from tests.conftest import SMALL_JOB
 from tests.pure.drawn_plans import forecast
@@ -54,6 +54,19 @@ def test_they_are_found_again_under_another_length_and_microbatch(job: Path) -> 
         assert told(found.options) == told(options)
     below = [DRAWN.estimate(one.candidate) for one in options][::-1]
     assert told(found.of(below)) == told(options[::-1]), "as wrong as the others, in the order that it was given"
+
+
+def test_every_setting_that_a_step_follows_tells_what_is_kept_apart(job: Path) -> None:
+    now = ready(job)
+    keys = {_key(now, DRAWN.fleet)}
+    for name in ("train", "place", "data"):
+        group = getattr(now.settings, name)
+        for field in fields(group):
+            changed = replace(now.settings, **{name: replace(group, **{field.name: "another"})})
+            key = _key(replace(now, settings=changed), DRAWN.fleet)
+            is_same = name == "train" and field.name in _NOT_OF_STEPS
+            assert (key in keys) == is_same, f"{name}.{field.name}"
+            keys.add(key)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,14 @@ def test_one_device() -> None:
     assert (working.activations, working.temporaries) == (4 * 2 * 64, 20)
 
 
+def test_the_ranks_of_zbv_have_the_first_stage_and_the_last() -> None:
+    """Of stages 0 and 3, with an end of 3 s a sample each, and 1 and 2: a loop would give each rank one end."""
+    end = Part(name="end", split_parameters=100, matmul_flops=Amount(sample=1000.0))
+    forecast = made(replace(FACTS, first=end, last=end, tp_sizes=()))
+    found = forecast.seconds(Candidate(pp=2, schedule="zbv", virtual=2, micro_batch_size=1))
+    assert found.compute == 4 * 2 * (FORWARD + BACK + 3.0)
+
+
 def test_slack_and_the_start_are_beside_it() -> None:
     forecast = made(efficiency=replace(ALL, slack=0.5, part_seconds=0.25, step_seconds=3.0))
     memory = forecast.memory(Candidate(dp_replicate=2, micro_batch_size=2))
