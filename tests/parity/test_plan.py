@@ -79,7 +79,7 @@ def test_what_a_model_can_not_have_is_said_with_its_reason() -> None:
 
 def test_who_compiles_is_planned_with_compiled_blocks() -> None:
     found = facts_of("tests.zoo:digits", "--train.compile", "true")
-    assert found.compiles and found.tp_sizes == () and "remat=selective" in found.refused
+    assert found.compiles and {"tp", "remat=selective"} <= set(found.refused)
 
 
 def test_experts_are_counted_apart() -> None:

@@ -38,6 +38,15 @@ def test_options_are_the_best_of_all_that_fit_and_no_row_has_them() -> None:
     assert short.seconds == joined.seconds == advice.recommended.step_seconds
 
 
+def test_an_option_has_what_it_is_called_by_where_others_are_quicker() -> None:
+    """Over Ethernet a pipeline without shards is quickest, which has no weights to gather."""
+    forecast = llama("2x8xA100-80G@eth-100g")
+    best = advise(forecast, grid=FEW).recommended
+    short = numerics_options(forecast, best, FEW)[0]
+    assert short.estimate.candidate.params == "bf16" and short.estimate.step_seconds > best.step_seconds
+    assert "params=bf16" in short.command and " times as long as " in "".join(short.lines())
+
+
 def test_an_option_says_what_to_type_what_it_gains_and_what_becomes_of_the_numbers() -> None:
     forecast = llama("8xH100-80G")
     best = advise(forecast, grid=FEW).recommended

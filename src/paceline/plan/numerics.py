@@ -68,7 +68,7 @@ class NumericsOption:
 def compiled(facts: ModelFacts) -> ModelFacts:
     """Return the facts of the same model with its blocks compiled."""
     refused = {**facts.refused, "tp": facts.refused.get("tp", _NO_TP), "remat=selective": _WHOLE}
-    return replace(facts, compiles=True, tp_sizes=(), refused=refused)
+    return replace(facts, compiles=True, refused=refused)
 
 
 def numerics_options(forecast: Forecast, recommended: Estimate, grid: Grid) -> list[NumericsOption]:

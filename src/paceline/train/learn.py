@@ -45,11 +45,18 @@ class _Run:
 
 
 def learn_facts(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
-    """What the planner must know of a job. Of blocks that are alike three are looked at.
+    """What the planner must know of a job. Of blocks that are alike three are looked at, none of them compiled.
 
     Raises:
         PacelineError: the job can't be run even so.
     """
+    plain = replace(settings, train=replace(settings.train, compile=False))
+    found = _learnt_shortly(job, plain, most_ranks=most_ranks)
+    return compiled(found) if settings.train.compile else found
+
+
+def _learnt_shortly(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
+    """Of a model that is cut short where that will do."""
     short, depths = shallow(job)
     try:
         found = _learnt(short, settings, most_ranks=most_ranks)
@@ -85,7 +92,7 @@ def _learnt(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
         for name in few.costs
     }
     trained = sum(few.parameters.values()) - sum(few.frozen.values())
-    found = ModelFacts(
+    return ModelFacts(
         name=job.name or "",
         first=parts[FIRST],
         blocks=tuple(parts[name] for name in names),
@@ -99,7 +106,6 @@ def _learnt(job: Job, settings: Settings, *, most_ranks: int) -> ModelFacts:
         ep_sizes=tuple(n for n in _powers(most_ranks) if experts and not experts["count"] % n),
         refused=refused,
     )
-    return compiled(found) if settings.train.compile else found
 
 
 def _tried(call: Callable[[], Any], refused: dict[str, str], axis: str) -> Any:
