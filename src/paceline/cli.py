@@ -43,6 +43,7 @@ _ALIASES = {
     "--strategy": "--layout",
 }
 _PLAIN_SETTINGS = ("seed",)
+_RANKS = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")
 _NO_BOX = dict.fromkeys(map(ord, "╭╮╰╯│+"), " ")
 
 
@@ -66,12 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> None:
-    """The console script. Inside a world that others made, leave without running destructors: peers may be gone."""
+    """The console script. Inside a world that others made, leave without torch's destructors: peers may be gone."""
     replace_closed()
     code = main()
     flush()
-    if any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")):
-        os._exit(code)
+    if any(name in os.environ for name in _RANKS):
+        from paceline.survive.ending import end_python, leave
+
+        (end_python if code in (ExitCode.DONE, ExitCode.STOPPED) else leave)(code)
     sys.exit(code)
 
 
@@ -178,7 +181,14 @@ def _known_flags(cls: type) -> list[str]:
 
 
 def _refuse(error: PacelineError, *, as_json: bool) -> int:
-    if as_json:
+    """Say it; of the ranks of a world that others made, which all read the same words, the first says it for all."""
+    from paceline.survive.uncaught import report, sentence
+
+    failure, turn = report(error)
+    if not turn.tells_all:
+        if turn.tells_line:
+            say(sentence(failure, turn), sys.stderr)
+    elif as_json:
         say(json.dumps(error.as_json(), indent=1))
     else:
         say("\n".join(map(shortened, f"error: {error}".splitlines())), sys.stderr)

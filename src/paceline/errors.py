@@ -1,14 +1,13 @@
 """The tree of errors a user can meet: what happened, where, the likely cause, the line to type."""
 
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
-from pathlib import Path
 from traceback import extract_stack, extract_tb
 from types import FrameType
+
+from paceline.user_code import is_users
 
 
 def on_a_screen(text: str, *, lines: int = 8, width: int = 400) -> str:
@@ -116,6 +115,10 @@ class DesyncError(RunError):
     """Replicas that must be equal are not."""
 
 
+class PeerError(RunError):
+    """Another rank left or did not answer, and this one could not go on: what happened is that rank's to tell."""
+
+
 class OutOfMemory(RunError):
     """A rank could not get the memory that it asked for.
 
@@ -195,7 +198,7 @@ class UserLine:
 
 def user_line(error: BaseException) -> UserLine | None:
     """Where in the user's code it happened: the last frame that is neither ours, nor installed, nor Python's."""
-    frames = [f for f in extract_tb(error.__traceback__) if not _is_foreign(f.filename)]
+    frames = [f for f in extract_tb(error.__traceback__) if is_users(f.filename)]
     if isinstance(error, SyntaxError) and error.filename:
         return UserLine(file=error.filename, line=error.lineno or 0, text=(error.text or "").strip())
     if not frames:
@@ -206,7 +209,7 @@ def user_line(error: BaseException) -> UserLine | None:
 def place_now() -> object:
     """The same where the user's own code is at the same operation again."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_foreign(frame.f_code.co_filename):
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return None if frame is None else (frame.f_code, frame.f_lasti)
 
@@ -219,20 +222,5 @@ def as_refused(error: Exception) -> str:
 
 def line_now() -> UserLine | None:
     """Where in the user's code the call is that this is part of."""
-    last = next((f for f in reversed(extract_stack()) if not _is_foreign(f.filename)), None)
+    last = next((f for f in reversed(extract_stack()) if is_users(f.filename)), None)
     return None if last is None else UserLine(file=last.filename, line=last.lineno or 0, text=last.line or "")
-
-
-def is_users(filename: str) -> bool:
-    """Return whether a file is the user's own: neither ours, nor installed, nor Python's."""
-    return not _is_foreign(filename)
-
-
-@cache
-def _is_foreign(filename: str) -> bool:
-    roots = (str(Path(__file__).parent), *(path for path in _INSTALLED if path))
-    examples = str(Path(__file__).parent / "examples")
-    return filename.startswith("<") or (filename.startswith(roots) and not filename.startswith(examples))
-
-
-_INSTALLED = {sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ExitCode, UsageError
+from paceline.errors import ExitCode, PeerError, UsageError
 from paceline.spec.secret import holds_secret
 from paceline.spec.words import many
 from paceline.store.checkpoints import LATEST, marked, step_of, was_saved
@@ -17,6 +17,7 @@ from paceline.store.disk import write_json, writing
 from paceline.store.hold import Hold, hold
 from paceline.store.runs import RunFolder
 from paceline.survive.agent import Agent, nursery_command
+from paceline.survive.decide import is_lost_connection
 from paceline.survive.failure import FIRST_FAILURE, STARTER, Failure
 from paceline.survive.patience import DEFAULT_SECONDS
 from paceline.survive.stuck import APART, TIMEOUT
@@ -61,8 +62,27 @@ class Outcome:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the same words go on with it. A refusal says itself what to change: they would be refused again."""
-        return self.exit_code not in (ExitCode.DONE, ExitCode.REFUSED)
+        """Whether the same words go on with it."""
+        return can_go_on(self.attempt_folder.parents[1], self.exit_code, self.failure)
+
+
+def can_go_on(run: Path, exit_code: int, failure: Failure | None) -> bool:
+    """Return whether the words that started a run go on with it.
+
+    A refusal says itself what to change: they would be refused again. An error in the job would come again at the same
+    place, unless a checkpoint is there, from which a mended job goes on.
+    """
+    if exit_code in (ExitCode.DONE, ExitCode.REFUSED):
+        return False
+    if failure is None or exit_code == ExitCode.MACHINE or is_from_outside(failure):
+        return True
+    return was_saved(RunFolder(run).checkpoints)
+
+
+def is_from_outside(failure: Failure) -> bool:
+    """Return whether it may be no fault of the job: a signal, memory, a rank that is slow, or what starts the ranks."""
+    named = failure.kind in ("signal", TIMEOUT) or failure.rank == STARTER
+    return named or failure.is_short_of_memory or is_lost_connection(failure)
 
 
 def start(request: Request, *, on_start: Callable[[Path], Callable[[], None]] | None = None) -> Outcome:
@@ -206,10 +226,22 @@ def failure_keys(outcome: Outcome, *, go_on: str = "") -> dict[str, Any]:
     failure = outcome.failure
     if failure is None:
         return {"go_on": go_on} if go_on else {}
+    return {**_said_by_key(failure), "log": str(_log_of(outcome, failure)), "go_on": go_on}
+
+
+def joined_keys(failure: Failure, *, go_on: str = "") -> dict[str, Any]:
+    """The same of a rank of a world that others made: it keeps no log of its own, and may only have lost another."""
+    said = _said_by_key(failure)
+    if failure.exit_code == ExitCode.FAILED and is_lost_connection(failure):
+        what = f"rank {failure.rank} could not go on because another rank left or did not answer: {failure.message}"
+        said |= {"error": PeerError.__name__, "what": what, "where": ""}
+    return {**said, "log": "", "go_on": go_on}
+
+
+def _said_by_key(failure: Failure) -> dict[str, Any]:
     said = {"error": failure.kind, "what": failure.message, "where": failure.where, "cause": "", "hint": ""}
     said |= {name: value for name, value in failure.said.items() if value and not (name == "where" and failure.where)}
-    who = {"rank": None if failure.rank == STARTER else failure.rank, "step": failure.step}
-    return {**said, **who, "log": str(_log_of(outcome, failure)), "go_on": go_on}
+    return {**said, "rank": None if failure.rank == STARTER else failure.rank, "step": failure.step}
 
 
 def _log_of(outcome: Outcome, failure: Failure) -> Path:

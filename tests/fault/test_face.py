@@ -56,13 +56,15 @@ def test_a_failure_in_an_evaluation_is_in_the_step_before_it(shop: Shop) -> None
 
 def test_under_torchrun_the_step_and_the_line_that_goes_on_are_said_too(shop: Shop) -> None:
     shop.write("job.py", dying(4))
-    ended = joined(shop, "train", "job.py", "--run-dir", "run", "--train.steps", "12", *WORDS)
-    assert ended.returncode == 1
+    ended = joined(
+        shop, "train", "job.py", "--run-dir", "run", "--train.steps", "12", "--checkpoint.every", "2", *WORDS
+    )
+    assert ended.returncode == 1 and "paceline/" not in ended.stderr.partition("FAILED")[0]
     assert re.search(r"^FAILED at step 4\. rank 1, .*job\.py:\d+, IndexError: row 4 is odd$", ended.stderr, re.M)
     assert re.search(
         r"^rank 0 stopped at step 4 because another rank left; that rank's own output says why", ended.stderr, re.M
     ), ended.stderr
-    again = "torchrun --nproc-per-node 2 -m paceline train job.py --run-dir run --train.steps 12"
+    again = "torchrun --nproc-per-node 2 -m paceline train job.py --run-dir run --train.steps 12 --checkpoint.every 2"
     assert ended.stderr.count(f"Go on: {again}") == 1
     assert "run: .\n" not in ended.stdout
 

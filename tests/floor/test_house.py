@@ -10,12 +10,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "paceline"
 ORDER = [
-    ("errors",), ("plugins", "events", "pulse", "talk", "traffic", "faults"), ("spec",), ("schedule",), ("plan",), ("order",), ("store",),
+    ("user_code",), ("errors",), ("plugins", "events", "pulse", "talk", "traffic", "faults"), ("spec",), ("schedule",), ("plan",), ("order",), ("store",),
     ("launch",), ("survive",), ("watch",), ("start",), ("torch_private",), ("torch_modes", "nested", "scalar", "signatures"), ("job", "job_fields", "job_parameters", "job_transfer", "world", "worlds", "streams"), ("feed",),
     ("measure",), ("place",), ("step",), ("train",), ("prove",), ("hf",), ("verbs",), ("cli",), ("__main__", "__init__"),
 ]  # fmt: skip
 RANK = {name: place for place, names in enumerate(ORDER) for name in names}
 FREE_OF_TORCH = [
+    "user_code",
     "errors",
     "plugins",
     "events",

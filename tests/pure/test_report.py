@@ -15,6 +15,7 @@ import pytest
 
 from paceline.events import EvalDone, Event, RunEnded, RunStarted, StepDone
 from paceline.measure.environment import code_facts, loaded_modules
+from paceline.store.hold import hold
 from paceline.store.runs import RunFolder
 from paceline.survive.failure import write_failure
 from paceline.verbs.compare import compare
@@ -352,8 +353,8 @@ def test_loaded_modules_are_the_users_own(tmp_path: Path, monkeypatch: pytest.Mo
     [
         ("train", 6, False, "failed at step 6", "5 of 12"),
         ("train", 0, False, "failed", "1 of 12"),
-        ("evaluate", 6, False, "not ended", "1 of 12"),
-        ("train", None, False, "not ended", "1 of 12"),
+        ("evaluate", 6, False, "failed", "1 of 12"),
+        ("train", None, False, "failed", "1 of 12"),
         ("train", 6, True, "done", "12 of 12"),
     ],
 )
@@ -372,6 +373,17 @@ def test_the_page_of_a_failed_run_says_so_and_how_far_it_came(
     assert f"<dt>status</dt><dd>{status}</dd>" in text and f"<dt>steps</dt><dd>{steps}</dd>" in text
     run.attempt_folder(2).mkdir()  # a later attempt that fails before it has begun
     (run.attempt_folder(2) / "failure-0.json").write_text(json.dumps({"rank": 0, "kind": "ImportError"}))
+    assert "<dt>status</dt><dd>failed</dd>" in page(run)
+
+
+def test_a_run_that_is_held_is_running_and_one_that_nobody_holds_has_failed(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    record(run, started(2, total_steps=12, attempt=1), step(1))
+    held = hold(tmp_path, wait=pytest.fail)
+    try:
+        assert "<dt>status</dt><dd>running</dd>" in page(run)
+    finally:
+        held.close()
     assert "<dt>status</dt><dd>failed</dd>" in page(run)
 
 

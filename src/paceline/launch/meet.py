@@ -82,14 +82,23 @@ def _meeting_folder(joined: Joined) -> Path:
 
     A wrapper around each rank makes it another parent, so that the parent says nothing.
     """
+    session = os.getsid(0)
+    told = [joined.job_id] if joined.is_named else [session if session != os.getpid() else os.getppid()]
+    words = [joined.kind, *told, socket.gethostname(), joined.world_size, str(Path.cwd()), *sys.argv]
+    return home_folder() / f"meet-{sha256(json.dumps(words).encode()).hexdigest()[:24]}"
+
+
+def home_folder() -> Path:
+    """A folder of this user's on this machine, for files by which ranks find each other.
+
+    Raises:
+        MachineError: somebody else has made it.
+    """
     home = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
     home.mkdir(mode=0o700, exist_ok=True)
     if home.lstat().st_uid != os.getuid() or home.is_symlink():
         raise MachineError(f"{home} belongs to somebody else.", hint="export MASTER_ADDR and MASTER_PORT")
-    session = os.getsid(0)
-    told = [joined.job_id] if joined.is_named else [session if session != os.getpid() else os.getppid()]
-    words = [joined.kind, *told, socket.gethostname(), joined.world_size, str(Path.cwd()), *sys.argv]
-    return home / f"meet-{sha256(json.dumps(words).encode()).hexdigest()[:24]}"
+    return home
 
 
 def _invite(folder: Path, *, port: int) -> None:

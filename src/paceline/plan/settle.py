@@ -1,5 +1,6 @@
 """What is decided: ranks, replicas, microbatches, backend and threads, each with one line that says why."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -126,6 +127,14 @@ def settle_threads(*, cluster: Cluster, one: bool, asked: int | None) -> int:
     return asked or max(1, cluster.cores // (cluster.ranks_per_node or cluster.ranks))
 
 
+def refuse_backend(asked: str, built_in: Sequence[str]) -> list[PacelineError]:
+    """Refuse a backend that a build of torch does not have."""
+    if asked == "auto" or asked in built_in:
+        return []
+    what = f"this build of torch has no backend {asked}; it has {', '.join(built_in) or 'none'}."
+    return [UsageError(what, hint="leave --train.backend out: it follows from the device")]
+
+
 def settle_backend(cluster: Cluster, facts: Facts, problems: list[PacelineError]) -> tuple[str, str]:
     """The backend, and the same with its reason.
 
@@ -140,14 +149,9 @@ def settle_backend(cluster: Cluster, facts: Facts, problems: list[PacelineError]
         if "nccl" in facts.built_in:
             return "nccl", "nccl, because each rank has a GPU"
         return "gloo", "gloo, because this build of torch has no nccl: slower, since tensors go through the host"
-    if asked not in facts.built_in:
-        problems.append(
-            UsageError(
-                f"this build of torch has no backend {asked}; it has {', '.join(facts.built_in)}.",
-                hint="leave --train.backend out: it follows from the device",
-            )
-        )
-    elif cluster.device not in _DEVICES[asked]:
+    missing = refuse_backend(asked, facts.built_in)
+    problems += missing
+    if not missing and cluster.device not in _DEVICES[asked]:
         problems.append(
             UsageError(f"the backend {asked} can't send tensors of a {cluster.device}.", hint="--train.backend gloo")
         )

@@ -90,6 +90,22 @@ def _opened(folder: Path) -> int:
         ) from None
 
 
+def is_held(folder: Path) -> bool:
+    """Return whether a run writes there now; on a disk that knows no locks, whether one says so that lives."""
+    try:
+        handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        holder = _read(handle)
+        return bool(holder) and holder.get("host") != socket.gethostname() and lives(holder)
+    except OSError as error:
+        return isinstance(error, BlockingIOError) or lives(_read(handle))
+    finally:
+        os.close(handle)
+
+
 def refuse_links(folder: Path) -> None:
     """Refuse a run folder that somebody has made ready with links: a run would write to where they point.
 
@@ -210,7 +226,7 @@ def this_process() -> dict[str, Any]:
     return {
         "pid": pid,
         "host": socket.gethostname(),
-        "born": _born(pid),
+        "born": birth_of(pid),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
@@ -228,7 +244,7 @@ def lives(holder: dict[str, Any]) -> bool:
         return False
     if holder.get("host") != socket.gethostname():
         return True
-    born = _born(_pid_of(holder))
+    born = birth_of(_pid_of(holder))
     return born is not None and born == holder.get("born")
 
 
@@ -238,7 +254,7 @@ def _pid_of(holder: dict[str, Any]) -> int:
     return pid if isinstance(pid, int) else 0
 
 
-def _born(pid: int) -> str | None:
+def birth_of(pid: int) -> str | None:
     """When the process was started, so that a number that was given again is not mistaken; None of one that ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -4,8 +4,8 @@ import os
 import runpy
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -13,16 +13,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from paceline.errors import ExitCode, PacelineError, called_exit
+from paceline.errors import ExitCode, called_exit
 from paceline.plugins import resolve
-from paceline.survive.decide import is_lost_connection
 from paceline.survive.ending import end_python, leave, run_finish
-from paceline.survive.failure import Failure, current_rank, failure_of, print_traceback, write_failure
+from paceline.survive.failure import current_rank, print_traceback, write_failure
 from paceline.survive.kept import keep_freed
 from paceline.survive.signals import die_with, stop_flag
 from paceline.survive.slate import read_stop, write_end
 from paceline.survive.stacks import answer_with_stack
-from paceline.talk import say
 
 
 def live(request: Mapping[str, Any], *, failures: Path, slate: int | None) -> NoReturn:
@@ -115,8 +113,16 @@ def _or_none(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int, go_on: str = "") -> int:
-    """Run `entry` in a process that another launcher made; a failure goes to the standard error, and ours is last."""
+@dataclass(frozen=True, kw_only=True)
+class JoinedEnd:
+    """How an entry ended in a process that another launcher made; `error` is what it failed of."""
+
+    code: int
+    error: BaseException | None = None
+
+
+def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int) -> JoinedEnd:
+    """Run `entry` in a process that another launcher made."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(os.getppid())  # torchrun that is killed leaves its workers alone with the run folder
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -124,25 +130,6 @@ def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int, go_on: s
     keep_freed(os.environ)
     stop_flag.install()
     try:
-        return _entered(entry, payload)
+        return JoinedEnd(code=_entered(entry, payload))
     except BaseException as error:
-        failure = failure_of(error, rank=current_rank())
-        if not isinstance(error, PacelineError) and not is_lost_connection(failure):
-            traceback.print_exception(error)
-        say(_screen(failure), sys.stderr)
-        if go_on and failure.exit_code != ExitCode.REFUSED:
-            say(f"Go on: {go_on}", sys.stderr)
-        os._exit(failure.exit_code)
-
-
-def _screen(failure: Failure) -> str:
-    """A rank's own words; one that only lost another does not look as if it had failed."""
-    at = f" at step {failure.step}" if failure.step else ""
-    if failure.exit_code == ExitCode.FAILED and is_lost_connection(failure):
-        why = "that rank's own output says why"
-        return f"rank {failure.rank} stopped{at} because another rank left; {why} ({failure.kind}: {failure.message})"
-    if failure.exit_code != ExitCode.FAILED:
-        return f"rank {failure.rank}: {failure.screen}"
-    place = f"{failure.where}, " if failure.where else ""
-    lines = [f"FAILED{at}. rank {failure.rank}, {place}{failure.kind}: {failure.message}"]
-    return "\n".join([*lines, *(f"  {line}" for line in failure.screen.splitlines()[1:])])
+        return JoinedEnd(code=int(getattr(error, "exit_code", ExitCode.FAILED)), error=error)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from paceline.errors import PeerError
 from paceline.survive.failure import Failure
 
 _NOTICED_LATE_NS = 50_000_000
@@ -38,9 +39,9 @@ def _when(failure: Failure) -> int:
 
 def is_lost_connection(failure: Failure) -> bool:
     """Whether this is only the echo of another rank's end."""
-    if failure.kind.startswith("Dist"):
+    if failure.kind.startswith("Dist") or failure.kind == PeerError.__name__:
         return True
-    if failure.kind not in ("RuntimeError", "MachineError"):
+    if failure.is_users_own or failure.kind not in ("RuntimeError", "MachineError"):
         return False
     text = failure.message.lower()
     return any(word in text for word in _LOST)

@@ -15,8 +15,8 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-from paceline.errors import is_users
 from paceline.talk import flush
+from paceline.user_code import is_users
 
 LIMIT_SECONDS = 60.0
 _TELLING_SECONDS = 5.0

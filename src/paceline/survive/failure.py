@@ -28,6 +28,7 @@ from paceline.store.disk import write_text
 from paceline.survive.short import is_shortage, out_of_memory, own_of, tightest_room
 from paceline.survive.slate import read_slate, write_slate
 from paceline.talk import flush
+from paceline.user_code import is_users_own
 
 END_OF_TALK = "\x1epaceline: a traceback follows\x1e"
 """On a line of its own in a rank's log, which the console shows until there; no job prints that by chance."""
@@ -43,6 +44,7 @@ class Failure:
 
     `step` is the number of the step in which it was, 0 before the first. `told_by` is the rank whose log has the
     full text where that is another one. `said` is what an error of ours says, by key. `doing` is how far the rank was.
+    `is_users_own`: the user's own code has raised it, so whatever it says it is no echo of another rank's end.
     """
 
     rank: int
@@ -57,6 +59,7 @@ class Failure:
     told_by: int | None = None
     said: dict[str, Any] = field(default_factory=dict)
     doing: str = ""
+    is_users_own: bool = False
 
     @property
     def is_short_of_memory(self) -> bool:
@@ -95,6 +98,7 @@ def failure_of(error: BaseException, *, rank: int, step: int = 0) -> Failure:
         monotonic_ns=time.monotonic_ns(),
         step=step,
         said=error.as_json() if isinstance(error, PacelineError) else {},
+        is_users_own=is_users_own(error),
         doing=next((note.removeprefix(_DOING) for note in notes if note.startswith(_DOING)), ""),
     )
 

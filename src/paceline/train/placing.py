@@ -22,6 +22,7 @@ from paceline.spec.layout import Kind, Layout, parse_layout
 from paceline.spec.read import Asked, merge
 from paceline.spec.settings import Settings
 from paceline.streams import key
+from paceline.survive.uncaught import watch_uncaught
 from paceline.talk import say
 from paceline.torch_private import guard_hooks
 from paceline.train.begin import begin
@@ -62,6 +63,7 @@ def place(
     Raises:
         LayoutError, UsageError, Problems: what can't be had so.
     """
+    watch_uncaught()
     chosen = _settings(settings or {})
     here = world or found_world(device=device, settings=chosen)
     asked = parse_layout(layout or ("single" if here.world_size == 1 else "ddp"))

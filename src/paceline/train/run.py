@@ -20,7 +20,9 @@ from paceline.job import Job
 from paceline.launch.environments import detect, world_size
 from paceline.launch.meet import adopt
 from paceline.launch.owner import attempt_folder
+from paceline.measure.backends import built_in
 from paceline.plan.machine import visible_gpus
+from paceline.plan.settle import refuse_backend
 from paceline.plugins import START_FOLDER, resolve
 from paceline.spec.allowances import refuse_unknown_allowances
 from paceline.spec.auto import is_auto
@@ -37,6 +39,7 @@ from paceline.store.hold import Hold
 from paceline.survive.ending import run_finish
 from paceline.survive.kept import keep_freed
 from paceline.survive.signals import is_main_thread, stop_flag
+from paceline.survive.uncaught import UncaughtHook, report_exit, watch_uncaught
 from paceline.talk import say
 from paceline.train.built import job_layer
 from paceline.train.crossing import CHOSEN, CROSSING, processes_of, threads_of
@@ -67,6 +70,7 @@ class Run:
         allow: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
+        self._hook = watch_uncaught()
         if not isinstance(job, Job):
             raise JobError(
                 f"pl.Run({job!r}) is given a {type(job).__name__}, expected a pl.Job.",
@@ -93,6 +97,8 @@ class Run:
         merged = merge(asked_here.over(job_layer(job), origin=JOB, where=JOB_SETTINGS))
         self._exact = merged.train.exact
         check_names(merged.watch.to)
+        if count > 1:
+            raise_all(refuse_backend(merged.train.backend, built_in()))
         self._task = Task(
             verb="train",
             job=job.name or script,
@@ -123,6 +129,7 @@ class Run:
         return run
 
     _was_open = False
+    _hook: UncaughtHook | None = None
     _chooses = False
     _words: Sequence[str] = ()  # of the script, in a process that was started for it
     _ready: Ready | None = None
@@ -160,11 +167,15 @@ class Run:
 
     def _leave(self, error: BaseException | None) -> None:
         session = self._live
+        if isinstance(error, SystemExit) and session.world.world_size > 1 and self._ready is None:
+            report_exit(error)
         if error is None:
             self.exit_code = run_finish.code = session.finish()
             session.close()
             if self._ready is None:
                 self._hand_back(session)
+            if self._hook is not None:
+                self._hook.remove()
         elif session.world.world_size == 1:
             session.close()
 
@@ -193,6 +204,13 @@ class Run:
 
     def evaluate(self, *, split: str = "eval") -> EvalDone:
         """Exact metrics of the present weights; every rank calls this."""
+        if split not in ("eval", "test") or getattr(self.job, f"{split}_data") is None:
+            raise UsageError(
+                f"run.evaluate(split={split!r}): the job has no {split}_data."
+                if split in ("eval", "test")
+                else f"run.evaluate(split={split!r}): {split!r} is no split.",
+                hint='split="eval" evaluates on eval_data= of the job, split="test" on its test_data=',
+            )
         return self._live.loop.evaluate(split=split)
 
     def save(self) -> None:

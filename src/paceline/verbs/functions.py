@@ -18,6 +18,7 @@ from paceline.plan.kept import Checkpoints
 from paceline.plugins import resolve
 from paceline.spec.jobref import GIVEN
 from paceline.spec.read import JOB, Asked, as_typed, flatten
+from paceline.survive.uncaught import watch_uncaught
 from paceline.verbs import evaluate as evaluate_verb
 from paceline.verbs import plan as plan_verb
 from paceline.verbs import simulate as simulate_verb
@@ -315,6 +316,7 @@ def _common(
     **options: Any,
 ) -> Iterator[tuple[str, Common]]:
     """Give the job as text and the options as the verbs take them; a `Job` is open for processes meanwhile."""
+    hook = watch_uncaught()
     own: dict[str, Any] = {
         **options,
         "run_dir": None if run_dir is None else str(run_dir),
@@ -322,11 +324,13 @@ def _common(
     }
     if isinstance(job, str | Path):
         yield str(job), Common(**own)
-        return
-    _refuse_other(job)
-    with resolve("paceline.job_transfer:open_job_file")(job) as handle:
-        name = job.name or _script_name()
-        yield f"{GIVEN}:{name}", Common(**own, job_handle=handle)
+    else:
+        _refuse_other(job)
+        with resolve("paceline.job_transfer:open_job_file")(job) as handle:
+            name = job.name or _script_name()
+            yield f"{GIVEN}:{name}", Common(**own, job_handle=handle)
+    if hook is not None:
+        hook.remove()
 
 
 def _script_name() -> str:
@@ -374,6 +378,7 @@ def _result(answer: Answer) -> Result:
     if answer.exit_code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
     if answer.exit_code not in (ExitCode.DONE, ExitCode.DIFFERENT, ExitCode.STOPPED):
+        watch_uncaught()
         raise _error(answer)
     value = answer.value if isinstance(answer.value, Mapping) else {}
     started = {"exit_code": answer.exit_code, "run": str(answer.run), "seconds": answer.seconds}

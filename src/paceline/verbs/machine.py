@@ -1,11 +1,15 @@
 """What a command says of ranks and devices, beside what this machine has and what a launcher has started."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 
 from paceline.errors import PacelineError, UsageError
 from paceline.faults import Fault
 from paceline.launch.environments import Joined
 from paceline.plan.machine import usable_cores, visible_gpus
+from paceline.plan.settle import refuse_backend
 from paceline.spec.words import did_you_mean, many
 
 _MOST_RANKS_PER_CORE = 64
@@ -55,6 +59,21 @@ def _other_world(asked: int, joined: Joined) -> UsageError:
         cause="they are left over from another command" if joined.world_size == 1 else "",
         hint="unset RANK WORLD_SIZE, if no launcher did; else leave --ranks out",
     )
+
+
+def refuse_missing_backend(asked: str) -> list[PacelineError]:
+    """Refuse a backend that this build of torch lacks, before a rank is started to find out.
+
+    Only torch knows. Another process asks it: what decides kernels has to be set in ranks before torch is there.
+    """
+    if asked in ("auto", "gloo"):
+        return []
+    ask = "import json; from paceline.measure.backends import built_in; print(json.dumps(built_in()))"
+    try:
+        told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=True)
+        return refuse_backend(asked, json.loads(told.stdout.splitlines()[-1]))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return []  # then the ranks say it
 
 
 def refuse_nested(joined: Joined | None, faults: Sequence[Fault], problems: list[PacelineError]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
@@ -30,13 +31,26 @@ from paceline.spec.settings import Settings
 from paceline.spec.task import Task
 from paceline.spec.update import Update, parse_update
 from paceline.spec.words import many
-from paceline.start import Outcome, Request, choose_kernels, failure_keys, last_words, start, too_late
+from paceline.start import (
+    Outcome,
+    Request,
+    can_go_on,
+    choose_kernels,
+    failure_keys,
+    joined_keys,
+    last_words,
+    start,
+    too_late,
+)
+from paceline.store.checkpoints import was_saved
 from paceline.store.disk import read_json
 from paceline.store.runs import RunFolder, choose_run, new_run, number_run
-from paceline.survive.failure import Failure
+from paceline.survive.failure import Failure, failure_of
+from paceline.survive.uncaught import is_echo, report, sentence
 from paceline.talk import say
+from paceline.user_code import hide_own_frames
 from paceline.verbs.again import command_again, command_with
-from paceline.verbs.machine import choose_device, choose_ranks, refuse_nested
+from paceline.verbs.machine import choose_device, choose_ranks, refuse_missing_backend, refuse_nested
 from paceline.verbs.misfits import parameters_of_object, unknown_parameters, unusable_run_dir
 from paceline.watch.console import Tail
 from paceline.watch.sinks import check_names
@@ -74,11 +88,13 @@ class Answer:
     outcome: Outcome | None = None
     """Of processes that were started here."""
     tells: bool = True
-    """False on the other ranks of a world that others made: rank 0 prints for all."""
+    """False on the other ranks of a world that others made: rank 0 prints for all, and of a failure the first."""
+    error: BaseException | None = None
+    """What ended this rank of a world that others made."""
 
     @property
     def failure(self) -> Failure | None:
-        """The first one of theirs."""
+        """The first one of processes that were started here."""
         return None if self.outcome is None else self.outcome.failure
 
 
@@ -106,6 +122,8 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
     faults = _collect(problems, lambda: parse_faults(common.faults)) or ()
     if threads:
         refuse_nested(joined, faults, problems)
+    elif settings is not None and joined is None and ranks > 1:
+        problems += refuse_missing_backend(settings.train.backend)
     problems += refuse_joined(update, kind=joined and joined.kind)
     if common.job_handle is not None:
         problems += parameters_of_object(asked)
@@ -175,9 +193,8 @@ def execute(task: Task, *, entry: str, common: Common, one_thread: bool = False,
         (Path(task.run) / f"answer-{task.verb}.json").unlink(missing_ok=True)
     if joined is not None:
         adopt(joined, os.environ)
-        answers = common.quiet and task.verb != "train"  # and what is printed meanwhile is no part of it
-        with redirect_stdout(sys.stderr) if answers else nullcontext():
-            return _joined(task, entry, joined, one_thread)
+        with redirect_stdout(sys.stderr) if common.quiet else nullcontext():  # of which the answer is no part
+            return _joined(task, entry, joined, one_thread, is_named=bool(common.run_dir))
     settings = merge(Asked(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
     exact = settings.train.exact or one_thread
     tails: list[Tail] = []
@@ -233,7 +250,7 @@ def answer_of(task: Task, outcome: Outcome) -> Answer:
     )  # fmt: skip
 
 
-def _joined(task: Task, entry: str, joined: Joined, one_thread: bool) -> Answer:
+def _joined(task: Task, entry: str, joined: Joined, one_thread: bool, *, is_named: bool) -> Answer:
     settings = merge(Asked(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
     exact = settings.train.exact or one_thread
     if exact and not choose_kernels() and settings.train.exact:
@@ -244,13 +261,37 @@ def _joined(task: Task, entry: str, joined: Joined, one_thread: bool) -> Answer:
     per_node = joined.local_world_size * replicas
     cluster = Cluster(ranks=task.ranks, cores=usable_cores(), ranks_per_node=per_node)
     threads = settle_threads(cluster=cluster, one=exact, asked=settings.train.threads)
-    tells = joined.rank == 0 and task.verb == "train"  # rank 0 alone knows the folder, and fails with the others
-    go_on = command_again(task, joined) if tells else ""
+    knows = task.verb == "train" and (joined.rank == 0 or is_named)  # a folder that it chose rank 0 alone knows
+    go_on = command_again(task, joined) if knows else ""
     here = Path.cwd()
-    code = child(entry, payload, threads=threads, go_on=go_on)
+    ended = child(entry, payload, threads=threads)
     os.chdir(here)  # where a job has gone elsewhere, the answer is still here
-    stopped = f"Stopped and saved. Go on: {go_on}" if code == ExitCode.STOPPED and go_on else ""
-    return Answer(exit_code=int(code), run=Path(task.run), screen=stopped, tells=joined.rank == 0)
+    answer = Answer(exit_code=int(ended.code), run=Path(task.run), tells=joined.rank == 0, error=ended.error)
+    if ended.error is not None:
+        failure = failure_of(ended.error, rank=joined.rank)
+        go_on = go_on if can_go_on(answer.run, answer.exit_code, failure) else ""
+        last = f"Go on: {go_on}" if go_on and joined.rank == 0 else ""
+        return replace(answer, screen=last, keys=joined_keys(failure, go_on=go_on))
+    stopped = f"Stopped and saved. Go on: {go_on}" if ended.code == ExitCode.STOPPED and joined.rank == 0 else ""
+    return replace(answer, screen=stopped)
+
+
+def spoken(answer: Answer) -> Answer:
+    """Return what this rank of a world that others made has to print of a failure; in any other case, the answer."""
+    if answer.error is None:
+        return answer
+    failure, turn = report(answer.error)
+    text = sentence(failure, turn)
+    if turn.tells_all and not failure.said and not is_echo(failure):
+        hide_own_frames(answer.error)
+        text = "".join(format_exception(answer.error)) + text
+    lines = [text] if turn.tells_all or turn.tells_line else []
+    is_only_echo = turn.is_told and is_echo(failure)  # another rank knows whether going on can help; a checkpoint does
+    goes_on = answer.screen and not (is_only_echo and not was_saved(RunFolder(answer.run).checkpoints))
+    screen = "\n".join([*lines, *([answer.screen] if goes_on else [])])
+    if screen and not turn.tells_all:
+        say(screen, sys.stderr)
+    return replace(answer, tells=turn.tells_all, screen=screen)
 
 
 def make_folder(path: Path) -> None:

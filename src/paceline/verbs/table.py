@@ -18,7 +18,7 @@ from paceline.verbs import train as train_verb
 from paceline.verbs.evaluate import evaluate
 from paceline.verbs.layouts import compare_layouts, refuse_mixed
 from paceline.verbs.report import report
-from paceline.verbs.running import Answer, Common
+from paceline.verbs.running import Answer, Common, spoken
 from paceline.verbs.verify import verify
 
 Printed = tuple[int, Any, str]
@@ -204,6 +204,7 @@ def _train(options: TrainOptions, settings: list[str]) -> Printed:
     )
     if options.dry_run:
         return 0, answer.value, "\n".join(f"{k}: {v}" for k, v in (answer.value or {}).items())
+    answer = spoken(answer)
     if not answer.tells:
         return answer.exit_code, None, ""
     value = {**_summary(answer), **(train_verb.came_to(answer) if options.json else {})}
@@ -214,13 +215,14 @@ def _verify(options: VerifyOptions, settings: list[str]) -> Printed:
     answer = verify(
         options.job, common=options.common(), overrides=settings, steps=options.steps, against=options.against
     )
+    answer = spoken(answer)
     if not answer.tells:
         return answer.exit_code, None, ""
     return answer.exit_code, _summary(answer) if answer.value is None else answer.value, answer.screen
 
 
 def _plan(options: plan_verb.PlanOptions, settings: list[str]) -> Printed:
-    answer = plan_verb.planned(options, settings)
+    answer = spoken(plan_verb.planned(options, settings))
     return answer.exit_code, _summary(answer) if answer.value is None else answer.value, answer.screen
 
 
@@ -231,7 +233,7 @@ def _simulate(options: simulate_verb.SimulateOptions, settings: list[str]) -> Pr
 
 def _evaluate(options: EvaluateOptions, _: list[str]) -> Printed:
     common = Common(ranks=options.ranks, layout=options.layout, quiet=options.json)
-    answer = evaluate(options.run, split=options.split, best=options.best, common=common)
+    answer = spoken(evaluate(options.run, split=options.split, best=options.best, common=common))
     if not answer.tells:
         return answer.exit_code, None, ""
     if answer.exit_code:

@@ -1,5 +1,6 @@
 """The terminal of whoever started the run: one rank's lines, and a progress bar from its pulse."""
 
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,14 @@ from paceline.store.runs import RunFolder
 from paceline.survive.failure import END_OF_TALK
 from paceline.talk import fitting_print, with_no_reader
 from paceline.watch.files import JsonlSink
+
+_CHATTER = re.compile(
+    r"""(\[rank\d+\]:\s?)?\[?[WI]\d{4,8}\ [\d:.]+\ .*\]  # notes and warnings of torch's C++ and of its launcher
+    |\[Gloo\]\ Rank\ \d+\ is\ connected
+    |NCCL\ version\ |\S+:\d+:\d+\ \[\d+\]\ NCCL\ INFO\ """,
+    re.VERBOSE,
+)
+"""What libraries say to their own developers: the rank's log keeps it. Errors are never among it."""
 
 
 class Tail:
@@ -72,7 +81,7 @@ class Tail:
             return []
         self._place += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        talk = [line.decode(errors="replace") for line in lines]
+        talk = [text for line in lines if not _CHATTER.match(text := line.decode(errors="replace"))]
         if END_OF_TALK in talk or self._silent:
             talk = [] if self._silent else talk[: talk.index(END_OF_TALK)]
             self._silent, self._rest = True, b""

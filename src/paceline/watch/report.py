@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.store.disk import write_text, writing
+from paceline.store.hold import is_held
 from paceline.store.planned import ADVICE
 from paceline.store.runs import RunFolder
 from paceline.watch.asked import settings_of, show_settings
@@ -65,12 +66,19 @@ def document(title: str, parts: list[str]) -> str:
 
 
 def status_of(history: History) -> str:
-    """How the newest attempt ended, as far as its events and what its ranks have left say."""
+    """How the newest attempt ended, as far as its events and what its ranks have left say.
+
+    One that nobody runs any more, and that never said how it ended, was killed: it failed.
+    """
     failure = _failure_of(history)
     if failure is not None:
         step = failure.get("step")
         return f"failed at step {step}" if isinstance(step, int) and step > 0 else "failed"
-    return str(history.last_of("RunEnded").get("status")) if _has_ended(history) else "not ended"
+    if _has_ended(history):
+        return str(history.last_of("RunEnded").get("status"))
+    if is_held(history.run.path):
+        return "running"
+    return "failed" if history.starts or history.steps else "not begun"
 
 
 def _has_ended(history: History) -> bool:

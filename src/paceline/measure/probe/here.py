@@ -88,7 +88,8 @@ def _measured(mark: Fingerprint, asked: Asked) -> Probe:
 def probe_joined(joined: Joined, *, device: str = "cpu", asked: Asked | None = None) -> Probe | None:
     """By the processes that a launcher has started, all of which call this; rank 0 has the answer. Nothing is kept.
 
-    A process that fails ends here with its own words.
+    Raises:
+        PacelineError: this process, or another, failed.
     """
     adopt(joined, os.environ)
     local = joined.local_world_size
@@ -96,5 +97,7 @@ def probe_joined(joined: Joined, *, device: str = "cpu", asked: Asked | None = N
     with scratch_folder("probe") as scratch:
         answer = scratch.path / "answer.json"
         payload = (asked or Asked()).payload(mark, answer=answer, ranks_per_node=local)
-        resolve("paceline.survive.child:run_joined")(ENTRY, payload, threads=mark.threads)
+        ended = resolve("paceline.survive.child:run_joined")(ENTRY, payload, threads=mark.threads)
+        if ended.error is not None:
+            raise ended.error
         return read_probe(read_json(answer)) if answer.exists() else None

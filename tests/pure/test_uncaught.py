@@ -1,0 +1,160 @@
+"""What each rank of a world says of an exception that nobody catches: one tells it, the others a line at most."""
+
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline.launch.claim as claim
+from paceline.errors import PeerError, UsageError
+from paceline.launch.claim import Turn, claim_turn
+from paceline.survive.uncaught import ERROR_FILE, UncaughtHook, watch_uncaught
+
+ALL, LINE, NOTHING = Turn(tells_all=True), Turn(tells_line=True, is_told=True), Turn(is_told=True)
+
+
+def world(rank: int, *, size: int = 4, restart: int = 0, kind: str = "torchrun") -> dict[str, str]:
+    marks = {"torchrun": {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": str(restart)}}.get(kind, {})
+    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    return {**marks, **{name: str(number) for name, number in numbers.items()}}
+
+
+class Process:
+    """Says who this process is, to try ranks one after another in one."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+
+    def be(self, rank: int, **more: Any) -> dict[str, str]:
+        found = world(rank, **more)
+        self._patch.setattr(claim.os, "getpid", lambda: 1000 + rank + 100 * int(more.get("restart", 0)))
+        for name in ("TORCHELASTIC_RUN_ID", *found):
+            self._patch.delenv(name, raising=False)
+        for name, value in found.items():
+            self._patch.setenv(name, value)
+        return found
+
+
+@pytest.fixture
+def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Process:
+    monkeypatch.setattr(claim, "home_folder", lambda: tmp_path)
+    return Process(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def own_hook() -> Iterator[None]:
+    before = sys.excepthook
+    yield
+    sys.excepthook = before
+
+
+def test_the_first_rank_tells_all_and_the_others_what_they_alone_know(process: Process) -> None:
+    said = [claim_turn("E: no", environ=process.be(rank)) for rank in (2, 0, 1)]
+    assert said == [ALL, NOTHING, NOTHING]
+    assert claim_turn("E: no", environ=process.be(2)) == ALL  # the same process asks twice
+    assert claim_turn("E: something else", environ=process.be(3)) == LINE
+
+
+def test_of_the_ranks_that_only_lost_another_one_speaks(process: Process) -> None:
+    claim_turn("E: no", environ=process.be(2))
+    assert [claim_turn("lost", environ=process.be(rank), is_echo=True) for rank in (0, 1, 3)] == [
+        LINE,
+        NOTHING,
+        NOTHING,
+    ]
+
+
+def test_where_the_rank_that_failed_is_mute_an_echo_tells_all(process: Process) -> None:
+    said = [claim_turn("lost", environ=process.be(rank), is_echo=True) for rank in (3, 0)]
+    assert said == [Turn(tells_all=True, tells_line=True), Turn()]
+
+
+def test_a_restart_a_wrapper_and_a_world_without_a_launcher_tell_their_own(
+    process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert claim_turn("E: no", environ=process.be(0)) == ALL
+    assert claim_turn("E: no", environ=process.be(1, restart=1)) == ALL  # torchrun has started all ranks again
+    environ = process.be(0)
+    monkeypatch.setattr(claim.os, "getpid", lambda: 77)  # a wrapper of this rank has started one more program
+    assert claim_turn("E: no", environ=environ) == ALL
+    assert [claim_turn("E: no", environ=process.be(rank, kind="environment")) for rank in (0, 1)] == [ALL, ALL]
+    assert claim_turn("E: no", environ={}) == ALL
+    (tmp_path / "told-1-0-0-cause").write_text("{}")  # of a launcher that is gone
+    claim_turn("E: no", environ=process.be(2, restart=2))
+    assert not (tmp_path / "told-1-0-0-cause").exists()
+
+
+def uncaught(error: Exception, hook: UncaughtHook) -> str:
+    """What is on the standard error after this error."""
+    said = io.StringIO()
+    with redirect_stderr(said):
+        try:
+            raise error
+        except Exception as raised:
+            hook(type(raised), raised, raised.__traceback__)
+    return said.getvalue()
+
+
+def test_a_hook_of_the_users_own_hears_every_rank_and_prints_on_one(process: Process, tmp_path: Path) -> None:
+    heard = []
+
+    def theirs(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        heard.append((os.environ["RANK"], kind, trace is not None))
+        print("BOX", error, file=sys.stderr)
+
+    hook = UncaughtHook(theirs)
+    process.be(1)
+    os.environ[ERROR_FILE] = str(tmp_path / "error.json")
+    try:
+        assert uncaught(ValueError("no loss today"), hook) == "BOX no loss today\n"
+        told = json.loads((tmp_path / "error.json").read_text())["message"]
+        process.be(0)
+        late = uncaught(PeerError("rank 0 could not go on"), hook)
+        echo = json.loads((tmp_path / "error.json").read_text())["message"]
+    finally:
+        del os.environ[ERROR_FILE]
+    assert late == "rank 0 could not go on\n"
+    assert heard == [("1", ValueError, True), ("0", PeerError, True)]
+    assert told["message"].startswith("FAILED. rank 1, ") and told["message"].endswith("ValueError: no loss today")
+    assert told["extraInfo"]["py_callstack"] == told["message"] and "Traceback" in told["extraInfo"]["traceback"]
+    assert int(echo["extraInfo"]["timestamp"]) > int(told["extraInfo"]["timestamp"])
+
+
+def test_an_error_of_ours_is_a_sentence_and_one_of_the_users_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    hook = UncaughtHook(sys.__excepthook__)
+    said = uncaught(UsageError("no such layout.", hint="--layout ddp"), hook)
+    assert said.splitlines()[0] == "error: no such layout." and said.splitlines()[-1] == "  to do: --layout ddp"
+    assert "Traceback" not in said and f"  where: {__file__}:" in said
+    assert UncaughtHook(sys.__excepthook__) is not None and "Traceback" not in uncaught(PeerError("gone"), hook)
+
+
+def test_it_is_there_once_and_leaves_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sys.excepthook
+    first = watch_uncaught()
+    assert first is not None and watch_uncaught() is None and sys.excepthook is first
+    heard: list[object] = []
+    sys.excepthook = lambda *what: (heard.append(what), first(*what))  # as torch's, which a process group brings
+    first.remove()
+    assert sys.excepthook is not before and not first.is_on
+    monkeypatch.setattr(first, "_before", lambda *what: heard.append("passed on"))
+    sys.excepthook(ValueError, ValueError("x"), None)
+    assert heard[-1] == "passed on"
+    sys.excepthook = before
+    second = watch_uncaught()
+    assert second is not None
+    second.remove()
+    assert sys.excepthook is before
+
+
+def test_an_interrupt_goes_to_the_hook_that_was_there() -> None:
+    heard: list[object] = []
+    UncaughtHook(lambda *what: heard.append(what[0]))(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert heard == [KeyboardInterrupt]
