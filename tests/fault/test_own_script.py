@@ -3,12 +3,15 @@
 import shlex
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import paceline as pl
 from paceline.errors import JobError, UsageError
+from paceline.train.script import script_to_start
 from tests.conftest import SMALL_JOB, Ended, Shop
 from tests.parity.test_found import job, trained
 
@@ -176,3 +179,20 @@ def test_a_script_that_goes_back_to_a_checkpoint_is_told_not_to_again(
             last.endswith(change) if change else "with pl" not in last
         )
     assert run._live.loop.cursor.step == 4
+
+
+@pytest.mark.parametrize("begins", ["file", "module"])
+def test_a_script_that_has_gone_elsewhere_is_started_from_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: str
+) -> None:
+    (tmp_path / "out").mkdir()
+    script = tmp_path / "mine.py"
+    script.write_text("")
+    main = ModuleType("__main__")
+    main.__file__ = str(script)
+    main.__spec__ = ModuleSpec("pack.mine", None) if begins == "module" else None
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["mine.py", "--lr", "1"])
+    monkeypatch.chdir(tmp_path / "out")  # as Hydra does, where mine.py is no file any more
+    words = ["-m", "pack.mine"] if begins == "module" else [str(script.resolve())]
+    assert script_to_start(ranks=2) == [*words, "--lr", "1"]

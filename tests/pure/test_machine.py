@@ -4,8 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from paceline.errors import PacelineError
+from paceline.launch.environments import detect
+from paceline.measure.backends import built_in
 from paceline.measure.probe.cache import cache_folder
 from paceline.plan import machine
+from paceline.plan.settle import refuse_backend
+from paceline.verbs.machine import choose_ranks
 
 
 @pytest.mark.parametrize(
@@ -45,3 +50,24 @@ def test_where_there_is_no_home_there_is_a_cache_all_the_same(monkeypatch: pytes
 
     monkeypatch.setattr(Path, "home", no_home)
     assert cache_folder(environ={}).is_absolute()
+
+
+def test_numbers_that_a_shell_has_left_over_are_said_with_what_takes_them_away() -> None:
+    left = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    problems: list[PacelineError] = []
+    choose_ranks(2, detect(left), "cpu", problems)
+    (problem,) = problems
+    assert "RANK=0 WORLD_SIZE=1" in str(problem) and "unset RANK WORLD_SIZE" in str(problem)
+    problems.clear()
+    choose_ranks(2, detect({**left, "TORCHELASTIC_RUN_ID": "x"}), "cpu", problems)
+    assert "unset" not in str(problems[0]) and "torchrun started 1" in str(problems[0])
+
+
+@pytest.mark.parametrize("asked", ["nccl", "mpi", "ucc"])
+def test_a_backend_that_torch_lacks_is_refused_with_those_that_it_has(asked: str) -> None:
+    has = built_in()
+    found = refuse_backend(asked, has)
+    assert bool(found) is (asked not in has)
+    for problem in found:
+        assert f"no backend {asked}" in str(problem) and f"it has {', '.join(has)}" in str(problem)
+    assert refuse_backend("auto", ()) == [] and refuse_backend("gloo", ("gloo",)) == []

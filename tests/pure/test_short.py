@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from paceline.errors import DataError, OutOfMemory
+from paceline.feed.fetch import trouble
 from paceline.survive.failure import failure_of, from_status
 from paceline.survive.short import (
     Room,
+    explain_lack,
     give_back,
     is_shortage,
     killed_for_memory,
@@ -144,3 +146,30 @@ def test_a_kill_in_a_group_inside_the_root_s_is_counted(tmp_path: Path) -> None:
         (tmp_path / place).mkdir()
         (tmp_path / place / "memory.oom_control").write_text(f"under_oom 0\noom_kill {kills}\n")
     assert killed_for_memory(group=tmp_path, machine=tmp_path / "none", own=own) == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "words", "hint"),
+    [
+        ("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
+         "shared memory.", "/dev/shm is full", "--shm-size"),
+        ("unable to write to file </torch_71_1_0>: No space left on device (28)", "/dev/shm is full", "--shm-size"),
+        ("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)", "ulimit -n",
+         "ulimit -n"),
+        ("received 0 items of ancdata", "ulimit -n", "ulimit -n"),
+    ],
+)  # fmt: skip
+def test_what_data_workers_lack_is_named(said: str, words: str, hint: str) -> None:
+    found = explain_lack(said)
+    assert found is not None and words in found[0] and hint in found[1] and "--data.workers 0" in found[1]
+    told = trouble(RuntimeError(said), doing="collating samples 1, 2", hint="collate=...")
+    assert (told.cause, told.hint) == found
+    died = failure_of(RuntimeError(f"DataLoader worker (pid 7) exited unexpectedly: {said}"), rank=0)
+    assert (died.said["cause"], died.said["hint"]) == found
+
+
+def test_other_troubles_of_data_workers_keep_their_hint() -> None:
+    assert explain_lack("stack expects each tensor to be equal size") is None
+    assert trouble(RuntimeError("stack expects"), doing="collating", hint="collate=...").hint == "collate=..."
+    died = failure_of(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), rank=0)
+    assert "--data.workers 0 shows" in died.said["hint"]

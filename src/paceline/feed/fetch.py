@@ -16,6 +16,7 @@ from paceline.feed.seeds import seed_sample
 from paceline.feed.source import Source
 from paceline.feed.types import Sight
 from paceline.streams import key, preserved, seed_all
+from paceline.survive.short import explain_lack
 from paceline.survive.signals import STOP_SIGNALS, die_with
 from paceline.torch_private import introduce_worker
 
@@ -134,9 +135,11 @@ def trouble(error: Exception, *, doing: str, hint: str = "") -> Trouble:
     line = user_line(error)
     where = f"{line}: {line.text}" if line else ""
     said = on_a_screen(str(error))
+    cause, hint = explain_lack(said) or ("", hint)
     return Trouble(
-        what=f"{doing} failed: {type(error).__name__}: {said}", where=where, hint=hint, full=_full_text(error)
-    )
+        what=f"{doing} failed: {type(error).__name__}: {said}", where=where, cause=cause, hint=hint,
+        full=_full_text(error),
+    )  # fmt: skip
 
 
 def _full_text(error: Exception) -> str:

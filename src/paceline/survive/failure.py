@@ -25,7 +25,7 @@ from paceline.errors import (
 from paceline.launch.owner import own_environ
 from paceline.spec.words import size
 from paceline.store.disk import write_text
-from paceline.survive.short import is_shortage, out_of_memory, own_of, tightest_room
+from paceline.survive.short import explain_lack, is_shortage, out_of_memory, own_of, tightest_room
 from paceline.survive.slate import read_slate, write_slate
 from paceline.talk import flush
 from paceline.user_code import is_users_own
@@ -257,11 +257,11 @@ def _in_our_words(error: BaseException) -> BaseException:
     """torch tells of a dead data worker from a signal handler, wherever the rank happens to be; of memory everybody
     tells otherwise."""
     if isinstance(error, RuntimeError) and "DataLoader worker" in _text(error):
-        return DataError(
-            f"a data worker died: {error}",
-            cause="it was killed, perhaps for memory, or a library in it crashed",
-            hint="--data.workers 0 shows the error in the rank itself",
+        cause, hint = explain_lack(_text(error)) or (
+            "it was killed, perhaps for memory, or a library in it crashed",
+            "--data.workers 0 shows the error in the rank itself",
         )
+        return DataError(f"a data worker died: {error}", cause=cause, hint=hint)
     if type(error).__name__ == "BdbQuit" or (isinstance(error, EOFError) and "reading a line" in _text(error)):
         asked = "input()" if isinstance(error, EOFError) else "a debugger, pdb or breakpoint(),"
         wants = RunError(

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import gc
+import os
 import re
 import resource
 from collections.abc import Iterator, Mapping
@@ -189,3 +190,26 @@ def _groups(group: Path = _GROUP, own: Path = _OWN_GROUPS) -> list[Path]:
             inside = Path(path.lstrip("/"))
             found += [root / part for part in (inside, *inside.parents) if part != Path()]
     return [*found, group, group / "memory"]
+
+
+def explain_lack(text: str) -> tuple[str, str] | None:
+    """Return why data workers can't hand samples over, and what to do: open files, or shared memory, have run out.
+
+    Of the text of an error; None where it is of something else.
+    """
+    words = text.lower()
+    if any(word in words for word in _NO_FILES):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        cause = f"a process may have {limit:,} files open here (`ulimit -n`); a tensor from a data worker takes one"
+        return cause, "ulimit -n 65536, or --data.workers 0"
+    if any(word in words for word in _NO_SHARED_MEMORY):
+        cause = "/dev/shm is full, the shared memory through which data workers hand samples over"
+        with suppress(OSError):
+            found = os.statvfs("/dev/shm")
+            cause += f": {size(found.f_bavail * found.f_frsize)} of {size(found.f_blocks * found.f_frsize)} are free"
+        return cause, "a larger /dev/shm (docker run --shm-size 8g), or --data.workers 0"
+    return None
+
+
+_NO_FILES = ("too many open files", "items of ancdata", "[errno 24]")
+_NO_SHARED_MEMORY = ("out of shared memory", "bus error", "unable to mmap", "shared memory object", "file </torch_")
