@@ -76,7 +76,6 @@ def test_a_script_under_torchrun_tells_of_a_failure_once(shop: Shop) -> None:
     [
         ("run.evaluate(split='nope')", "pass", ["error: run.evaluate(split='nope'): 'nope' is no split."]),
         ("if result.step == 2: sys.exit(3)", "pass", ["rank R left the run: the script called sys.exit(3) at"]),
-        ("pass", "raise ValueError('after it')", ["ValueError: after it"]),
     ],
 )
 def test_what_all_ranks_meet_is_told_by_one(shop: Shop, within: str, after: str, expected: list[str]) -> None:
