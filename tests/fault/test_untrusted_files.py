@@ -403,6 +403,9 @@ def test_a_refusal_of_the_disk_has_its_own_cause(tmp_path: Path, monkeypatch: py
         errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.ENOTDIR, errno.ENOTEMPTY, errno.ENOENT, errno.EISDIR, errno.ENOSPC,
     )}  # fmt: skip
     assert len(set(said.values())) == len(said)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)  # a folder that could not be emptied, for want of rights
+        assert explain_refusal(OSError(errno.ENOTEMPTY, ""), tmp_path)[0] == said[errno.EACCES]
     assert (
         "may only be read" in said[errno.EROFS]
         and "quota" in said[errno.EDQUOT]

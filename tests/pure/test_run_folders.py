@@ -1,5 +1,6 @@
 """Which folder is a run, which of them is the newest, and what is said of a name that is none."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -11,6 +12,8 @@ from paceline.errors import UsageError
 from paceline.spec.task import Task
 from paceline.store.disk import write_json
 from paceline.store.runs import RunFolder, find_run, new_run, newest_run, newest_saved_run, number_run, read_task
+from paceline.survive.failure import without_log
+from paceline.verbs import running
 from paceline.verbs.report import report
 from paceline.verbs.running import make_folder
 
@@ -132,3 +135,31 @@ def test_a_page_goes_where_it_may_be_written(tmp_path: Path) -> None:
     assert found.value.hint == "--page FILE writes it elsewhere"
     assert report(str(run), page=tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert sorted(path.name for path in run.iterdir()) == ["logs", "report.html"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_run_folder_of_before_that_can_not_be_written_now_is_refused_before_a_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It was made by an earlier run, and has its number already: nothing else would be written until ranks are there."""
+
+    def refuse(dir: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    running.make_folder(tmp_path / "run")
+    monkeypatch.setattr(running, "TemporaryFile", refuse)
+    with pytest.raises(UsageError, match=f"the run folder .*run can't be written: {os.strerror(number)}"):
+        running.make_folder(tmp_path / "run")
+
+
+def test_a_rank_that_could_not_make_its_log_has_the_disk_s_reason(tmp_path: Path) -> None:
+    """A folder that was removed, or a disk without inodes, where nothing that the rank says is written anywhere."""
+    found = without_log(1, log=tmp_path / "gone" / "rank-1.log")
+    assert found is not None
+    assert (found.rank, found.exit_code) == (1, 3)
+    assert "the log rank-1.log can't be made: No such file" in found.screen and "moved or removed" in found.screen
+    assert without_log(1, log=tmp_path / "rank-1.log") is None
+    assert not (tmp_path / "rank-1.log").exists()  # nothing of ours in the place of the rank's
+    (tmp_path / "rank-1.log").write_text("said")
+    assert without_log(1, log=tmp_path / "rank-1.log") is None
+    assert (tmp_path / "rank-1.log").read_text() == "said"

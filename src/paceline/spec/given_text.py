@@ -37,4 +37,5 @@ def given_text(path: Path, *, what: str, hint: str) -> str:
         ) from None
     except (OSError, ValueError) as error:  # as a name with a character that no name has
         said = getattr(error, "strerror", None) or error
+        hint = f"ls -l {path}" if isinstance(error, PermissionError) else hint
         raise UsageError(f"{path.name!r} can't be read: {said}.", where=repr(str(path)), hint=hint) from None

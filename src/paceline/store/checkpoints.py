@@ -182,11 +182,14 @@ def prune(folder: Path, *, keep: int) -> list[Path]:
         return []
     if not any(_is_good(path) for path in sorted((p for p in kept if p), reverse=True)):
         return []
+    removed: list[Path] = []
     for path in doomed:
         gone = path.with_name(f"{ASIDE}gone-{path.name}")
-        path.rename(gone)
+        with suppress(FileNotFoundError):  # a run that trains meanwhile removes its oldest too
+            path.rename(gone)
+            removed.append(path)
         shutil.rmtree(gone, ignore_errors=True)
-    return doomed
+    return removed
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -54,6 +54,8 @@ def explain_refusal(error: OSError, folder: Path) -> tuple[str, str]:
     """Return why the system did not take what was written into `folder`, and what to do."""
     if error.errno == errno.ENOSPC and _has_no_inodes(folder):
         return "no more files can be made there: all inodes are taken (`df -i`)", "remove some files"
+    if error.errno == errno.ENOTEMPTY and not os.access(folder, os.W_OK | os.X_OK):
+        return _CAUSES[errno.EACCES]  # it was to be emptied, and could not be
     if error.errno in _CAUSES:
         return _CAUSES[error.errno]
     return f"{size(free_bytes(folder))} are free there", "free some space"

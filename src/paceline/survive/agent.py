@@ -16,7 +16,7 @@ from typing import Any
 from paceline.errors import ExitCode, MachineError
 from paceline.pulse import read_pulse
 from paceline.survive.decide import exit_code, first_failure, is_lost_connection
-from paceline.survive.failure import Failure, from_status, left_alone, read_failure, starter_ended
+from paceline.survive.failure import Failure, from_status, left_alone, read_failure, starter_ended, without_log
 from paceline.survive.patience import DEFAULT_SECONDS, Watcher
 from paceline.survive.short import killed_for_memory
 from paceline.survive.signals import GENTLE, is_main_thread, stops_here
@@ -175,6 +175,7 @@ class Agent:
         written = read_failure(self._attempt.folder, rank, slate=self._slate)
         step, kills = beat.step + 1 if beat and beat.monotonic_ns else 0, killed_for_memory()
         for_memory = kills is not None and kills > (self._killed_for_memory or 0)
+        written = written or (without_log(rank, log=self._attempt.folder / f"rank-{rank}.log") if status > 0 else None)
         return written or from_status(rank, status=status, step=step, for_memory=for_memory)
 
     def _after_failure(self) -> None:

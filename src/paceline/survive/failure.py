@@ -15,6 +15,7 @@ from typing import Any
 from paceline.errors import (
     DataError,
     ExitCode,
+    MachineError,
     OutOfMemory,
     PacelineError,
     Problems,
@@ -25,6 +26,7 @@ from paceline.errors import (
 from paceline.launch.owner import own_environ
 from paceline.spec.words import size
 from paceline.store.disk import write_text
+from paceline.store.full import explain_refusal
 from paceline.survive.short import explain_lack, is_shortage, out_of_memory, own_of, tightest_room
 from paceline.survive.slate import read_slate, write_slate
 from paceline.talk import flush
@@ -190,6 +192,21 @@ def from_status(rank: int, *, status: int, step: int = 0, for_memory: bool = Fal
         monotonic_ns=time.monotonic_ns(),
         step=step,
     )
+
+
+def without_log(rank: int, *, log: Path) -> Failure | None:
+    """Return the failure of a rank that could not make its log, which is the first thing that it does; else None."""
+    try:
+        log.open("x").close()
+    except FileExistsError:
+        return None
+    except OSError as error:
+        cause, hint = explain_refusal(error, log.parent)
+        what = f"the log {log.name} can't be made: {error.strerror}."
+        lost = MachineError(what, where=str(log.parent), cause=cause, hint=hint)
+        return failure_of(lost, rank=rank)
+    log.unlink()
+    return None
 
 
 def left_early(rank: int, *, status: int, step: int = 0) -> Failure:

@@ -1,11 +1,11 @@
 """The optimizers' state by name: tensors that follow their parameter are cut as it is, the rest is written once."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 from torch.optim import Optimizer
 
 from paceline.errors import CheckpointError
@@ -21,8 +21,8 @@ from paceline.train.slices import own_pieces, read_part, speaker
 from paceline.train.together import merged
 from paceline.world import World
 
-_INNER = "+"  # before the number of a tensor that stands in a list or dict
-_NOBODY = ""  # the name of what belongs to no parameter
+INNER = "+"  # before the number of a tensor that stands in a list or dict
+NOBODY = ""  # the name of what belongs to no parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,38 +80,83 @@ def own_state(optimizers: Sequence[Optimizer], shares: Shares) -> tuple[list[Wri
             if id(parameter) not in names:
                 continue
             name = names[id(parameter)]
-            apart = {key: value for key, value in state.items() if not _is_plain_tensor(key, value)}
-            for key, value in state.items():
-                if key not in apart:
-                    tensors += _own(f"{index}/{name}/{key}", value, name, parameter, shares, kind)
-            inner: list[Tensor] = []
-            plain = to_plain(apart, where=kind, keep=partial(_numbered, inner))
-            for number, value in enumerate(inner):
-                tensors += _own(f"{index}/{name}/{_INNER}{number}", value, name, parameter, shares, kind)
-            if apart and speaker(shares.kept.parts(name)) == shares.world.rank:
+            found, plain = split_state(state, name=name, kind=kind)
+            for key, value in found.items():
+                tensors += _own(f"{index}/{name}/{key}", value, name, parameter, shares, kind)
+            if plain and speaker(shares.kept.parts(name)) == shares.world.rank:
                 scalars[-1][name] = plain
-        shared, found = _shared_state(optimizer, index, shares)
-        tensors += found
+        shared, inner = shared_state(optimizer, shares)
+        tensors += [to_bytes(f"{index}//{key}", value) for key, value in inner.items() if shares.world.rank == 0]
         if shared:
-            scalars[-1][_NOBODY] = shared
+            scalars[-1][NOBODY] = shared
     return tensors, scalars
 
 
+def split_state(
+    state: Mapping[Any, Any], *, name: str, kind: str, takes: Callable[[Tensor], bool] = lambda _: True
+) -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors of a parameter's state by the name that each is stored under, and the rest as JSON.
+
+    A tensor in a list or dict, or under a key that is no plain text, has a number for a name, and the JSON says which.
+    One that `takes` refuses becomes JSON too.
+
+    Raises:
+        CheckpointError: something of it can't be written: after a resume it would be absent without a word.
+    """
+    tensors = {key: value for key, value in state.items() if _is_plain_tensor(key, value) and takes(value)}
+    inner: dict[str, Tensor] = {}
+    keep = partial(_numbered, inner, takes)
+    rest = {key: value for key, value in state.items() if key not in tensors}
+    plain = to_plain(rest, where=f"the state of {kind} for {name}", keep=keep)
+    if made_anew(plain):
+        alone = {key: to_plain([key, value], where=kind, keep=_named_once) for key, value in rest.items()}
+        bad = next(key for key, said in alone.items() if made_anew(said))
+        raise _unwritable(f"the state {bad!r} of {kind} for {name}", made_anew(plain))
+    return {**tensors, **inner}, plain
+
+
+def _unwritable(what: str, kind: str) -> CheckpointError:
+    return CheckpointError(
+        f"{what} can't be saved: it is or holds a {kind}.",
+        cause="checkpoints hold no pickle, so that a resumed optimizer would not have it",
+        hint="tensors, numbers, text, and lists, tuples, sets and dicts of these are saved",
+    )
+
+
 def _is_plain_tensor(key: Any, value: Any) -> bool:
-    return isinstance(value, Tensor) and isinstance(key, str) and "/" not in key and not key.startswith(_INNER)
+    return (
+        isinstance(value, Tensor)
+        and value.layout is strided
+        and not value.is_quantized
+        and isinstance(key, str)
+        and "/" not in key
+        and not key.startswith(INNER)
+    )
 
 
-def _numbered(inner: list[Tensor], value: Tensor) -> str:
-    inner.append(value)
-    return f"{_INNER}{len(inner) - 1}"
+def _named_once(_: Tensor) -> str:
+    return INNER
 
 
-def _shared_state(optimizer: Optimizer, index: int, shares: Shares) -> tuple[list[Any], list[Writable]]:
-    """What `state` holds under keys that are no parameters: a count of all, say."""
+def _numbered(inner: dict[str, Tensor], takes: Callable[[Tensor], bool], value: Tensor) -> str | None:
+    if not takes(value):
+        return None
+    name = f"{INNER}{len(inner)}"
+    inner[name] = value
+    return name
+
+
+def shared_state(optimizer: Optimizer, shares: Shares) -> tuple[list[Any], dict[str, Tensor]]:
+    """Return what `state` holds under keys that are no parameters, as a count of all: as JSON, and its tensors.
+
+    Raises:
+        CheckpointError: a key or a value can't be written, or a tensor's cut is not known.
+    """
     kind, names = type(optimizer).__name__, shares.names
     rest = {key: value for key, value in optimizer.state.items() if id(key) not in names}
     addresses = {number for m in shares.named for number in (id(m.parameter), m.parameter.data_ptr())}
-    inner: list[Tensor] = []
+    inner: dict[str, Tensor] = {}
+    keep = partial(_numbered, inner, lambda _: True)
     found = []
     for key, value in rest.items():
         is_tensor = isinstance(key, Tensor)
@@ -125,11 +170,12 @@ def _shared_state(optimizer: Optimizer, index: int, shares: Shares) -> tuple[lis
                 cause="state[...] by an address, which is another after a resume, or of a tensor that is in no group",
                 hint="self.state[parameter], with the parameters of self.param_groups",
             )
-        found.append([plain, to_plain(value, where=kind, keep=partial(_numbered, inner))])
+        found.append([plain, to_plain(value, where=kind, keep=keep)])
+        if made_anew(found[-1][1]):
+            raise _unwritable(f"the state of {kind} under {key!r}", made_anew(found[-1][1]))
     if inner and not shares.kept.is_whole:
         raise _nobody_s(kind, [pair[0] for pair in found])
-    writes = inner if shares.world.rank == 0 else []
-    return found, [to_bytes(f"{index}//{_INNER}{number}", value) for number, value in enumerate(writes)]
+    return found, inner
 
 
 def _nobody_s(kind: str, keys: Sequence[Any]) -> CheckpointError:
@@ -171,8 +217,8 @@ def plains(
             for names, group in zip(groups, optimizer.param_groups, strict=True)
         ]
         all_scalars = merged(each[index] for each in told)
-        shared = all_scalars.get(_NOBODY, [])
-        if any(each[index].get(_NOBODY, []) != shared for each in told):
+        shared = all_scalars.get(NOBODY, [])
+        if any(each[index].get(NOBODY, []) != shared for each in told):
             raise _nobody_s(type(optimizer).__name__, [key for key, _ in shared])
         found.append({"kind": type(optimizer).__name__, "scalars": all_scalars, "groups": said})
     return found
@@ -213,9 +259,9 @@ def load_state(optimizer: Optimizer, plain: Mapping[str, Any], stored: Stored, *
                 find = partial(_found, stored, f"{prefix}{name}/", part, parameter)
                 state = from_plain(plain["scalars"].get(name, {}), find=find)
                 leaves = {key: key.rpartition("/")[2] for key in keys.get(name, [])}
-                own = {leaf: _loaded(stored, key, part) for key, leaf in leaves.items() if not leaf.startswith(_INNER)}
+                own = {leaf: _loaded(stored, key, part) for key, leaf in leaves.items() if not leaf.startswith(INNER)}
                 optimizer.state[parameter] = {**state, **{k: _placed(k, v, parameter) for k, v in own.items()}}
-    for key, value in plain["scalars"].get(_NOBODY, []):
+    for key, value in plain["scalars"].get(NOBODY, []):
         whole = from_plain(value, find=lambda inner: from_bytes(stored[f"{prefix}/{inner}"]))
         optimizer.state[from_plain(key)] = whole
 

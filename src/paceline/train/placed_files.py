@@ -1,7 +1,7 @@
 """What `pl.place` saves: whole tensors in plain safetensors, written one after another, read back in parts."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from paceline.train.apart import tensors_of
 from paceline.train.consolidated import consolidate
 from paceline.train.convert import first_names
 from paceline.train.listing import Listing, list_model
-from paceline.train.plain import from_plain, to_plain
+from paceline.train.optimizer_state import INNER, NOBODY, Shares, plains, shared_state, split_state
+from paceline.train.plain import from_plain, without_anew
 from paceline.train.together import together
 from paceline.world import World
 
@@ -37,16 +38,16 @@ def save_folder(
     Raises:
         SaveError, CheckpointError: it can't be written; on every rank alike.
     """
-    names = {id(m.parameter): m.name for m in placed.named}
+    shares = Shares(named=placed.named, kept=placed.kept, world=world)
     aside = folder.with_name(f".{folder.name}.saving")
     weights = list_model(model, weights=placed.weights, world=world)
-    held = together(world, lambda: list(_states(optimizers, names, placed)))
+    held, scalars = together(world, lambda: _states(optimizers, shares))
     states = Holding(world=world, held=held)
+    plain = [_plain(said) for said in plains(optimizers, shares, scalars)]
     listed = Listing(entries=states.mine, weights=states)
     config = getattr(model, "config", None)
     together(world, lambda: consolidate(weights, aside, config=config, world=world))
     together(world, lambda: consolidate(listed, aside / OPTIMIZER, config=None, world=world))
-    plain = together(world, lambda: [_plain(optimizer, names) for optimizer in optimizers])
     together(world, lambda: _end(aside, folder, plain) if world.is_main else None)
 
 
@@ -58,50 +59,64 @@ def _end(aside: Path, folder: Path, plain: Sequence[Any]) -> None:
         aside.rename(folder)
 
 
-def _states(optimizers: Sequence[Optimizer], names: dict[int, str], placed: Placed) -> Iterator[Held]:
-    """State that is cut as its parameter is, and where parameters are whole any other that is large."""
+def _states(optimizers: Sequence[Optimizer], shares: Shares) -> tuple[list[Held], list[dict[str, Any]]]:
+    """Return the tensors of every optimizer's state, and the rest of it as JSON by the name of its parameter.
+
+    A tensor is cut as its parameter is, or, where parameters are whole, has any shape. A tensor of one element is the
+    same for all parts of a parameter.
+
+    Raises:
+        CheckpointError: something of it can't be written, or how it is cut is not known.
+    """
+    held: list[Held] = []
+    scalars: list[dict[str, Any]] = []
     for index, optimizer in enumerate(optimizers):
-        for parameter, key, value in _of(optimizer):
-            if not _is_tensor(key, value):
-                continue
-            name = names[id(parameter)]
-            if value.shape == parameter.shape:
-                part = placed.kept.mine[name].part
-            elif placed.kept.is_whole:
-                part = Part.all_of(value.shape)
-            else:
-                raise CheckpointError(
-                    f"the state {key} of {type(optimizer).__name__} for {name} can't be saved: it has another shape "
-                    f"than the part of {name} that this rank holds.",
-                    hint='layout="ddp"',
-                )
-            yield Held(name=f"{index}/{name}/{key}", part=part, dtype=value.dtype, find=partial(Tensor.detach, value))
+        scalars.append({})
+        kind = type(optimizer).__name__
+        for parameter, name in _named(optimizer, shares):
+            tensors, plain = split_state(
+                optimizer.state.get(parameter, {}), name=name, kind=kind, takes=partial(_is_stored, parameter.shape)
+            )
+            for key, value in tensors.items():
+                part = _part_of(value, parameter, name=name, key=key, kind=kind, shares=shares)
+                find = partial(Tensor.detach, value)
+                held.append(Held(name=f"{index}/{name}/{key}", part=part, dtype=value.dtype, find=find))
+            if plain:
+                scalars[-1][name] = plain
+        shared, inner = shared_state(optimizer, shares)
+        for key, value in inner.items():
+            find = partial(Tensor.detach, value)
+            held.append(Held(name=f"{index}//{key}", part=Part.all_of(value.shape), dtype=value.dtype, find=find))
+        if shared:
+            scalars[-1][NOBODY] = shared
+    return held, scalars
 
 
-def _of(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, str, Any]]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for key, value in optimizer.state.get(parameter, {}).items():
-                yield parameter, key, value
+def _named(optimizer: Optimizer, shares: Shares) -> list[tuple[nn.Parameter, str]]:
+    names = shares.names
+    return [(p, names[id(p)]) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _is_tensor(key: str, value: Any) -> bool:
-    """A count of steps is none: it is the same for all of a parameter's parts."""
-    return isinstance(value, Tensor) and key != "step"
+def _is_stored(shape: torch.Size, value: Tensor) -> bool:
+    return value.shape == shape or value.numel() != 1
 
 
-def _plain(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
-    """Groups with their options, and state that is no tensor."""
-    kind = type(optimizer).__name__
-    scalars: dict[str, dict[str, Any]] = {}
-    for parameter, key, value in _of(optimizer):
-        if not _is_tensor(key, value):
-            scalars.setdefault(names[id(parameter)], {})[key] = to_plain(value, where=kind)
-    groups = [
-        to_plain({key: value for key, value in group.items() if key not in ("params", "param_names")}, where=kind)
-        for group in optimizer.param_groups
-    ]
-    return {"kind": kind, "groups": groups, "scalars": scalars}
+def _part_of(value: Tensor, parameter: Tensor, *, name: str, key: str, kind: str, shares: Shares) -> Part:
+    if value.shape == parameter.shape:
+        return shares.kept.mine[name].part
+    if shares.kept.is_whole:
+        return Part.all_of(value.shape)
+    raise CheckpointError(
+        f"the state {key} of {kind} for {name} can't be saved: it has another shape than the part of {name} that this "
+        "rank holds.",
+        hint='layout="ddp"',
+    )
+
+
+def _plain(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return groups with the options that JSON holds, and state that is no tensor."""
+    options = [{k: v for k, v in group["options"].items() if k != "param_names"} for group in optimizer["groups"]]
+    return {"kind": optimizer["kind"], "groups": without_anew(options), "scalars": optimizer["scalars"]}
 
 
 def _listed(model: nn.Module) -> dict[str, str]:
@@ -162,14 +177,18 @@ def _load_optimizer(
         group.update({key: value for key, value in found.items() if value is not None or group.get(key) is None})
         for parameter in group["params"]:
             name = names[id(parameter)]
-            state = {k: from_plain(v) for k, v in plain["scalars"].get(name, {}).items()}
-            for key in keys.get(name, []):
-                state[key.rpartition("/")[2]] = _state(shelf, key, kept.mine[name].part, parameter)
+            read = partial(_state, shelf, kept.mine[name].part, parameter, f"{prefix}{name}/")
+            state = from_plain(plain["scalars"].get(name, {}), find=read)
+            leaves = [key.rpartition("/")[2] for key in keys.get(name, [])]
+            state |= {leaf: read(leaf) for leaf in leaves if not leaf.startswith(INNER)}
             if state:
                 optimizer.state[parameter] = state
+    for key, value in plain["scalars"].get(NOBODY, []):
+        optimizer.state[from_plain(key)] = from_plain(value, find=lambda inner: shelf.whole(f"{prefix}/{inner}"))
 
 
-def _state(shelf: Shelf, key: str, part: Part, parameter: Tensor) -> Tensor:
+def _state(shelf: Shelf, part: Part, parameter: Tensor, prefix: str, leaf: str) -> Tensor:
+    key = f"{prefix}{leaf}"
     if shelf.shape(key) != part.shape:
         return shelf.whole(key).to(parameter.device)
     if part.local is None:

@@ -3,7 +3,7 @@
 Functions, classes and other objects can't be written without pickle. They stay as the job makes them.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
@@ -19,14 +19,17 @@ _ANEW = "made anew"
 _MOST_ELEMENTS = 4096
 _NUMPY_KINDS = "biufc"
 
-Keep = Callable[[Tensor], str]
+_SEVERAL: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+
+Keep = Callable[[Tensor], str | None]
 Find = Callable[[str], Tensor]
 
 
 def to_plain(value: Any, *, where: str, keep: Keep | None = None) -> Any:
     """Return JSON for a value of a `state_dict`; functions and classes are left out, and the job creates them again.
 
-    `keep` stores a tensor elsewhere and gives its name there; without it small tensors become JSON as well.
+    `keep` stores a tensor elsewhere and gives its name there; without it, or of a tensor that it does not take, a small
+    tensor becomes JSON as well.
 
     Raises:
         CheckpointError: a large tensor, and no `keep`.
@@ -42,7 +45,10 @@ def to_plain(value: Any, *, where: str, keep: Keep | None = None) -> Any:
     if isinstance(value, complex):
         return {_TAG: "complex", "value": [value.real, value.imag]}
     if isinstance(value, Tensor):
-        return {_TAG: "stored", "value": keep(value)} if keep is not None else _tensor(value, where)
+        if keep is not None and (value.layout is not torch.strided or value.is_quantized):
+            return {_TAG: _ANEW, "value": "quantized tensor" if value.is_quantized else "sparse tensor"}
+        name = None if keep is None else keep(value)
+        return _tensor(value, where) if name is None else {_TAG: "stored", "value": name}
     if isinstance(value, Mapping):
         pairs = [[to_plain(k, where=where), to_plain(v, where=where, keep=keep)] for k, v in value.items()]
         if all(isinstance(k, str) for k in value) and not isinstance(value, Counter):
@@ -50,8 +56,11 @@ def to_plain(value: Any, *, where: str, keep: Keep | None = None) -> Any:
         return {_TAG: "counter" if isinstance(value, Counter) else "pairs", "value": pairs}
     if isinstance(value, list):
         return [to_plain(item, where=where, keep=keep) for item in value]
-    if isinstance(value, tuple | set | frozenset):
-        return {_TAG: "tuple", "value": [to_plain(item, where=where, keep=keep) for item in value]}
+    if isinstance(value, tuple | set | frozenset | deque):
+        kind = next(name for name, one in _SEVERAL.items() if isinstance(value, one))
+        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        found = {_TAG: kind, "value": [to_plain(item, where=where, keep=keep) for item in items]}
+        return {**found, "maxlen": value.maxlen} if isinstance(value, deque) else found
     return {_TAG: _ANEW, "value": type(value).__name__}
 
 
@@ -75,8 +84,10 @@ def from_plain(value: Any, *, find: Find | None = None) -> Any:
     if tag in ("pairs", "counter"):
         found = {from_plain(k, find=find): from_plain(v, find=find) for k, v in value["value"]}
         return Counter(found) if tag == "counter" else found
-    if tag == "tuple":
-        return tuple(from_plain(item, find=find) for item in inner or ())
+    if tag == "deque":
+        return deque((from_plain(item, find=find) for item in inner or ()), maxlen=value.get("maxlen"))
+    if tag in _SEVERAL:
+        return _SEVERAL[tag](from_plain(item, find=find) for item in inner or ())
     return None
 
 
@@ -108,6 +119,8 @@ def comparable(value: Any) -> Any:
         return inner
     if tag == _ANEW:
         return value.get("is")
+    if tag in _SEVERAL:  # which earlier versions wrote as tuples
+        return {_TAG: "tuple", "value": comparable(inner)}
     return {key: comparable(item) for key, item in value.items()}
 
 
@@ -115,7 +128,7 @@ def _is_anew(item: Any) -> bool:
     """Whether only the job can create it, or an item of it where it is a list or tuple."""
     if isinstance(item, Mapping):
         inner = item.get("value")
-        return item.get(_TAG) == _ANEW or (item.get(_TAG) == "tuple" and _is_anew(inner))
+        return item.get(_TAG) == _ANEW or (item.get(_TAG) in _SEVERAL and _is_anew(inner))
     return isinstance(item, list) and any(_is_anew(one) for one in item)
 
 

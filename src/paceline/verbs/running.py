@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from traceback import format_exception
 from typing import Any
 
@@ -309,6 +310,8 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         number_run(path)
+        with TemporaryFile(dir=path):  # a folder of before may be another user's by now, or on a disk that is read only
+            pass
     except OSError as error:
         raise UsageError(
             f"the run folder {path} can't be written: {error.strerror}.", hint="--run-dir on a disk you may write"
