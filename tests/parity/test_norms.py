@@ -229,6 +229,17 @@ def test_several_ranks_are_one_process(way: str, replicas: int) -> None:
         torch.testing.assert_close(found[name], value, rtol=LAST_PLACES, atol=LAST_PLACES, msg=lambda m: f"{name}: {m}")  # noqa: B023
 
 
+def test_between_steps_statistics_are_whoever_s_that_sets_them() -> None:
+    made = built(job_of("plain"), 2, micro=MICRO)
+    made.model.eval()
+    for value in (2.0, 3.0):
+        right = torch.full((8,), value, dtype=torch.float64)
+        made.model.norm.running_mean.copy_(right)  # as a checkpoint does that is loaded
+        made.model(torch.ones(4, 6, dtype=torch.float64))
+        assert torch.equal(made.model.norm.running_mean, right)
+    made.close()
+
+
 @pytest.mark.parametrize("way", READS)
 def test_what_hangs_on_the_order_is_refused_by_name_on_several_ranks(way: str) -> None:
     with pytest.raises(JobError, match=r"norm (runs in eval mode and in training mode)|momentum of norm"):

@@ -97,7 +97,8 @@ class StatisticsTape:
     """The tape of one model. `begin`, then `at(j)` before each microbatch, then `fold`.
 
     `in_order`: this process runs the microbatches that it has one after another, each forward and backward. `exact`:
-    one rank folds as several do, for the same bits.
+    one rank folds as several do, for the same bits. Outside a step (an evaluation, a checkpoint that is loaded, code
+    of the user's that sets statistics) nothing is taped and nothing is refused.
     """
 
     def __init__(
@@ -250,6 +251,8 @@ class StatisticsTape:
         def hook(module: nn.Module, _: object) -> None:
             if module is not layer.module or not layer.is_there:
                 return
+            if not self._has_run:
+                return
             if self._counts and not torch.compiler.is_compiling():
                 self._leave(layer)
             if not is_standard(layer.module):
@@ -263,7 +266,7 @@ class StatisticsTape:
                 return
             watch = layer.watches.pop().ended() if layer.watches else None
             has_run = output is not None or in_backward()  # checkpointing leaves a repeated one once it has written
-            if not (has_run and self._counts and layer.is_there):
+            if not (self._has_run and has_run and self._counts and layer.is_there):
                 return
             calls, bumps, reads = _standard(layer.module) if watch is None else (watch.calls, watch.bumps, watch.reads)
             layer.is_read = layer.is_read or reads
