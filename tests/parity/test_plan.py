@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.utilization import model_flops
 from paceline.train.learn import learn_facts
 from paceline.train.ready import prepare
+from paceline.train.shallow import blocks_of
 from paceline.verbs.running import Common, make_task
 from tests import zoo
 
@@ -75,6 +77,21 @@ def test_what_a_model_can_not_have_is_said_with_its_reason() -> None:
     found = facts_of("tests.zoo:digits")
     assert found.tp_sizes == () and "tp" in found.refused and found.cp_sizes == ()
     assert {"cp", "ep"} <= set(found.refused) and not found.compiles
+
+
+def test_each_part_has_its_own_frozen_weights() -> None:
+    task = make_task("plan", "tests.zoo:text", Common(layout="single", ranks=1, device="cpu", quiet=True), [])
+    ready = prepare(task)
+
+    def frozen() -> nn.Module:
+        model = ready.job.model()
+        next(iter(blocks_of(model).values())).requires_grad_(False)
+        return model
+
+    found = learn_facts(replace(ready.job, model=frozen), ready.settings, most_ranks=1)
+    first, *others = found.blocks
+    assert first.frozen_parameters == first.parameters > 0
+    assert not any(part.frozen_parameters for part in (found.first, *others, found.last))
 
 
 def test_who_compiles_is_planned_with_compiled_blocks() -> None:

@@ -18,6 +18,7 @@ from paceline.spec.words import exactly, size
 
 _PARAMS = "weights are gathered and used in bfloat16, where one process uses them in float32"
 _COMPILE = "joined operations round less often, and the first step waits for the compiler"
+_SMALL = 0.005
 _WHOLE = "a compiled block runs again as a whole"
 _NO_TP = "torch.compile does not see through tensors of which each rank holds a piece"
 
@@ -60,6 +61,7 @@ class NumericsOption:
         """Two lines of text."""
         found, ratio = self.estimate, self.seconds / self.estimate.step_seconds
         speed = f"{ratio:.2f} times as fast as" if ratio >= 1 else f"{1 / ratio:.2f} times as long as"
+        speed = speed if abs(ratio - 1) >= _SMALL else "as fast as"
         held = f"{size(round(found.peak_bytes))}, {exactly(found.step_seconds)} a step, MFU {found.mfu:.1%}"
         yield f"with {self.words}: {self.command}"
         yield f"  {held} (forecast): {speed} the recommended one; {self.changes}"
