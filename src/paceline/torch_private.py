@@ -29,7 +29,6 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.data._utils import worker as _data_worker
 
 __all__ = [
@@ -53,13 +52,13 @@ __all__ = [
     "hide_worker",
     "hollow_tensor",
     "in_backward",
-    "in_reentrant_checkpoint",
     "introduce_worker",
     "is_view",
     "lerp_all",
     "mute",
     "of_type",
     "registries",
+    "running_function",
     "stop_data_workers",
     "storage_key",
     "tree_flatten",
@@ -150,12 +149,12 @@ def _given(outputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[
     return tuple(torch.ones_like(output) if gradient is None else gradient for output, gradient in pairs)
 
 
-def in_reentrant_checkpoint() -> bool:
-    """Return whether this thread is inside the first run of `checkpoint(..., use_reentrant=True)`."""
+def running_function() -> type[torch.autograd.Function] | None:
+    """Return the autograd function whose forward this thread is inside of, the innermost; None where there is none."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+    while frame is not None and frame.f_code is not torch.autograd.Function.apply.__code__:
         frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+    return None if frame is None else frame.f_locals["cls"]
 
 
 def has_hooks(tensor: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """Stages of models that checkpoint their own blocks, or whose blocks leave values by hooks; and a loss scale on them."""
 
+import copy
 import json
 from contextvars import ContextVar
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from paceline.place.stage.cut import plan_cut
 from paceline.place.stage.graph_stages import GraphStages
 from paceline.place.stage.pipe import cut_model
 from paceline.place.stage.rehearse import rehearse
-from paceline.place.stage.stages import Stages
+from paceline.place.stage.stages import Sent, Stages
 from paceline.plan.mesh import Mesh
 from paceline.spec.layout import parse_layout
 from paceline.spec.settings import Place
@@ -92,9 +93,130 @@ def test_a_checkpoint_that_no_gradient_comes_back_through_is_refused() -> None:
     cut = plan_cut(model, num_stages=2, call=lambda: loss(model, 0))
     ranks = Ranks(model, cut=cut, loss=loss, staged=lambda each, index: Stages(each, cut=cut, own=[index]))
     with pytest.raises(LayoutError, match=r"checkpoints blocks\.0 with use_reentrant=True"):
+        ranks.stages[1].refuse_training()  # seen when the model was cut, by the first process that looks
+    with pytest.raises(LayoutError, match=r"checkpoints blocks\.0 with use_reentrant=True"):
         ranks.train(0)
     with torch.no_grad():
         ranks.forward(0)  # nothing has to come back
+
+
+class Reversed(torch.autograd.Function):
+    """What other libraries' checkpoints are: a forward without a graph, and a backward that runs it again."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.block(x), gradient)
+        return None, x.grad
+
+
+class Recomputed(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.enter(x))
+        for block in self.blocks[1:]:
+            x = Reversed.apply(block, x)
+        return self.head(x)
+
+
+def test_a_block_that_an_autograd_function_calls_is_refused_by_name_before_a_step() -> None:
+    model, plain = Recomputed(), Chain()
+    cut = plan_cut(model, num_stages=2, call=lambda: loss(model, 0))
+    assert cut.enclosed == ("blocks.1", "Reversed")
+    with pytest.raises(LayoutError, match=r"calls blocks\.1 inside of the autograd function Reversed"):
+        Stages(model, cut=cut, own=[0]).refuse_training()
+    cut = plan_cut(plain, num_stages=2, call=lambda: loss(plain, 0))
+    assert cut.enclosed is None
+    Stages(plain, cut=cut, own=[0]).refuse_training()
+
+
+class Attending(Chain):
+    """Attention, which torch says may draw; and with `noise` one that draws in evaluation: in and between its blocks."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        super().__init__()
+        self.noise = noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        x = x + nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0]
+        for block in self.blocks:
+            block.drop.training = block.drop.training or self.noise > 0
+            x = block(x) + (self.noise * torch.rand(()) if self.noise else 0.0)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_cut_is_compared_with_the_whole_model_whatever_it_draws(noise: float) -> None:
+    model = Attending(noise)
+    cut = plan_cut(model, num_stages=3, call=lambda: loss(model, 0))
+    rehearse(model, cut=cut, call=lambda: loss(model, 0))
+    wrong = iter([0.0, 1.0, 1.0, 1.0])  # as if another result came of the stages
+    with pytest.raises(NoChain, match="gives another result than whole"):
+        rehearse(model, cut=cut, call=lambda: loss(model, 0) + next(wrong))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_stages_draw_in_evaluation_what_one_process_draws(noise: float) -> None:
+    model = Attending(noise).eval()
+    cut = plan_cut(model, num_stages=3, call=lambda: loss(model, 0))
+    model.eval()
+    parts = [copy.deepcopy(model) for _ in cut.parts]
+    stages = [Stages(each, cut=cut, own=[index]) for index, each in enumerate(parts)]
+    with torch.no_grad():
+        torch.manual_seed(5)
+        right, sent = loss(model, 0), None
+        for index, each in enumerate(stages):
+            torch.manual_seed(5)  # each rank has a generator of its own
+            given = None if sent is None else sent.received()
+            sent = each.run(index, given, lambda index=index: loss(parts[index], 0))
+            assert not isinstance(sent, Sent) or sent.spec[1] is int(noise > 0), "nothing is sent for nothing"
+    assert torch.equal(sent, right)
+
+
+class Looking(Chain):
+    """Code between the blocks that looks at what one block's norm has written: copies of the whole do too."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        for block in self.blocks:
+            block.one = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "copy":
+            teacher = copy.deepcopy(self)
+            teacher.how = ""
+            with torch.no_grad():
+                return self.plain(x) - teacher.eval()(x)
+        if self.how == "state":
+            return self.plain(x) + sum(value.double().mean() for value in self.state_dict().values())
+        if self.how == "statistics":
+            return self.plain(x) + self.blocks[0].one[1].get_buffer("running_mean").mean()
+        return self.plain(x)
+
+    def plain(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.head(x)
+        return found
+
+
+@pytest.mark.parametrize("how", ["copy", "state", "statistics"])
+def test_statistics_that_are_read_outside_of_their_block_are_refused_by_name(how: str) -> None:
+    model = Looking(how)
+    said = r"reads the buffer blocks\.\d\.one\.1\.\w+ outside of its block, and only stage \d has"
+    with pytest.raises(NoChain, match=said):
+        plan_cut(model, num_stages=2, call=lambda: loss(model, 0))
+    other = Looking("")
+    assert plan_cut(other, num_stages=2, call=lambda: loss(other, 0)).num_stages == 2
 
 
 def test_what_hooks_catch_of_blocks_is_cut_along_the_graph() -> None:

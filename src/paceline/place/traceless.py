@@ -19,6 +19,9 @@ from paceline.torch_private import storage_key
 
 _TORCH = frozenset(vars(nn.Module()))
 _MOST = 1 << 16
+_SHORT = 256
+_NUMBERS = (bool, int, float, complex, str, np.generic, tuple, frozenset)
+_FOREIGN = {"torch", "numpy", "paceline"}
 _PLAIN = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 
 
@@ -69,13 +72,47 @@ def stateless(function: object) -> Iterator[None]:
 
 
 def plain_state(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Numbers and texts that these modules keep, and how many there are in their lists and dicts."""
+    """What these modules keep in plain Python: numbers, texts, and what is in their containers and small objects."""
+    known: dict[int, Any] = {}
     return {
-        f"{name}.{key}".lstrip("."): len(value) if isinstance(value, list | dict) else value
+        f"{name}.{key}".lstrip("."): plain_value(value, known)
         for name, module in modules.items()
         for key, value in {**vars(type(module)), **vars(module)}.items()
-        if not (key in _TORCH or key.startswith("__")) and isinstance(value, bool | int | float | str | list | dict)
+        if not (key in _TORCH or key.startswith("__")) and is_plain(value)
     }
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a number, a text, nothing, a container, or an object of a class that keeps what it is given."""
+    if value is None or isinstance(value, (*_PLAIN, *_NUMBERS)):
+        return True
+    kind = type(value)
+    is_foreign = kind.__module__.partition(".")[0] in _FOREIGN or isinstance(value, type | ModuleType | nn.Module)
+    return hasattr(value, "__dict__") and not is_foreign and not callable(value)
+
+
+def plain_value(value: Any, known: dict[int, Any]) -> Any:
+    """What two of them that are equal are equal in; of a long container its length, of what is not plain its class."""
+    if isinstance(value, np.generic):
+        return plain_value(value.item(), known)
+    if isinstance(value, float | complex):
+        return value if value == value else "nan"
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if not is_plain(value):
+        return type(value).__name__
+    if id(value) not in known:
+        known[id(value)] = type(value).__name__  # for one that holds itself
+        inner = value if isinstance(value, (*_PLAIN, tuple, frozenset)) else vars(value)
+        if len(inner) > _SHORT:
+            known[id(value)] = len(inner)
+        elif isinstance(inner, dict):
+            known[id(value)] = {key: plain_value(part, known) for key, part in inner.items()}
+        elif isinstance(inner, set | frozenset):
+            known[id(value)] = {str(part) for part in inner}
+        else:
+            known[id(value)] = [plain_value(part, known) for part in inner]
+    return known[id(value)]
 
 
 class _Writes(DispatchMode):

@@ -114,30 +114,37 @@ class _ByHand:
         sums: dict[str, list[float]] = {}
         metrics = {n: m for n, m in (self._built.job.metrics or {}).items() if not hasattr(m, "compute")}
         reference.model.eval()
-        seed_all(key(self._built.settings.seed, "evaluate"))
+        seed = self._built.settings.seed
         split = self._built.data.split(data, name="eval_data")
         with torch.no_grad(), alone():
-            batches, self.draws = read_apart(split, lambda: _batches_of(data, size, self._collate))
-            before = host_states()
-            for batch, rows in batches:
+            batches, self.draws = read_apart(split, lambda: _batches_of(data, size, self._collate, seed=seed))
+            for number, (batch, rows) in enumerate(batches):
+                seed_all(key(seed, "evaluate", number))
+                before = host_states()
                 batch = reference.cast(batch)
                 output, terms = reference.terms_of(batch, rows)
                 pairs = {(name if len(terms) == 1 else f"loss/{name}"): pair for name, pair in terms.items()}
                 with reference.precision():
                     pairs |= {name: metric(output, batch) for name, metric in metrics.items()}
+                self.draws = self.draws or host_states() != before
                 for name, pair in pairs.items():
                     total = sums.setdefault(name, [0.0, 0.0])
                     total[0], total[1] = total[0] + float(pair[0]), total[1] + float(pair[1])
-        self.draws = self.draws or host_states() != before
         return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
 
 
-def _batches_of(data: Any, size: int, collate: Callable[[list[Any]], Any]) -> tuple[list[tuple[Any, int]], bool]:
+def _batches_of(
+    data: Any, size: int, collate: Callable[[list[Any]], Any], *, seed: int
+) -> tuple[list[tuple[Any, int]], bool]:
     """Every batch of a small split, with how many samples it has; and whether reading them draws random numbers."""
-    before = host_states()
-    parts = [range(start, min(start + size, len(data))) for start in range(0, len(data), size)]
-    found = [(collate([data[i] for i in part]), len(part)) for part in parts]
-    return found, host_states() != before
+    found, draws = [], False
+    for start in range(0, len(data), size):
+        part = range(start, min(start + size, len(data)))
+        seed_all(key(seed, "microbatch", 0, start))
+        before = host_states()
+        found.append((collate([data[i] for i in part]), len(part)))
+        draws = draws or host_states() != before
+    return found, draws
 
 
 def _apart(found: float, right: float) -> float:

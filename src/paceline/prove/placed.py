@@ -41,6 +41,7 @@ def built_in(ready: Ready, world: World, dtype: torch.dtype | None, *, scale: fl
         job = replace(job, collate=_casting(job, cast_to(dtype)))
         settings = replace(settings, train=replace(settings.train, precision="fp32"))
     built = build(job=job, settings=settings, plan=ready.plan, world=world)
+    built.refuse_training()
     if built.update.scaler is not None:  # one scale for all steps, and low: an overflow would leave nothing to compare
         options = {"init_scale": scale, "growth_interval": 1 << 30}
         built.update.scaler = make_scaler(built.kept, world, **options)

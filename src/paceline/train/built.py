@@ -96,6 +96,15 @@ class Built:
         """With the weights that metrics are measured on: the average, where the job has one."""
         return nullcontext() if self.update.ema is None else self.update.ema.in_place()
 
+    def refuse_training(self) -> None:
+        """Refuse, before the first step, a model that can only be evaluated in this layout.
+
+        Raises:
+            LayoutError: no gradient would come back through it.
+        """
+        if self.placed.piped is not None:
+            self.placed.piped.stages.refuse_training()
+
     def close(self) -> None:
         """Remove what was hooked into the model."""
         self.step.close()

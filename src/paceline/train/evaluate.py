@@ -110,13 +110,13 @@ class Evaluator:
         foreign = ForeignMetrics(self._job.metrics, world=self._worlds.data)
         totals: dict[str, list[int]] = {}
         samples = 0
-        seed_all(key(self._seed, "evaluate"))
         with _evaluating(self._model), torch.no_grad():
             source = self._data.split(data, name=name)
             feed = self._feed(source, batch_size, name, totals)
             for micro in self._in_step(feed, source, batch_size, name, stop) if self._in_time else feed:
                 if stop() and not self._in_time:
                     break
+                seed_all(key(self._seed, "evaluate", micro.index))  # whoever evaluates it draws the same
                 self._measure(micro.data, micro.num_samples, sums, foreign)
                 samples += micro.num_samples
                 if beat is not None:

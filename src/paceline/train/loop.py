@@ -86,6 +86,7 @@ class Loop:
 
     def batches(self) -> Iterator[StepInput]:
         """This replica's share of each step from where the run stands, until the run is over or stopped."""
+        self.built.refuse_training()
         self._stop.renew()
         self.progress.unjudged = self.progress.unjudged and self.built.job.eval_data is not None
         if self.progress.unjudged and not self.stopping:

@@ -67,7 +67,8 @@ class StagePart:
 class Cut:
     """A model cut into stages; a pure function of the model's structure and forward, equal on every rank.
 
-    `read` are parameters that operations outside of the blocks only read; `counts` is what each forward counts.
+    `read` are parameters that operations outside of the blocks only read; `counts` is what each forward counts;
+    `enclosed` is a block that an autograd function calls, and that function.
     """
 
     blocks: tuple[str, ...]
@@ -79,6 +80,7 @@ class Cut:
     used: frozenset[str]
     read: frozenset[str]
     counts: str
+    enclosed: tuple[str, str] | None = None
 
     def runs(self, parameters: set[str], *, stage: int) -> bool:
         """Whether a module outside the blocks, with these parameters, runs on a stage; else a dummy answers for it."""
@@ -192,6 +194,7 @@ def cut_flow(model: nn.Module, *, flow: Flow, bounds: Bounds) -> Cut:
         used=frozenset(name for need in needs for name in need.parameters),
         read=frozenset(_read_between(flow)),
         counts=flow.counts,
+        enclosed=flow.enclosed,
     )
 
 
@@ -200,6 +203,7 @@ def _buffers_of_stages(model: nn.Module, flow: Flow, bounds: Bounds) -> list[fro
 
     Raises:
         LayoutError: several do with one that a block writes to: each would go on from its own writes alone.
+        NoChain: the code around the blocks reads such a one, and it is on its own stage alone.
     """
     stages = {
         name: [at for at, bound in enumerate(bounds) if blocks & {*range(*bound)}] for name, blocks in flow.used.items()
@@ -214,6 +218,13 @@ def _buffers_of_stages(model: nn.Module, flow: Flow, bounds: Bounds) -> list[fro
                 "process has all of these writes, and each stage would have its own alone.",
                 cause="one module with a buffer in several blocks, or one buffer in several modules",
                 hint="a module for each block, --place.stages with all of them on one stage, or --layout fsdp",
+            )
+        if among and is_written and None in flow.used[name]:
+            raise NoChain(
+                f"the forward reads the buffer {name} outside of its block, and only stage {among[0]} has what is "
+                "written to it.",
+                cause="a copy of the model (copy.deepcopy), its state_dict(), or running statistics that are looked at",
+                hint="read it inside of its block; or --layout ddp or fsdp",
             )
     own = {name for name in norms if stages.get(name)}  # their statistics are kept and put back around a forward
     around = {name for name, blocks in flow.used.items() if None in blocks and name not in own}

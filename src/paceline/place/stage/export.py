@@ -1,11 +1,14 @@
 """`torch.export` of a model without memory, read as a `Graph` of its modules' calls: the second way to cut stages."""
 
 import contextlib
+import copy
 import io
 import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -16,7 +19,6 @@ from torch.fx import GraphModule, Node
 from paceline.errors import LayoutError, user_line
 from paceline.place.stage.graph import Call, Graph, Operation, Source, Step, Value, shared
 from paceline.place.stage.toggles import Toggles
-from paceline.place.traceless import plain_state
 from paceline.streams import host_states, preserved
 
 _ROOT = "L__self__"
@@ -30,42 +32,45 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
     Raises:
         LayoutError: the forward is no graph, with the place in the user's code.
     """
-    with preserved(), torch.enable_grad(), _quiet(), _plain(), contextlib.ExitStack() as caught:
+    with preserved(), torch.enable_grad(), _quiet() as printed, _plain(), warnings.catch_warnings(record=True) as told:
         before = host_states()
-        opened = _opened(model, units)
-        plain = plain_state(opened)
-        told = caught.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
-        toggles = Toggles(model, units)
-        caught.callback(toggles.close)
-        try:
-            program = torch.export.export(
-                model, args, kwargs, strict=False, preserve_module_call_signature=tuple(units)
-            )
-        except Exception as error:
-            raise _refused(error) from error
+        program, toggles = _program(model, args, kwargs, units)
         if host_states() != before:
             raise LayoutError(
                 "the forward draws from random or numpy, and an exported graph would keep that one draw for ever.",
                 cause="stochastic depth or augmentation by Python's own generators",
                 hint="draw with torch, and compute with what was drawn: x * (torch.rand(()) > 0.5)",
             )
-    changed = [name for name, value in plain_state(opened).items() if plain.get(name, value) != value]
-    if changed:
-        raise LayoutError(
-            f"the forward changes self.{changed[0]}, and an exported graph would keep the value that it was made with.",
-            cause="a counter or a flag that decides what the forward does",
-            hint="register_buffer for it, and compute with it: torch.where(self.steps < 10, a, b)",
-        )
-    toggles.refuse()
+        toggles.refuse()
+        if toggles.changed:  # what is kept once, such as a size, makes no difference to the next forward
+            toggles.settle()
+            again, later = _program(model, args, kwargs, units)
+            if later.changed or again.graph_module.code != program.graph_module.code:
+                raise _changing(toggles.changed)
     _refuse_left([str(warning.message) for warning in told], units)
-    return _Reader(program, units).graph()
+    return replace(_Reader(program, units).graph(), prints=bool(printed.getvalue()))
 
 
-def _opened(model: nn.Module, units: Sequence[str]) -> dict[str, nn.Module]:
-    """The modules that do not stay whole."""
-    whole = tuple(f"{unit}." for unit in units)
-    return {name: module for name, module in model.named_modules() if not f"{name}.".startswith(whole)}
+def _program(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], units: Sequence[str]
+) -> tuple[torch.export.ExportedProgram, Toggles]:
+    toggles = Toggles(model, units)
+    try:
+        program = torch.export.export(model, args, kwargs, strict=False, preserve_module_call_signature=tuple(units))
+    except Exception as error:
+        raise _refused(error) from error
+    finally:
+        toggles.close()
+    return program, toggles
+
+
+def _changing(name: str) -> LayoutError:
+    return LayoutError(
+        f"the forward changes {name}, and an exported graph would keep the value that it was made with.",
+        cause="a counter or a flag that decides what the forward does",
+        hint="register_buffer for it, and compute with it: torch.where(self.steps < 10, a, b)",
+    )
 
 
 def _refuse_left(told: Sequence[str], units: Sequence[str]) -> None:
@@ -245,13 +250,13 @@ def _hidden(graph: Graph, name: str, why: str) -> LayoutError:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """torch.export prints graphs and warnings of its own when it fails; our error says it once."""
+def _quiet() -> Iterator[io.StringIO]:
+    """Give what is printed meanwhile: by the forward, and by torch.export where it fails, which our error says once."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            yield
+        with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()):
+            yield printed
     finally:
         logging.disable(level)
 
@@ -269,6 +274,13 @@ def _plain() -> Iterator[None]:
 def _refused(error: Exception) -> LayoutError:
     line = user_line(error)
     text = str(error).strip().partition("\n")[0]
+    if any(frame.name == "deepcopy" and frame.filename == copy.__file__ for frame in extract_tb(error.__traceback__)):
+        return LayoutError(
+            "the forward copies a module (copy.deepcopy), and an exported graph has no copies.",
+            where="" if line is None else str(line),
+            cause="a teacher or a frozen twin that is made anew in each forward",
+            hint="call the module itself, for a teacher under torch.no_grad(); or --layout ddp or fsdp",
+        )
     if "data-dependent" in str(error):
         return LayoutError(
             "the forward decides by a tensor's value, so torch.export gets no graph of it to cut into stages.",

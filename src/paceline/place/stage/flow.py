@@ -20,7 +20,7 @@ from paceline.place.stage.values import Path, tensors_in
 from paceline.place.traceless import plain_state, traceless
 from paceline.streams import drawn_by_hand, random_blocks
 from paceline.torch_modes import WatchedOps, written
-from paceline.torch_private import Interception
+from paceline.torch_private import Interception, running_function
 
 OUR_FILES = ("place/stage/flow.py", "torch_private.py", "torch_modes.py", "start/record.py", "start/sketch.py")
 
@@ -67,6 +67,7 @@ class Flow:
     A place is `2 * block + 1` inside a block and `2 * blocks begun` between. `changed` are values overwritten later.
     `counts` is an attribute that each forward changes before the first block. `used` and `wrote` are buffers, by the
     blocks whose operations took or overwrote their memory (None between blocks), whichever module holds them.
+    `enclosed` is the first block that is called inside of an autograd function's forward, and that function's name.
     """
 
     blocks: tuple[Block, ...]
@@ -77,6 +78,7 @@ class Flow:
     result: dict[Path, Key] = field(default_factory=dict)
     changed: set[int] = field(default_factory=set)
     counts: str = ""
+    enclosed: tuple[str, str] | None = None
     used: dict[str, set[int | None]] = field(default_factory=dict)
     wrote: dict[str, set[int | None]] = field(default_factory=dict)
 
@@ -146,6 +148,9 @@ class _Watcher:
             )
         if not self._order:
             self._plain.append(plain_state(self._modules))
+        function = running_function()
+        if function is not None and self.flow.enclosed is None:
+            self.flow.enclosed = block.name, function.__name__
         self._inside = len(self._order)
         self._order.append(block)
         if id(block.module) in self._seeding:
@@ -187,7 +192,7 @@ class _Watcher:
             raise LayoutError(
                 f"the forward does not call the block {missed[0]}.",
                 cause="a branch that skips layers (stochastic depth, early exit), a layer that another forward uses, "
-                "or block.forward(x) in place of block(x)",
+                "a copy of the block that is called in its place, or block.forward(x) in place of block(x)",
                 hint="list the blocks that every forward calls, in their order: --place.blocks layers.0,layers.1",
             )
         self.flow.blocks = tuple(

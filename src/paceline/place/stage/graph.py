@@ -106,7 +106,10 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """`inputs` are the flat arguments of the model, `values` the nodes by name; what a call hides is not a step."""
+    """`inputs` are the flat arguments of the model, `values` the nodes by name; what a call hides is not a step.
+
+    `prints`: whether the forward does, which the steps do not.
+    """
 
     steps: tuple[Step, ...]
     inputs: tuple[str, ...]
@@ -116,6 +119,7 @@ class Graph:
     values: Mapping[str, Node]
     constants: Mapping[str, Any]
     inside: Mapping[str, int] = field(default_factory=dict)
+    prints: bool = False
 
     def given(self, model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
         """What a run begins with."""

@@ -27,10 +27,11 @@ _FINE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class GraphPlan:
-    """Where to cut, and the model without memory that new shapes are exported from."""
+    """Where to cut, the model without memory that new shapes are exported from, and whether its forward prints."""
 
     cut: GraphCut
     bare: nn.Module
+    prints: bool = False
 
 
 def plan_graph(
@@ -74,7 +75,7 @@ def plan_graph(
     cut = cut_graph(model, graph, units=units, blocks=places, bounds=chosen)
     *others, last = (part.modules for part in cut.parts)
     refuse_taken(taken, last=last.difference(*others))
-    return GraphPlan(cut=cut, bare=bare)
+    return GraphPlan(cut=cut, bare=bare, prints=graph.prints)
 
 
 class _Seen(BaseException):

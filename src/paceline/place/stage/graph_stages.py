@@ -100,6 +100,9 @@ class GraphStages:
             )
         return result
 
+    def refuse_training(self) -> None:
+        """Refuse nothing: what a graph has not is refused when it is cut."""
+
     def close(self) -> None:
         """Let calls through again."""
         self._gate.undo()

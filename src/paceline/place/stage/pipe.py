@@ -108,6 +108,8 @@ def cut_model(
         stages = GraphStages(model, cut=plan.cut, own=own, bare=plan.bare)
         hollow = _hollow_graph(model, cut=plan.cut, own=own)
         say(_told(plan.cut, found))
+        if plan.prints:
+            say("note: the forward prints between calls of its modules, which stages along a graph do not repeat")
     return Piped(
         stages=stages,
         cut=stages.cut,

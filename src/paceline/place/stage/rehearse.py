@@ -12,7 +12,6 @@ from paceline.place.stage.cut import Cut
 from paceline.place.stage.stages import Stages
 from paceline.place.stage.values import Path, tensors_in
 from paceline.place.traceless import traceless
-from paceline.torch_modes import SeededOps
 
 _ROUNDING = 1e-5
 
@@ -22,7 +21,7 @@ def rehearse(model: nn.Module, *, cut: Cut, call: Callable[[], Any]) -> None:
 
     What other stages hold answers with NaN, so a value that is needed and does not cross shows itself; and hooks on
     other stages' blocks are not called, so that what they catch is missed. Each stage begins with the model as it is,
-    as each does in a process of its own. Where the forward draws, nothing is compared.
+    as each does in a process of its own, and with the generators where the whole one's forward began.
 
     Raises:
         NoChain: a stage fails, or the last stage's result is not the whole model's.
@@ -31,11 +30,9 @@ def rehearse(model: nn.Module, *, cut: Cut, call: Callable[[], Any]) -> None:
     try:
         model.eval()
         with torch.no_grad():
-            with traceless(model), SeededOps() as watch:
+            with traceless(model):
                 right = dict(tensors_in(call()))
-            found = _staged(model, cut, call)
-        if not watch.seen:
-            _compare(right, dict(tensors_in(found)))
+            _compare(right, dict(tensors_in(_staged(model, cut, call))))
     finally:
         for module, mode in modes.items():
             module.training = mode

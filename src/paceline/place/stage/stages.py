@@ -18,7 +18,7 @@ from paceline.place.stage.dummies import Dummy, Form, Pool
 from paceline.place.stage.hollow import glue, hollow
 from paceline.place.stage.values import Spec, flattened, replaced, tensors_in, unflattened
 from paceline.streams import IdleRates
-from paceline.torch_private import Interception, in_backward, in_reentrant_checkpoint
+from paceline.torch_private import Interception, in_backward, running_function
 
 
 @dataclass(kw_only=True)
@@ -41,6 +41,7 @@ class _Run:
     received: Sent | None
     trains: bool = False
     pool: Pool = field(default_factory=dict)
+    stream: Tensor | None = None
     carried: dict[int, Tensor] = field(default_factory=dict)
     seen: dict[int, Tensor] = field(default_factory=dict)
     called: int = 0
@@ -70,6 +71,7 @@ class Stages:
         self.on_leave: list[Callable[[], None]] = []
         self._run: _Run | None = None
         self._idle = IdleRates(model)
+        self._device = device or next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         modules = dict(model.named_modules(remove_duplicate=False))
         blocks = [modules[name] for name in cut.blocks]
         first = {id(p): name for name, p in model.named_parameters()}
@@ -100,6 +102,7 @@ class Stages:
             gate.renew()
         part = self.cut.parts[stage]
         run = _Run(part=part, received=received, trains=torch.is_grad_enabled())
+        run.stream = None if self.model.training else stream_of(self._device)
         if received is not None:
             self._unpack_carried(run, received)
         before, self._run = self._run, run
@@ -121,6 +124,15 @@ class Stages:
             raise self._another_way(run) if run.called else self._never(stage)
         return result
 
+    def refuse_training(self) -> None:
+        """Refuse, before the first step, what only a forward without gradients can do.
+
+        Raises:
+            LayoutError: a block is called where autograd does not look.
+        """
+        if self.cut.enclosed is not None:
+            raise _enclosed(*self.cut.enclosed)
+
     def close(self) -> None:
         """Let calls through again."""
         for gate in reversed(self._gates):
@@ -136,8 +148,8 @@ class Stages:
             if number != run.called:
                 raise self._another_way(run)
             run.called += 1
-            if run.trains and not torch.is_grad_enabled() and in_reentrant_checkpoint():
-                raise _reentrant(self.cut.blocks[number])
+            if run.trains and not torch.is_grad_enabled() and (function := running_function()) is not None:
+                raise _enclosed(self.cut.blocks[number], function.__name__)
             if number == run.part.start - 1:
                 return self._take(run)
             if number < run.part.start:
@@ -228,8 +240,10 @@ class Stages:
     def _packed(self, run: _Run, number: int, output: Any) -> Sent:
         tensors, spec = flattened(output, where=self.cut.blocks[number])
         tensors += [run.seen[carried] for carried in run.part.gives]
-        streams = self.cut.parts[run.part.index + 1].takes_stream or self._idle.any_raised()
-        streams = streams and self.model.training
+        if self.model.training:
+            streams = self.cut.parts[run.part.index + 1].takes_stream or self._idle.any_raised()
+        else:  # blocks have no streams of their own in evaluation: what one draws, the next does not
+            streams = run.stream is not None and not torch.equal(stream_of(tensors[0].device), run.stream)
         if streams:
             tensors.append(stream_of(tensors[0].device))
         return Sent(tensors=tensors, spec=[spec, int(streams)])
@@ -262,7 +276,14 @@ def _through_stages(error: RuntimeError) -> LayoutError:
     )
 
 
-def _reentrant(name: str) -> LayoutError:
+def _enclosed(name: str, function: str) -> LayoutError:
+    if function != "CheckpointFunction":
+        return LayoutError(
+            f"the model calls {name} inside of the autograd function {function}, and no gradient would come back over "
+            "a stage border.",
+            cause="such a function knows its inputs' gradients alone, and a stage's first block answers with what came",
+            hint="call the block outside of it (checkpoint(..., use_reentrant=False)), or --layout ddp or fsdp",
+        )
     return LayoutError(
         f"the model checkpoints {name} with use_reentrant=True, and no gradient would come back over a stage border.",
         cause="such a checkpoint knows its inputs' gradients alone, and a stage's first block answers with what came",

@@ -1,25 +1,42 @@
-"""What a forward sets on torch's own modules between their calls: a graph keeps the calls alone, not what is set."""
+"""What a forward sets on its modules between their calls: a graph keeps the calls alone, not what is set."""
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.errors import LayoutError
-from paceline.place.traceless import plain_state
+from paceline.errors import LayoutError, is_users
+from paceline.place.traceless import is_plain, plain_state, plain_value
 
 
 class Toggles:
-    """Looks at each call of a unit whether its modules stand as they did before the forward."""
+    """Looks at each call of a unit, and at the end, whether its modules stand as their own forwards left them.
+
+    `before` and `after` are what the forwards of modules that do not stay whole keep from call to call. They are
+    looked at within the forward: torch.export puts back most of what a forward sets.
+    """
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
+        self.before: dict[str, Any] = {}
+        self.after: dict[str, Any] = {}
+        self._left: list[tuple[dict[str, Any], str, Any]] = []
         self._found = ""
+        modules = dict(model.named_modules())
+        self._parts = {unit: _named(unit, modules[unit]) for unit in units}
+        self._known: dict[int, dict[str, Any]] = {}
+        self._modules, self._hooks = modules, _hooks(modules)
+        self._opened = {name: part for name, part in modules.items() if not _is_inside(name, units)}
         self._handles = [
-            module.register_forward_pre_hook(self._watch(name, module))
-            for name, module in model.named_modules()
-            if name in units
+            model.register_forward_pre_hook(self._begin, prepend=True),
+            model.register_forward_hook(self._end),
         ]
+        for unit in units:
+            self._handles += [
+                modules[unit].register_forward_pre_hook(self._before(unit), prepend=True),
+                modules[unit].register_forward_hook(self._after(unit), always_call=True),
+            ]
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -27,32 +44,113 @@ class Toggles:
             handle.remove()
 
     def refuse(self) -> None:
-        """Refuse what was found.
+        """Refuse what was found, now that the forward is over.
 
         Raises:
             LayoutError: the first module and attribute.
         """
+        self.close()
+        hooked = [name for name, number in _hooks(self._modules).items() if number != self._hooks.get(name)]
+        self._found = self._found or (f"{hooked[0]}.register_hook".lstrip(".") if hooked else "")
         if self._found:
             raise LayoutError(
                 f"the forward sets self.{self._found} between calls of its modules, and stages along a graph make the "
                 "calls alone.",
-                cause="a pass in eval mode, without tracking or with another momentum within the training forward",
-                hint="--layout ddp or fsdp, or a chain of blocks of which each is called once",
+                cause="a pass in eval mode, without tracking or with another momentum within the training forward; "
+                "layers that it freezes or thaws; functional_call with other parameters; a value left on a module",
+                hint="give the module what it needs as an argument; or --layout ddp or fsdp",
             )
 
-    def _watch(self, name: str, unit: nn.Module) -> Callable[[nn.Module, Any], None]:
-        before = _state(name, unit)
+    @property
+    def changed(self) -> str:
+        """The first of what the forward leaves otherwise than it found it."""
+        return next((name for name in {**self.before, **self.after} if _differs(self.before, self.after, name)), "")
 
-        def hook(_: nn.Module, __: Any) -> None:
-            if not self._found and torch.is_grad_enabled():  # what runs under no_grad is kept operation by operation
-                now = _state(name, unit)
-                self._found = next((key for key in {**before, **now} if before.get(key) != now.get(key)), "")
+    def settle(self) -> None:
+        """Leave the modules as the forward did."""
+        for attributes, key, value in self._left:
+            attributes[key] = value
+
+    def _begin(self, *_: Any) -> None:
+        self.before = _kept(self._opened)
+        self._learn(self._parts)
+
+    def _end(self, *_: Any) -> None:
+        for unit in self._parts:
+            self._look(unit)
+        self.after = _kept(self._opened)
+        self._left = [
+            (vars(part), key, copy.deepcopy(value))
+            for name, part in self._opened.items()
+            for key, value in vars(part).items()
+            if is_plain(value) and _differs(self.before, self.after, f"self.{name}.{key}".replace("..", "."))
+        ]
+
+    def _before(self, unit: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if torch.is_grad_enabled():  # what runs under no_grad is kept operation by operation
+                self._look(unit)
 
         return hook
 
+    def _after(self, unit: str) -> Callable[..., None]:
+        """What a module's own forward does to it, it does on its stage too."""
 
-def _state(name: str, unit: nn.Module) -> dict[str, Any]:
-    """The mode of each module in it, and the settings of torch's own."""
-    parts = {f"{name}.{own}".rstrip("."): part for own, part in unit.named_modules()}
-    known = {own: part for own, part in parts.items() if type(part).__module__.startswith("torch.nn.modules.")}
-    return plain_state(known) | {f"{own}.training": part.training for own, part in parts.items()}
+        def hook(*_: Any) -> None:
+            self._learn([unit])
+
+        return hook
+
+    def _learn(self, units: Iterable[str]) -> None:
+        for unit in units:
+            self._known |= {id(part): _state(part) for part in self._parts[unit].values()}
+
+    def _look(self, unit: str) -> None:
+        for name, part in self._parts[unit].items():
+            before, now = self._known.get(id(part)), _state(part)
+            if before is None or self._found:
+                return
+            key = next((key for key in {**before, **now} if _differs(before, now, key)), "")
+            self._found = f"{name}.{key}" if key else ""
+
+
+def _named(unit: str, module: nn.Module) -> dict[str, nn.Module]:
+    return {f"{unit}.{own}".rstrip("."): part for own, part in module.named_modules()}
+
+
+def _is_inside(name: str, units: Sequence[str]) -> bool:
+    return f"{name}.".startswith(tuple(f"{unit}." for unit in units))
+
+
+def _differs(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> bool:
+    return (name in before) != (name in after) or before.get(name) != after.get(name)
+
+
+def _kept(opened: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """What the forwards of these modules keep from call to call: on themselves, in what they train, in globals."""
+    found = {f"self.{name}": value for name, value in plain_state(opened).items()}
+    for name, module in opened.items():
+        for key, parameter in module.named_parameters(name, recurse=False):
+            found[f"self.{key}.requires_grad"] = parameter.requires_grad
+        code = getattr(type(module).forward, "__code__", None)
+        if code is not None and is_users(code.co_filename):
+            space = type(module).forward.__globals__
+            found |= {
+                key: plain_value(space[key], {}) for key in code.co_names if key in space and is_plain(space[key])
+            }
+    return found
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """Its settings and mode, which tensors it has, and which of them train."""
+    found = plain_state({"": module}) | {"training": module.training}
+    found |= {name: id(tensor) for name, tensor in {**module._parameters, **module._buffers}.items()}
+    return found | {f"{name}.requires_grad": p.requires_grad for name, p in module._parameters.items() if p is not None}
+
+
+def _hooks(modules: Mapping[str, nn.Module]) -> dict[str, int]:
+    """How many hooks each has."""
+    return {
+        name: len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+        for name, module in modules.items()
+    }

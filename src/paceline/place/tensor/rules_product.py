@@ -62,7 +62,9 @@ def _linear(call: Call) -> Any:
             raise Unknown
         partial = F.linear(own_piece(x, weight.cut, -1, wire), weight.local)
         total = summed(partial, wire)
-        return total if bias is None else total + bias
+        return (
+            total if bias is None else total + bias.to(total.dtype)
+        )  # autocast has a product's type, not the weights'
     if not isinstance(x, Split) or isinstance(bias, Split) or x.cut.dim == len(x.whole) - 1:
         raise Unknown
     own = None if bias is None else copy_in(bias, wire)
@@ -104,7 +106,8 @@ def _addmm(call: Call) -> Any:
     if call["beta"] != 1 or call["alpha"] != 1:
         raise Unknown
     if not (isinstance(b, Split) and _at(b) == -1):
-        return torch.matmul(a, b) + bias
+        product = torch.matmul(a, b)
+        return product + bias.to(product.dtype)
     own = own_piece(bias, b.cut, -1, b.wire)
     return Split.of(torch.addmm(own, read_whole(a, b.wire), b.local), b.cut, b.wire, origins=b.origins)
 
