@@ -154,7 +154,8 @@ def running_function() -> type[torch.autograd.Function] | None:
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not torch.autograd.Function.apply.__code__:
         frame = frame.f_back  # type: ignore[assignment]
-    return None if frame is None else frame.f_locals["cls"]
+    found: type[torch.autograd.Function] | None = None if frame is None else frame.f_locals["cls"]
+    return found
 
 
 def has_hooks(tensor: Tensor) -> bool:
