@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.errors import LayoutError, is_users
+from paceline.errors import LayoutError
 from paceline.place.traceless import is_plain, plain_state, plain_value
+from paceline.user_code import is_users
 
 
 class Toggles:
