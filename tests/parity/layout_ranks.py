@@ -1,7 +1,7 @@
 """Run by test_resume_layouts.py: `python -m tests.parity.layout_ranks RANKS FOLDER CASES` forks that many gloo ranks.
 
-They play one run after another in the same processes. A case is [name, layout, checkpoint or "", job], and each
-leaves `NAME/answer.json` with the losses and the samples of its steps.
+They play one run after another in the same processes. A case is [name, layout, checkpoint or "", job] and perhaps settings,
+and each leaves `NAME/answer.json` with the losses and the samples of its steps, the last loss scale and metrics.
 """
 
 import contextlib
@@ -30,8 +30,9 @@ SETTINGS = {
 }
 
 
-def play(case: list[str], *, folder: Path, world: World) -> None:
-    name, layout, start, job = case
+def play(case: list[Any], *, folder: Path, world: World) -> None:
+    name, layout, start, job = case[:4]
+    settings = {**SETTINGS, **(case[4] if len(case) > 4 else {})}
     task = Task(
         verb="train",
         job=job,
@@ -40,8 +41,8 @@ def play(case: list[str], *, folder: Path, world: World) -> None:
         device="cpu",
         run=str(folder / name),
         resume=start or None,
-        settings={**SETTINGS, "train.exact": EXACT_KERNELS in os.environ},
-        origins=dict.fromkeys([*SETTINGS, "train.exact"], "test"),
+        settings={**settings, "train.exact": EXACT_KERNELS in os.environ},
+        origins=dict.fromkeys([*settings, "train.exact"], "test"),
     )
     run = Run.worker(task)
     assert run._ready is not None
@@ -49,6 +50,9 @@ def play(case: list[str], *, folder: Path, world: World) -> None:
     begun = session.loop.cursor.samples
     losses = [run.step(batch).loss for batch in run.batches()]
     answer: dict[str, Any] = {"begun": begun, "losses": losses, "samples": session.loop.cursor.samples}
+    scaler, has_eval = session.built.update.scaler, session.built.job.eval_data is not None
+    answer |= {"scale": None if scaler is None else scaler.get_scale()}
+    answer |= {"metrics": session.loop.evaluate().metrics if has_eval else {}}
     assert session.finish() == 0
     answer["whole"] = session.built.weights.is_whole and session.built.kept.is_whole
     session._feed.close()
@@ -58,7 +62,7 @@ def play(case: list[str], *, folder: Path, world: World) -> None:
         (folder / name / "answer.json").write_text(json.dumps(answer))
 
 
-def one_rank(rank: int, ranks: int, folder: Path, cases: list[list[str]]) -> None:
+def one_rank(rank: int, ranks: int, folder: Path, cases: list[list[Any]]) -> None:
     torch.set_num_threads(1)
     world = World.alone()
     if ranks > 1:

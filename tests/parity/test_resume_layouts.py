@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ WITH_CUT = both_ways(CUT, ["single", "tp", "pp", "fsdp", "zero2"])
 WITH_SPREAD = both_ways(SPREAD, ["single", "ddp", "fsdp", "tp", "pp", "cp"])
 
 
-def played(folder: Path, ranks: int, cases: Sequence[Sequence[str]], *, exact: bool = False) -> None:
+def played(folder: Path, ranks: int, cases: Sequence[Sequence[Any]], *, exact: bool = False) -> None:
     environ = {**Shop.environ({"OMP_NUM_THREADS": "1"}), "GLOO_SOCKET_IFNAME": "lo"}
     environ |= {EXACT_KERNELS: "AVX2"} if exact else {}
     command = [sys.executable, "-m", "tests.parity.layout_ranks", str(ranks), str(folder), json.dumps(list(cases))]

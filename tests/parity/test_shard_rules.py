@@ -1,20 +1,49 @@
 """The job's optimizer on shares: its groups, its state, and rules that are not right on rows."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from paceline.errors import JobError, LayoutError
 from paceline.place.rules import learn, shared_optimizers
+from paceline.place.shard.guard import forward_runs
 from paceline.place.shard.offload import offload_state
 from paceline.place.shard.share import Share, cuts, shares_of
 from paceline.place.tried import alike
 from paceline.place.units import trainable
 from paceline.torch_private import JointScaler
 from tests.matrix.page import patterns, stands
+
+
+class Unplaced(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.line = nn.Linear(width, width)
+
+
+class Whole(nn.Module):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+
+
+class Sharded(FSDPModule, Unplaced):
+    """As `fully_shard` makes it of a module's class."""
+
+
+@pytest.mark.parametrize("way", ["shallow", "deep"])
+def test_a_copy_of_a_module_of_which_a_rank_has_parts_is_refused(way: str) -> None:
+    module = Unplaced(4)
+    module.__class__ = Sharded
+    with pytest.raises(LayoutError, match="the forward copies a module") as found, forward_runs():
+        copy.copy(module) if way == "shallow" else copy.deepcopy(Whole())
+    assert "call the module itself" in found.value.hint
+    with pytest.raises(TypeError, match="missing 1 required"), forward_runs():
+        Unplaced()  # type: ignore[call-arg]  # the user's own mistake is the user's own
 
 
 class Sign(Optimizer):

@@ -5,11 +5,13 @@ the unit runs, and drops what was written to them when they are gathered again. 
 lost, or parameters that are put back, would be another training.
 """
 
+import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from paceline.world import World
 
 _DEEP = 8
 _ELSEWHERE = "--layout zero2 (zero=2 in a mixture), which keeps parameters whole"
+_UNCOPIED = ("_fully_shard.py", "place/tensor/split.py")
 _running = threading.local()
 _open: list[None] = []  # forwards that have not ended, of all threads: on a GPU backwards run in one of their own
 
@@ -133,10 +136,10 @@ class _Guard:
 
     def left(self, *_: Any) -> None:
         """As a hook, before those that let go."""
-        for copy, before in self._copies:
-            if not _is_same(_content(copy), before):
+        for given, before in self._copies:
+            if not _is_same(_content(given), before):
                 raise LayoutError(
-                    f"{self.name} writes to a {type(copy).__name__} that it is given, and under fsdp it is given a "
+                    f"{self.name} writes to a {type(given).__name__} that it is given, and under fsdp it is given a "
                     "copy: the writing would be lost.",
                     cause="append, update or an assignment to what the caller keeps",
                     hint=f"return the value instead; or {_ELSEWHERE}",
@@ -193,8 +196,8 @@ def forward_runs() -> Iterator[None]:
     _open.append(None)
     try:
         yield
-    except RuntimeError as error:
-        found = _explained(error)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        found = _copied(error) or _explained(error)
         if found is None:
             raise
         raise found.with_traceback(error.__traceback__) from error
@@ -203,7 +206,23 @@ def forward_runs() -> Iterator[None]:
         _open.pop()
 
 
-def _explained(error: RuntimeError) -> LayoutError | None:
+def _copied(error: Exception) -> LayoutError | None:
+    """What fully_shard and tensors in parts say of a copy."""
+    frames = extract_tb(error.__traceback__)
+    if not any(frame.filename == copy.__file__ for frame in frames):
+        return None
+    if not any(frame.filename.endswith(_UNCOPIED) for frame in frames) and "FSDP does not support" not in str(error):
+        return None
+    return LayoutError(
+        "the forward copies a module (copy.deepcopy or copy.copy) of which a rank has parts: the copy would have them "
+        "alone.",
+        where=str(user_line(error) or ""),
+        cause="a teacher or a frozen twin that is made anew in each forward",
+        hint=f"call the module itself, for a teacher under torch.no_grad(); or {_ELSEWHERE}",
+    )
+
+
+def _explained(error: Exception) -> LayoutError | None:
     text = str(error)
     if "DTensor" in text:
         return _elsewhere("a parameter")
