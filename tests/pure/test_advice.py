@@ -16,7 +16,9 @@ from paceline.plan.facts import Keeps, ModelFacts
 from paceline.plan.fleet import read_fleet
 from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid
-from paceline.plan.search import search
+from paceline.plan.margins import is_tie
+from paceline.plan.search import key_of, search
+from paceline.plan.simplicity import simplicity
 from tests.pure.drawn_plans import forecast
 
 SMALL = Decoder(layers=4, width=256, hidden=1024, heads=4, vocabulary=1000)
@@ -57,10 +59,16 @@ def test_advice_is_what_was_found(seed: int) -> None:
         assert caught.value.hint
         return
     advice = advise(drawn, grid=grid)
-    fitting = [row.estimate for row in advice.rows if row.estimate.fits]
-    assert {row.family: row.estimate for row in advice.rows if row.estimate.fits} == best
-    quickest = min(one.step_seconds for one in fitting)
-    assert advice.recommended.fits and advice.recommended.step_seconds <= 1.02 * quickest
+    shown = {row.family: row.estimate for row in advice.rows if row.estimate.fits}
+    own = advice.recommended.candidate.family
+    assert shown == {**best, own: advice.recommended}
+    quickest = min(best.values(), key=key_of)
+    assert advice.recommended.fits and is_tie(advice.recommended, quickest)
+    assert simplicity(advice.recommended.candidate) <= min(
+        simplicity(one.candidate) for one in best.values() if is_tie(one, quickest)
+    )
+    assert (advice.tie is None) == (advice.recommended.step_seconds == quickest.step_seconds)
+    assert ("a tie" in advice.rows[0].says) == (advice.tie is not None)
     assert len({row.family for row in advice.rows}) == len(advice.rows)
     assert {row.family for row in advice.rows} <= set(FAMILIES)
     assert all(row.says for row in advice.rows)
@@ -75,7 +83,8 @@ def test_advice_is_what_was_found(seed: int) -> None:
 def test_json_has_its_fixed_keys_and_reads_back() -> None:
     advice = advise(made(LLAMA_8B, "8xH100-80G"))
     answer = advice.as_json()
-    assert set(answer) == {"case", "recommended", "plans", "limits"}
+    assert set(answer) == {"case", "recommended", "replayed", "unreplayed", "tie", "plans", "limits"}
+    assert not answer["replayed"] and "numbers alone" in answer["unreplayed"]
     assert json.loads(json.dumps(answer)) == answer
     assert answer["case"] == 2 and answer["recommended"] == answer["plans"][0]["layout"]
     for plan in answer["plans"]:

@@ -68,7 +68,7 @@ def test_named_layouts_are_judged_in_their_order_with_what_keeps_the_others_out(
     assert first[0].startswith("ddp in microbatches of 1 -> fsdp,remat=full") and "remat none -> full" in first[1]
     assert "dp_replicate 8 -> 1" in second[1]
     text = "\n".join(found.lines())
-    assert "GiB too much: " in text and "quickest that fits: --layout fsdp,remat=full" in text
+    assert "GiB too much: " in text and "quickest that fits, NOT REPLAYED (" in text
 
 
 def test_what_a_plan_does_not_tell_apart_is_not_judged_as_another() -> None:

@@ -11,6 +11,7 @@ from paceline.plan.estimate import Estimate, Timed
 from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid
 from paceline.plan.least import least_memory
+from paceline.plan.margins import is_tie
 from paceline.plan.reasons import (
     left_of,
     limits,
@@ -22,9 +23,8 @@ from paceline.plan.reasons import (
     of_simple,
 )
 from paceline.plan.search import key_of, search_each
+from paceline.plan.simplicity import simpler, simplest
 from paceline.spec.words import exactly, many, price_of_steps, size
-
-_ALIKE = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,11 @@ class Row:
         return self.estimate.fits and not self.refused
 
     @property
+    def mark(self) -> str:
+        """Whether it can be had, in a word or three."""
+        return mark_of(fits=self.fits, tight=self.estimate.is_tight, refused=self.refused)
+
+    @property
     def says(self) -> str:
         """Why it is where it is."""
         if self.refused or not self.fits:
@@ -59,6 +64,7 @@ class Row:
         return {
             "layout": found.layout,
             "fits": self.fits,
+            "tight": self.estimate.is_tight,
             "peak_bytes": round(found.peak_bytes),
             "parts": {name: round(value) for name, value in found.memory.parts.items()},
             "step_seconds": found.step_seconds,
@@ -83,14 +89,24 @@ class Row:
         }
 
 
+def mark_of(*, fits: bool, tight: bool, refused: str) -> str:
+    """Return the word for a row: `tight` is what no forecast can tell if it fits."""
+    return "refused" if refused else "fits" if fits else "tight" if tight else "does not fit"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """`rows` are the best of each family, those that fit first; `missing` says of the other families why not."""
+    """`rows` are the best of each family, those that fit first; `missing` says of the other families why not.
+
+    Where the recommended one was not replayed, `unreplayed` says why; where it ties with a quicker one, that is `tie`.
+    """
 
     case: Case
     rows: tuple[Row, ...]
     limits: tuple[str, ...]
     missing: tuple[str, ...] = ()
+    unreplayed: str = "it is forecast from numbers alone"
+    tie: Estimate | None = None
 
     @property
     def recommended(self) -> Estimate:
@@ -99,9 +115,13 @@ class Advice:
 
     def as_json(self) -> dict[str, Any]:
         """Fixed keys: `case`, `recommended`, `plans`."""
+        is_replayed = self.rows[0].replayed
         return {
             "case": self.case.number,
             "recommended": self.recommended.layout,
+            "replayed": is_replayed,
+            "unreplayed": "" if is_replayed else self.unreplayed,
+            "tie": None if self.tie is None else {"layout": self.tie.layout, "step_seconds": self.tie.step_seconds},
             "plans": [row.as_json() for row in self.rows],
             "limits": list(self.limits),
         }
@@ -110,7 +130,8 @@ class Advice:
         """As plain text, one screen."""
         best = self.recommended
         yield f"case {self.case.number}: {self.case.says}"
-        yield f"recommended: --layout {best.layout}" + "".join(f" --{k} {v}" for k, v in best.settings.items())
+        doubt = "" if self.rows[0].replayed else f", NOT REPLAYED ({self.unreplayed})"
+        yield f"recommended{doubt}: --layout {best.layout}" + "".join(f" --{k} {v}" for k, v in best.settings.items())
         yield f"  {self.rows[0].says}"
         yield from (f"  {line}" for line in self.limits)
         yield "of each family the best:"
@@ -149,7 +170,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     found = row.estimate
     return (
         str(found.candidate),
-        "refused" if row.refused else "fits" if row.fits else "does not fit",
+        row.mark,
         size(round(found.peak_bytes)) + " (replayed)" * row.replayed,
         exactly(found.step_seconds) + _as_found(found.timed),
         rate_of(found)[1],
@@ -168,27 +189,38 @@ def rate_of(estimate: Estimate) -> tuple[str, str]:
 def advise(forecast: Forecast, *, others: Sequence[Forecast] = (), grid: Grid | None = None) -> Advice:
     """Search, and explain. `others` are of the same model, in precisions that may be chosen too.
 
+    What ties with the quickest is looked at again with fewer options and dimensions.
+
     Raises:
         LayoutError: no layout fits; with the nearest, and what would make it fit.
     """
     grid = grid or Grid()
-    return advice_of(forecast, search_each([forecast, *others], grid=grid).best.values(), grid=grid)
+    best = [*search_each([forecast, *others], grid=grid).best.values()]
+    alike = [one for one in best if is_tie(one, min(best, key=key_of))]
+    plain = [simpler(of, one, grid=grid) for of in (forecast, *others) for one in alike if _is_of(one, of)]
+    return advice_of(forecast, [*best, *(one for one in plain if one is not None)], grid=grid)
+
+
+def _is_of(estimate: Estimate, forecast: Forecast) -> bool:
+    return estimate.candidate.precision == forecast.facts.precision
 
 
 def advice_of(forecast: Forecast, estimates: Iterable[Estimate], *, grid: Grid | None = None) -> Advice:
-    """Explain: of each family the best of `estimates`, all of which fit.
+    """Explain: of each family the best of `estimates`, all of which fit; of its own the recommended one.
 
     Raises:
         LayoutError: there is none; with what is nearest to fit, and what would make it.
     """
     grid = grid or Grid()
-    best: dict[str, Estimate] = {}
-    for estimate in sorted(estimates, key=key_of):
-        best.setdefault(estimate.candidate.family, estimate)
-    if not best:
+    every = sorted(estimates, key=key_of)
+    if not every:
         nearest = least_memory(forecast, grid=grid)
         raise nothing_fits(forecast, grid, nearest)
-    rows = list(_ranked(list(best.items())))
+    first, quickest = simplest(every), every[0]
+    best = {first.candidate.family: first}
+    for estimate in every:
+        best.setdefault(estimate.candidate.family, estimate)
+    rows = list(_ranked([*best.values()], quickest))
     missing = []
     for family in FAMILIES:
         if family in best:
@@ -203,6 +235,7 @@ def advice_of(forecast: Forecast, estimates: Iterable[Estimate], *, grid: Grid |
         rows=tuple(rows),
         limits=limits(forecast, rows[0].estimate, grid),
         missing=tuple(missing),
+        tie=None if first is quickest else quickest,
     )
 
 
@@ -212,16 +245,12 @@ def _as_found(timed: Timed | None) -> str:
     return f" timed (± {timed.spread:.0%})" if timed.spread else f" timed ({many(timed.steps, 'step')} only)"
 
 
-def _ranked(best: Sequence[tuple[str, Estimate]]) -> Iterator[Row]:
-    """The recommended one first: the simplest of those that no forecast can tell from the quickest."""
-    quickest = best[0][1]
-    alike = [pair for pair in best if pair[1].step_seconds <= _ALIKE * quickest.step_seconds]
-    family, first = min(alike, key=lambda pair: FAMILIES.index(pair[0]))
-    yield Row(
-        family=family, estimate=first,
-        why=of_recommended(first) if first is quickest else of_simple(first, quickest),
-    )  # fmt: skip
-    yield from (Row(family=name, estimate=one, why=of_other(one, first)) for name, one in best if one is not first)
+def _ranked(best: Sequence[Estimate], quickest: Estimate) -> Iterator[Row]:
+    """The recommended one first, which `best` begins with; then the quicker ones."""
+    first, *others = best
+    why = of_recommended(first) if first is quickest else of_simple(first, quickest)
+    yield Row(family=first.candidate.family, estimate=first, why=why)
+    yield from (Row(family=one.candidate.family, estimate=one, why=of_other(one, first)) for one in others)
 
 
 def judged(forecast: Forecast, estimate: Estimate, *, grid: Grid | None = None) -> Row:

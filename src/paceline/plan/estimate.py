@@ -26,9 +26,9 @@ class Estimate:
     """What a candidate is forecast to take: bytes of its fullest rank, seconds of its step, money where it is known.
 
     `stages` are the blocks of each stage; `limit_bytes` is what it may take of a device's `device_bytes`,
-    `host_limit_bytes` a rank's share of its host's, None where it is not known. `price` is that of one step. Where it
-    was `timed`, `seconds` are those. A step has `samples` of `length` positions, and needs `model_flops` of all ranks,
-    each of which can do `peak_flops_per_second` in the precision of the products.
+    `host_limit_bytes` a rank's share of its host's, None where it is not known. The peak may be off by `margin_bytes`.
+    `price` is that of one step. Where it was `timed`, `seconds` are those. A step has `samples` of `length` positions,
+    and needs `model_flops` of all ranks, each of which can do `peak_flops_per_second` in the precision of the products.
     """
 
     candidate: Candidate
@@ -43,6 +43,7 @@ class Estimate:
     is_gpu: bool
     model_flops: float
     peak_flops_per_second: float
+    margin_bytes: float = 0.0
     host_limit_bytes: float | None = None
     price: float | None = None
     currency: str = ""
@@ -85,12 +86,17 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether no rank needs more than it has."""
+        """Whether no rank needs more than it has, even if the forecast is off by its margin."""
         return self.fits_on(self.limit_bytes)
 
     def fits_on(self, limit_bytes: float) -> bool:
         """Whether it would on a device with so much memory."""
-        return self.peak_bytes <= limit_bytes and self.fits_host
+        return self.peak_bytes + self.margin_bytes <= limit_bytes and self.fits_host
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the peak is so near the limit, below or above, that no forecast can tell if it fits."""
+        return not self.fits and self.over_bytes <= self.margin_bytes and self.fits_host
 
     @property
     def over_bytes(self) -> float:

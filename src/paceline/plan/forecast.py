@@ -12,6 +12,7 @@ from paceline.plan.estimate import Estimate
 from paceline.plan.facts import ModelFacts
 from paceline.plan.hardware import Fleet, group_of, of_family
 from paceline.plan.in_flight import most_held
+from paceline.plan.margins import bytes_margin
 from paceline.plan.memory import Elements, Memory, elements_of, memory_of
 from paceline.plan.seconds import Groups, Seconds, Stage, end_of, seconds_of, sharded, stage_of
 from paceline.plan.utilization import model_flops
@@ -65,11 +66,11 @@ class Forecast:
             LayoutError: more stages than blocks.
         """
         stages = self._cut(candidate)[1] if candidate.pp > 1 else ()
-        seconds = self.seconds(candidate)
+        seconds, memory = self.seconds(candidate), self.memory(candidate)
         price = self.fleet.price_per_hour
         return Estimate(
             candidate=candidate,
-            memory=self.memory(candidate),
+            memory=memory,
             seconds=seconds,
             stages=stages,
             num_micro=self.num_micro(candidate),
@@ -80,6 +81,7 @@ class Forecast:
             is_gpu=self.fleet.device.is_accelerator,
             model_flops=self.model_flops,
             peak_flops_per_second=self.fleet.device.peak(candidate.precision),
+            margin_bytes=bytes_margin(memory, self.fleet.device, is_replayed=False),
             host_limit_bytes=self.host_limit_bytes,
             price=None if price is None else price * self.fleet.nodes * seconds.step_seconds / _HOUR,
             currency=self.fleet.currency,
@@ -94,6 +96,12 @@ class Forecast:
     def of(self, facts: ModelFacts) -> "Forecast":
         """The same of a model of which something else is known."""
         return Forecast(facts=facts, fleet=self.fleet, efficiency=self.efficiency, device_bytes=self.device_bytes)
+
+    def fuller(self, family: str, times: float) -> "Forecast":
+        """The same where layouts of a family hold so many times what is forecast of them now."""
+        fuller = {**self.fleet.fuller, family: times * max(1.0, of_family(self.fleet.fuller, family))}
+        fleet = replace(self.fleet, fuller=fuller)
+        return Forecast(facts=self.facts, fleet=fleet, efficiency=self.efficiency, device_bytes=self.device_bytes)
 
     @property
     def host_limit_bytes(self) -> float | None:

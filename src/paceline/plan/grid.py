@@ -13,6 +13,7 @@ from paceline.plan.hardware import Fleet
 from paceline.plan.in_flight import SPLITS, is_sure
 
 Offload = tuple[str, ...]
+FAMILY = "family"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,8 @@ def trunks(facts: ModelFacts, fleet: Fleet, grid: Grid) -> Iterator[Candidate]:
 
 
 def boughs(trunk: Candidate, facts: ModelFacts, grid: Grid) -> Iterator[Candidate]:
-    """What is kept for backward: cp can't run blocks again, nor can who has none; `sequence` is of tp."""
-    for remat in grid.remat if trunk.cp == 1 and facts.blocks else ("none",):
+    """What is kept for backward: who has no blocks can run none again; `sequence` is of tp."""
+    for remat in grid.remat if facts.blocks else ("none",):
         for sequence in grid.sequence if trunk.tp > 1 else (False,):
             found = trunk.but(remat=remat, sequence=sequence)
             if not is_refused(found, facts):
@@ -85,7 +86,8 @@ def leaves(twig: Candidate, facts: ModelFacts, fleet: Fleet, grid: Grid) -> Iter
     """Replicas or shards, and what of a shard lies where."""
     for shard in _divisors(twig.replicas):
         if shard == 1:
-            yield twig
+            if not is_lost(twig, facts):
+                yield twig
             continue
         replicate = twig.replicas // shard
         for zero in grid.zero:
@@ -96,7 +98,7 @@ def leaves(twig: Candidate, facts: ModelFacts, fleet: Fleet, grid: Grid) -> Iter
                     continue
                 for params in grid.params if zero == 3 else ("fp32",):
                     found = twig.but(dp_shard=shard, dp_replicate=replicate, zero=zero, offload=offload, params=params)
-                    if not is_refused(found, facts):
+                    if not is_refused(found, facts) and not is_lost(found, facts):
                         yield found
 
 
@@ -131,10 +133,18 @@ def is_refused(candidate: Candidate, facts: ModelFacts) -> bool:
     return any(word in facts.refused for word in words_of(candidate)) if facts.refused else False
 
 
+def is_lost(candidate: Candidate, facts: ModelFacts) -> bool:
+    """Whether this very layout, in these microbatches or in any, was refused, or its family after others of it."""
+    if not facts.refused:
+        return False
+    return any(word in facts.refused for word in (candidate.layout, str(candidate), f"{FAMILY}={candidate.family}"))
+
+
 def words_of(candidate: Candidate) -> Iterator[str]:
-    """What a model can refuse, beside `micro_batch_size=1`: `pp`, `remat`, `remat=full`, `zero=3`, `fsdp`, `offload`,
-    `sequence`, and so on."""
-    yield from candidate.mesh.split
+    """What a model can refuse, beside `micro_batch_size=1`: `pp`, `pp=4`, `remat`, `remat=full`, `zero=3`, `fsdp`,
+    `offload`, `sequence`, and so on."""
+    for axis in candidate.mesh.split:
+        yield from (axis, f"{axis}={candidate.mesh.size(axis)}")
     if candidate.remat != "none":
         yield from ("remat", f"remat={candidate.remat}")
     if candidate.dp_shard > 1:

@@ -11,23 +11,42 @@ from paceline.plan.differ import differences
 from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
 from paceline.plan.named import estimate_named
+from paceline.plan.reasons import of_simple
 from paceline.plan.search import key_of
+from paceline.plan.simplicity import simplest
 from paceline.plan.timed import retimed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """`rows` are of those that can be had, in the order in which they were named; `missing` says why of the others."""
+    """`rows` are of those that can be had, in the order in which they were named; `missing` says why of the others.
+
+    `names` are the rows' as they were typed. Where the recommended one was not replayed, `unreplayed` says why.
+    """
 
     case: Case
     rows: tuple[Row, ...]
+    names: tuple[str, ...]
     missing: Mapping[str, str]
     limits: tuple[str, ...] = ()
+    unreplayed: str = "it is forecast from numbers alone"
+
+    @property
+    def first(self) -> Row | None:
+        """The recommended row: the quickest of those that fit, or the simplest that ties with it."""
+        fit = {row.estimate.candidate: row for row in self.rows if row.fits}
+        return fit[simplest([row.estimate for row in fit.values()]).candidate] if fit else None
 
     @property
     def recommended(self) -> Estimate | None:
-        """The quickest of those that fit."""
-        return min((row.estimate for row in self.rows if row.fits), key=key_of, default=None)
+        """Its estimate."""
+        return None if self.first is None else self.first.estimate
+
+    @property
+    def tie(self) -> Estimate | None:
+        """The quickest of those that fit, where a simpler one that ties with it is recommended."""
+        quickest = min((row.estimate for row in self.rows if row.fits), key=key_of, default=None)
+        return None if quickest == self.recommended else quickest
 
     @property
     def differences(self) -> list[tuple[str, ...]]:
@@ -36,11 +55,15 @@ class Judged:
 
     def as_json(self) -> dict[str, Any]:
         """The keys of a plan, and `differences`."""
-        best = self.recommended
+        best, first, tie = self.recommended, self.first, self.tie
+        is_replayed = first is not None and first.replayed
         lost = [{"layout": name, "fits": False, "why": why} for name, why in self.missing.items()]
         return {
             "case": self.case.number,
             "recommended": None if best is None else best.layout,
+            "replayed": is_replayed,
+            "unreplayed": "" if is_replayed or first is None else self.unreplayed,
+            "tie": None if tie is None else {"layout": tie.layout, "step_seconds": tie.step_seconds},
             "plans": [*(row.as_json() for row in self.rows), *lost],
             "limits": [],
             "differences": [list(lines) for lines in self.differences],
@@ -51,11 +74,14 @@ class Judged:
         yield f"case {self.case.number}: {self.case.says}"
         yield from row_lines(self.rows)
         yield from (f"  {name}: {why}" for name, why in self.missing.items())
-        best = self.recommended
-        if best is not None and len(self.rows) > 1:
-            yield f"quickest that fits: --layout {best.layout}" + "".join(
-                f" --{k} {v}" for k, v in best.settings.items()
-            )
+        if (first := self.first) is not None:
+            best = first.estimate
+            doubt = "" if first.replayed else f", NOT REPLAYED ({self.unreplayed})"
+            typed = "".join(f" --{name} {value}" for name, value in best.settings.items())
+            if len(self.rows) > 1 or doubt:
+                yield f"quickest that fits{doubt}: --layout {best.layout}{typed}"
+            if self.tie is not None:
+                yield f"  {of_simple(best, self.tie)}"
         for title, *said in self.differences:
             yield title
             yield from (f"  {line}" for line in said)
@@ -67,22 +93,27 @@ def judge(
     *,
     micro_batch_size: int | None = None,
     timed: Sequence[Estimate] = (),
+    most: Mapping[str, int] | None = None,
 ) -> Judged:
     """Each with its microbatches as given, or as is quickest for it; with the seconds of those that were `timed`.
+
+    Of some layouts microbatches have at `most` so many samples.
 
     Raises:
         PacelineError: none of them can be had; what is wrong with the first.
     """
-    named, missing = list[Estimate](), dict[str, PacelineError]()
+    named, missing = dict[str, Estimate](), dict[str, PacelineError]()
     for text in layouts:
         try:
-            named.append(estimate_named(forecast, text, micro_batch_size=micro_batch_size))
+            largest = (most or {}).get(text)
+            named[text] = estimate_named(forecast, text, micro_batch_size=micro_batch_size, most=largest)
         except PacelineError as error:
             missing[text] = next(iter(getattr(error, "problems", [error])))
     if not named and missing:
         first = next(iter(missing.values()))
         raise LayoutError(first.what, cause=first.cause, hint=first.hint)
-    found = retimed(named, {str(one.candidate): one.timed for one in timed if one.timed is not None})
+    found = retimed([*named.values()], {str(one.candidate): one.timed for one in timed if one.timed is not None})
     by_name = {str(one.candidate): one for one in found}
-    rows = tuple(judged(forecast, by_name[str(one.candidate)]) for one in named)
-    return Judged(case=case_of(forecast), rows=rows, missing={text: error.what for text, error in missing.items()})
+    rows = tuple(judged(forecast, by_name[str(one.candidate)]) for one in named.values())
+    lost = {text: error.what for text, error in missing.items()}
+    return Judged(case=case_of(forecast), rows=rows, names=tuple(named), missing=lost)

@@ -13,6 +13,7 @@ from paceline.plan.forecast import Forecast
 from paceline.plan.grid import Grid, micro_batch_sizes, words_of
 from paceline.plan.hardware import fleet_of
 from paceline.plan.legal import refuse_products
+from paceline.plan.margins import bytes_margin
 from paceline.plan.memory import Memory
 from paceline.plan.mesh import Mesh, mesh_of
 from paceline.plan.search import key_of
@@ -23,15 +24,18 @@ from paceline.spec.layout import Kind, Layout, parse_layout
 _MICRO = "train.micro_batch_size"
 
 
-def estimate_named(forecast: Forecast, text: str, *, micro_batch_size: int | None = None) -> Estimate:
+def estimate_named(
+    forecast: Forecast, text: str, *, micro_batch_size: int | None = None, most: int | None = None
+) -> Estimate:
     """Of a layout as it is typed; without a `micro_batch_size` with the one that is quickest of those that fit, or
-    needs least memory where none does.
+    needs least memory where none does, of at `most` so many samples.
 
     Raises:
         LayoutError, Problems: no layout of these ranks, or one that this model can't have.
     """
     layout = parse_layout(text)
-    found = [forecast.estimate(one) for one in _candidates(forecast, layout, micro_batch_size)]
+    every = _candidates(forecast, layout, micro_batch_size)
+    found = [forecast.estimate(one) for one in every if most is None or one.micro_batch_size <= most or one is every[0]]
     fit = [one for one in found if one.fits]
     return min(fit, key=key_of) if fit else min(found, key=lambda one: one.peak_bytes)
 
@@ -49,7 +53,8 @@ def estimate_told(forecast: Forecast, row: Mapping[str, Any]) -> Estimate:
     micro = as_written(told.settings.get(_MICRO), int)
     found = estimate_named(forecast, told.layout, micro_batch_size=micro)
     memory = Memory(**_known(Memory, told.parts), host_bytes=told.host_bytes)
-    return replace(found, memory=memory, seconds=Seconds(**_known(Seconds, told.seconds)))
+    margin = bytes_margin(memory, forecast.fleet.device, is_replayed=bool(row.get("replayed")))
+    return replace(found, memory=memory, margin_bytes=margin, seconds=Seconds(**_known(Seconds, told.seconds)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,9 @@ from dataclasses import replace
 from paceline.errors import LayoutError
 from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
-from paceline.plan.grid import Grid
+from paceline.plan.grid import FAMILY, Grid
 from paceline.plan.least import least_memory
+from paceline.plan.margins import is_tie, seconds_error
 from paceline.plan.search import search
 from paceline.spec.words import exactly, many, size
 
@@ -41,8 +42,10 @@ def left_of(estimate: Estimate) -> str:
 
 def of_simple(estimate: Estimate, quickest: Estimate) -> str:
     """Why it is recommended, though another is a little quicker."""
-    less = estimate.step_seconds / quickest.step_seconds - 1
-    return f"{of_recommended(estimate)}; {quickest.layout} is {less:.1%} quicker, which is within the forecast's error"
+    less, error = estimate.step_seconds / quickest.step_seconds - 1, seconds_error(estimate, quickest)
+    what = "forecast" if quickest.timed is None else "timing"
+    tie = f"a tie: {quickest.candidate} is {less:.1%} quicker, and the {what} may be {error:.0%} off"
+    return f"{of_recommended(estimate)}; {tie}: the simpler one is taken"
 
 
 def of_other(estimate: Estimate, best: Estimate) -> str:
@@ -50,9 +53,11 @@ def of_other(estimate: Estimate, best: Estimate) -> str:
     more = {name: estimate.seconds.parts[name] - best.seconds.parts[name] for name in SPENT_ON}
     worst = max(more, key=lambda name: more[name])
     times = estimate.step_seconds / best.step_seconds
+    quickest = min(estimate, best, key=lambda one: one.step_seconds)
+    tie = " (a tie)" if is_tie(best if quickest is estimate else estimate, quickest) else ""
     if more[worst] <= 0:
-        return f"{times:.2f} times as long"
-    return f"{times:.2f} times as long: {SPENT_ON[worst]} +{exactly(more[worst])}"
+        return f"{times:.2f} times as long{tie}"
+    return f"{times:.2f} times as long{tie}: {SPENT_ON[worst]} +{exactly(more[worst])}"
 
 
 def of_misfit(estimate: Estimate) -> str:
@@ -60,6 +65,10 @@ def of_misfit(estimate: Estimate) -> str:
     parts = estimate.memory.parts
     most = sorted(parts, key=lambda name: -parts[name])[:2]
     said = ", ".join(f"{name} {size(round(parts[name]))}" for name in most)
+    if estimate.is_tight:
+        way = "over" if estimate.over_bytes > 0 else "below"
+        near, off = size(round(abs(estimate.over_bytes))), size(round(estimate.margin_bytes))
+        return f"tight: {near} {way} the limit, and the forecast may be {off} off: {said}"
     if estimate.over_bytes > 0:
         more = "; replays hold more than is forecast" if estimate.limit_bytes < estimate.device_bytes else ""
         return f"{size(round(estimate.over_bytes))} too much: {said}{more}"
@@ -84,18 +93,27 @@ def limits(forecast: Forecast, best: Estimate, grid: Grid) -> tuple[str, ...]:
 def no_candidate(family: str, forecast: Forecast) -> str:
     """Why the grid has none of a family; nothing where that goes without saying."""
     facts, ranks = forecast.facts, forecast.fleet.ranks
-    if family in facts.refused:
-        return f"{family}: {facts.refused[family]}"
+    for word in (family, f"{FAMILY}={family}"):
+        if word in facts.refused:
+            return f"{family}: {facts.refused[word]}"
     if family in ("ddp", "zero1", "zero2", "fsdp", "hsdp") and ranks > facts.global_batch_size:
         return f"{family}: {many(ranks, 'replica')} for a global batch of {many(facts.global_batch_size, 'sample')}"
     if family in ("zero3", "fsdp", "hsdp") and facts.optimizer.whole_tensors:
         return f"{family}: {facts.optimizer.name} looks at whole tensors"
     sizes = {"tp": facts.tp_sizes, "cp": facts.cp_sizes, "ep": facts.ep_sizes}.get(family, ())
+    own = [f"{word}: {why}" for word, why in facts.refused.items() if _is_size(word, family)]
+    if own:
+        return f"{family}: {'; '.join(own)}"
     if sizes and ranks > 1:
         return (
             f"{family}: none of its sizes {', '.join(map(str, sizes))} leaves a legal layout of {many(ranks, 'rank')}"
         )
     return ""
+
+
+def _is_size(word: str, family: str) -> bool:
+    """Whether it is a size of that axis, as `tp=4`."""
+    return word.startswith(f"{family}=") and word.removeprefix(f"{family}=").isdigit()
 
 
 def nothing_fits(forecast: Forecast, grid: Grid, nearest: Estimate | None) -> LayoutError:
@@ -110,10 +128,14 @@ def nothing_fits(forecast: Forecast, grid: Grid, nearest: Estimate | None) -> La
             cause="; ".join(lost) or f"{many(fleet.ranks, 'rank')} leave more replicas than the {samples} of a step",
             hint=f"a global batch of {fleet.ranks} or more, or fewer ranks",
         )
+    hint = _where_it_fits(forecast, grid, nearest)
+    if nearest.is_tight:
+        typed = "".join(f" --{setting} {value}" for setting, value in nearest.settings.items())
+        hint = f"{hint}; or try it: --layout {nearest.layout}{typed}"
     return LayoutError(
-        f"no layout of {name} fits on {fleet}.",
+        f"no layout of {name} {'surely ' * nearest.is_tight}fits on {fleet}.",
         cause=f"the nearest is {nearest.candidate}: {of_misfit(nearest)}",
-        hint=_where_it_fits(forecast, grid, nearest),
+        hint=hint,
     )
 
 

@@ -75,6 +75,7 @@ class Simulated:
             "settings": found.settings,
             "ranks": self.ranks,
             "fits": found.fits,
+            "tight": found.is_tight,
             "step_seconds": self.step_seconds,
             "seconds": self.seconds,
             "planned_step_seconds": found.step_seconds,

@@ -106,8 +106,9 @@ def told(task: Task, answer: Mapping[str, Any], here: Here, *, quiet: bool = Fal
         cost += f"; times as steps here took, {rungs[0].longer:.2f} times the reckoned"
     else:
         cost += "; its steps are reckoned: paceline plan times them"
+    doubt = f", NOT REPLAYED ({answer['unreplayed']})" if answer.get("unreplayed") else ""
     lines = [
-        f"auto: {rungs[0]}, on {here.fleet}",
+        f"auto: {rungs[0]}, on {here.fleet}{doubt}",
         f"why: {answer['why']}; {cost}",
         f"second: {answer['second']}",
     ]

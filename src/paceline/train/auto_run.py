@@ -81,6 +81,7 @@ def decided(ready: Ready, fleet: Fleet, *, seconds: float) -> dict[str, Any]:
         "case": chosen.advice.case.number,
         "why": "; ".join([chosen.advice.rows[0].why, *learnt.notes]),
         "second": _second(chosen.advice, rungs),
+        "unreplayed": chosen.advice.unreplayed,
         "seconds": time.monotonic() - began,
         "facts": facts.as_json(),
         "cluster": fleet.as_json(),

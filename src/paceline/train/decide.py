@@ -1,27 +1,31 @@
-"""What is recommended has been replayed and fits: what is refused, or needs more than there is, gives way to others."""
+"""What is recommended was replayed and fits: what is refused, or may not fit, gives way to the next of its family."""
 
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.errors import LayoutError
-from paceline.plan.advice import Advice, advice_of, advise
+from paceline.plan.advice import Advice, Row, advice_of, advise
 from paceline.plan.candidate import MICRO, MODEL_AXES, Candidate
 from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
-from paceline.plan.grid import Grid, is_refused, words_of
-from paceline.plan.timed import Refused
+from paceline.plan.grid import FAMILY, Grid, is_lost, is_refused, words_of
+from paceline.plan.judged import Judged, judge
+from paceline.plan.search import search
+from paceline.plan.timed import Refused, as_timed, usual_ratio
 from paceline.survive.short import only_new
-from paceline.train.rehearsed import Rehearsal, Seen
+from paceline.train.rehearsed import Rehearsal, Seen, row_seen
 
-_LEAST = 0.02
 _SEEN = 3  # samples of a microbatch, which learning has tried
-_MORE_SECONDS = 30.0  # where what came before was refused
+_SHORTLIST = 3  # of a family that are replayed; of two that are refused in the same words no third
+_MOST_REFUSED = 12  # after which, once time is over, the next is recommended as it is forecast
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """`seen` is what was replayed on the way, by candidate: the recommended one too, unless time was over before."""
+    """`seen` is what was replayed on the way, by candidate: the recommended one too, unless `advice.unreplayed`."""
 
     forecast: Forecast
     advice: Advice
@@ -36,86 +40,231 @@ class Decided:
 @only_new()
 def decide(
     rehearsal: Rehearsal, forecast: Forecast, *, grid: Grid, until: float, options: Sequence[Estimate] = (),
-    lost: Mapping[Candidate, Refused] | None = None,
+    lost: Mapping[Candidate, Refused] | None = None, others: bool = False,
 ) -> Decided:  # fmt: skip
     """The best of `options`, or of the whole grid where none of them is left; `lost` are known to be refused.
 
-    Where a replay needs more than there is, what closed forms leave out is taken for as much of the others. One is
-    replayed in any case; after `until`, and half a minute, the next is recommended as it is reckoned.
+    What is recommended is replayed however long that takes: after `until` it is recommended as it is forecast only
+    where a dozen before it were refused, and the advice says so. With `others` the best of the other families are
+    replayed too, as many as time allows. What is refused gives way to the next of its family.
 
     Raises:
         LayoutError: nothing fits.
     """
+    known = _Known(rehearsal, forecast, grid, options)
     for candidate, own in sorted((lost or {}).items(), key=lambda one: _has_model_axes(one[0])):
-        if not _is_left(candidate, forecast):  # after what was learnt of one before it
-            continue
-        if own.is_jobs and not _has_model_axes(candidate):  # a replica's code is as in one process
-            refused = {**forecast.facts.refused, _micro(candidate): own.why}
-            forecast = forecast.of(replace(forecast.facts, refused=refused))
-        else:
-            forecast = _without(rehearsal, forecast, candidate, own.why, is_jobs=own.is_jobs)
-    device, seen = forecast.fleet.device, dict[str, Seen]()
-    room, case = device.memory_bytes - device.reserve_bytes, None
+        if _is_left(candidate, known.forecast):  # after what was learnt of one before it
+            known.lose(candidate, own)
+    case = None
     while True:
-        options = [one for one in options if _is_left(one.candidate, forecast)]
-        advice = advice_of(forecast, options, grid=grid) if options else advise(forecast, grid=grid)
+        advice = known.advice()
         case = case or advice.case
-        best = advice.recommended
-        if seen and time.monotonic() > until + _MORE_SECONDS:
+        row = _next(advice, known, until=until, others=others)
+        if row is None:
             break
-        found = seen[str(best.candidate)] = rehearsal.replayed(best, forecast)
+        known.replay(row.estimate)
+    first = str(advice.recommended.candidate)
+    late = f"{known.num_refused} before it were refused when they were replayed, and time was over"
+    advice = replace(advice, case=case, unreplayed="" if first in known.seen else late)
+    return Decided(forecast=known.forecast, advice=advice, seen=known.seen)
+
+
+def decide_named(
+    rehearsal: Rehearsal, forecast: Forecast, layouts: Sequence[str], *, until: float,
+    micro_batch_size: int | None = None, options: Sequence[Estimate] = (),
+) -> tuple[Judged, dict[str, Seen]]:  # fmt: skip
+    """The layouts that were named, in the order in which they were; the quickest of those that fit is replayed, and of
+    the others what time allows.
+
+    Where no size of microbatch was given, one that is refused or does not fit gives way to a smaller one.
+    """
+    known, most = _Known(rehearsal, forecast, Grid(), ()), dict[str, int]()
+    while True:
+        found = judge(known.forecast, layouts, micro_batch_size=micro_batch_size, timed=options, most=most)
+        rows = [row_seen(row, known.seen, forecast.fleet.device) for row in found.rows]
+        shown = replace(found, rows=tuple(rows), unreplayed="")
+        wanted = [*([] if shown.first is None else [shown.first]), *(row for row in rows if known.has_time(row, until))]
+        row = next((one for one in wanted if str(one.estimate.candidate) not in known.seen), None)
+        if row is None:
+            return shown, known.seen
+        known.rehearse(row.estimate)
+        size, is_short = row.estimate.candidate.micro_batch_size, not known.seen[str(row.estimate.candidate)].error
+        is_short = is_short and not row_seen(row, known.seen, forecast.fleet.device).fits
+        if micro_batch_size is None and is_short and size > 1:
+            most[found.names[rows.index(row)]] = size - 1
+
+
+def _next(advice: Advice, known: "_Known", *, until: float, others: bool) -> Row | None:
+    """What to replay before this advice is given: the recommended one, then the others while there is time."""
+    first, *rest = advice.rows
+    if str(first.estimate.candidate) not in known.seen:
+        is_late = known.num_refused >= _MOST_REFUSED and time.monotonic() > until
+        return None if is_late else first
+    return next((row for row in rest if others and known.has_time(row, until)), None)
+
+
+class _Known:
+    """What is learnt by replays on the way to a recommendation."""
+
+    def __init__(self, rehearsal: Rehearsal, forecast: Forecast, grid: Grid, options: Sequence[Estimate]) -> None:
+        self.forecast = forecast
+        self.seen: dict[str, Seen] = {}
+        self.num_refused = 0
+        self._rehearsal = rehearsal
+        self._grid = grid
+        self._options = list(options)
+        self._families = {one.candidate.family for one in options}
+        self._misfits = Counter[str]()
+        self._reasons: dict[str, list[str]] = {}
+
+    def advice(self) -> Advice:
+        """Of what is left."""
+        options = self._left()
+        if options:
+            return advice_of(self.forecast, options, grid=self._grid)
+        return advise(self.forecast, grid=self._grid)
+
+    def has_time(self, row: Row, until: float) -> bool:
+        """Whether a row is to be replayed, and its replay ends in time, by how long the others took."""
+        candidate = row.estimate.candidate
+        if str(candidate) in self.seen or not row.fits or self._misfits[candidate.family] >= _SHORTLIST:
+            return False
+        each = max((one.seconds / max(1, one.work) for one in self.seen.values()), default=0.0)
+        work = self._rehearsal.work(candidate, row.estimate.stages, self.forecast)
+        return each * work < until - time.monotonic()
+
+    def rehearse(self, estimate: Estimate) -> Seen:
+        """Replay it, and keep what that says of other sizes of microbatch."""
+        found = self.seen[str(estimate.candidate)] = self._rehearsal.replayed(estimate, self.forecast)
+        if found.error and found.is_jobs:
+            self._learn(self._alone_refused(estimate.candidate))
+        return found
+
+    def replay(self, estimate: Estimate) -> None:
+        """Replay it; what is refused, or is not sure to fit, is taken out of what is left."""
+        found, candidate = self.rehearse(estimate), estimate.candidate
         if found.error:
-            forecast = _without(rehearsal, forecast, best.candidate, found.error, is_jobs=found.is_jobs)
-        elif found.peak_bytes <= room:
-            break
-        elif options:
-            options = [one for one in options if one is not best]
+            self.num_refused += 1
+            self.refuse(candidate, found.error)
+            return
+        row = row_seen(Row(family=candidate.family, estimate=estimate), self.seen, self.forecast.fleet.device)
+        if not row.fits:
+            self.num_refused += 1
+            self._misfits[candidate.family] += 1
+            reckoned = self.forecast.estimate(candidate)
+            times = found.peak_bytes / (reckoned.peak_bytes - reckoned.memory.reserve)
+            self.forecast = self.forecast.fuller(candidate.family, max(1.0, times))
+            self._options = [one for one in self._options if one.candidate != candidate]
+
+    def lose(self, candidate: Candidate, why: Refused) -> None:
+        """Take out what was refused where it was to be timed."""
+        self._families.add(candidate.family)
+        if why.is_jobs and not _has_model_axes(candidate):  # a replica's code is as in one process
+            self._learn({_micro(candidate): why.why})
+        elif why.is_jobs and (sizes := self._alone_refused(candidate)):
+            self._learn(sizes)
         else:
-            less = min(1 - _LEAST, room / found.peak_bytes)
-            forecast = forecast.below(device.reserve_bytes + less * (best.peak_bytes - device.reserve_bytes))
-    return Decided(forecast=forecast, advice=replace(advice, case=case), seen=seen)
+            self.refuse(candidate, why.why)
+
+    def refuse(self, candidate: Candidate, error: str) -> None:
+        """Take out what is to blame: its size of microbatch, a part of the layout that is refused alone, or itself."""
+        if not _is_left(candidate, self.forecast):
+            return
+        parts = dict(_parts(candidate))
+        if not parts:
+            raise LayoutError(error, hint="--layout single says all of it")
+        axes = {word: one for word, one in parts.items() if word.partition("=")[0] in MODEL_AXES}
+        if len(axes) == 1 and self._rehearsal.is_of_parts(candidate, error):
+            refused = dict.fromkeys(axes, error)  # whatever else it has
+        else:
+            refused = self._refused_alone(axes, parts) or self._refused_alone(parts, parts)
+        for word, why in refused.items():
+            self._learn({word: why})
+            self._count(word.partition("=")[0], why)
+        if not refused:
+            self._learn({str(candidate): error})
+            self._count(next(iter(parts)) if len(parts) == 1 else f"{FAMILY}={candidate.family}", error)
+
+    def _refused_alone(self, wanted: Mapping[str, Candidate], parts: Mapping[str, Candidate]) -> dict[str, str]:
+        """Which of several parts are refused without the others."""
+        if len(parts) == 1:
+            return {}
+        why = {word: self._rehearsal.refusal(one, self.forecast) for word, one in wanted.items()}
+        return {word: said for word, said in why.items() if said}
+
+    def _count(self, word: str, error: str) -> None:
+        """A size is out after two layouts that were refused in the same words, or three; and so is an axis after sizes,
+        a family after its layouts."""
+        reasons = self._reasons.setdefault(word, [])
+        reasons.append(re.sub(r"\d+", "", error))
+        if len(reasons) < _SHORTLIST and reasons.count(reasons[-1]) < 2:
+            return
+        self._learn({word: error})
+        axis, _, size = word.partition("=")
+        if axis in MODEL_AXES and size:
+            self._count(axis, error)
+
+    def _alone_refused(self, candidate: Candidate) -> dict[str, str]:
+        """That the job's own code takes no microbatch of that size, in one process either; of few it was seen."""
+        if candidate.micro_batch_size <= _SEEN:
+            return {}
+        plain = Candidate(micro_batch_size=candidate.micro_batch_size, precision=candidate.precision)
+        why = self._rehearsal.refusal(plain, self.forecast)
+        return {_micro(candidate): why} if why else {}
+
+    def _learn(self, refused: Mapping[str, str]) -> None:
+        facts = self.forecast.facts
+        if refused:
+            self.forecast = self.forecast.of(replace(facts, refused={**facts.refused, **refused}))
+
+    def _is_left(self, candidate: Candidate) -> bool:
+        fits = str(candidate) in self.seen or self.forecast.estimate(candidate).fits
+        return fits and _is_left(candidate, self.forecast)
+
+    def _left(self) -> list[Estimate]:
+        """Those options that were not refused, and for a family that has lost all of its own the next one."""
+        left = [one for one in self._options if self._is_left(one.candidate)]
+        if not left:
+            return []
+        if gone := self._families - {one.candidate.family for one in left}:
+            timed = {str(one.candidate): one.timed for one in self._options if one.timed is not None}
+            plain = [self.forecast.estimate(one.candidate) for one in self._options if one.timed is not None]
+            usual, best = usual_ratio(plain, timed), search(self.forecast, grid=self._grid).best
+            left += [as_timed(best[family], {}, usual=usual) for family in sorted(gone) if family in best]
+        return left
 
 
 def _is_left(candidate: Candidate, forecast: Forecast) -> bool:
-    refused = forecast.facts.refused
-    return not is_refused(candidate, forecast.facts) and _micro(candidate) not in refused
+    facts = forecast.facts
+    return not (is_refused(candidate, facts) or is_lost(candidate, facts) or _micro(candidate) in facts.refused)
 
 
 def _has_model_axes(candidate: Candidate) -> bool:
     return any(axis in words_of(candidate) for axis in MODEL_AXES)
 
 
-def _alone_refused(rehearsal: Rehearsal, candidate: Candidate, forecast: Forecast) -> dict[str, str]:
-    """That the job's own code takes no microbatch of that size, in one process either; of few samples it was seen."""
-    if candidate.micro_batch_size <= _SEEN:
-        return {}
-    plain = Candidate(micro_batch_size=candidate.micro_batch_size, precision=candidate.precision)
-    why = rehearsal.refusal(plain, forecast)
-    return {_micro(candidate): why} if why else {}
-
-
 def _micro(candidate: Candidate) -> str:
     return f"{MICRO}={candidate.micro_batch_size}"
 
 
-def _without(rehearsal: Rehearsal, forecast: Forecast, candidate: Candidate, error: str, *, is_jobs: bool) -> Forecast:
-    """Without what is to blame: its size of microbatch, an axis that is refused alone, or what was asked for last."""
-    facts = forecast.facts
-    if is_jobs and (why := _alone_refused(rehearsal, candidate, forecast)):
-        return forecast.of(replace(facts, refused={**facts.refused, **why}))
-    words = [word for word in words_of(candidate) if word not in facts.refused]
-    if not words:
-        raise LayoutError(error, hint="--layout single says all of it")
-    axes = [axis for axis in MODEL_AXES if axis in words]
-    refused = {words[-1]: error}
-    if len(axes) > 1 or (axes and axes != words[-1:]):
-        alone = {axis: rehearsal.refusal(_alone(candidate, axis), forecast) for axis in axes}
-        refused = {axis: why for axis, why in alone.items() if why} or refused
-    return forecast.of(replace(facts, refused={**facts.refused, **refused}))
-
-
-def _alone(candidate: Candidate, axis: str) -> Candidate:
-    """That axis and nothing beside it; experts are spread over replicas."""
-    size = getattr(candidate, axis)
-    found = Candidate(micro_batch_size=candidate.micro_batch_size, precision=candidate.precision)
-    return replace(found, **{axis: size}, **({"dp_replicate": size} if axis == "ep" else {}))
+def _parts(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+    """The word for each axis and option that it has, with a candidate that has that alone, and what it stands on."""
+    c = candidate
+    plain = Candidate(micro_batch_size=c.micro_batch_size, precision=c.precision)
+    for axis in MODEL_AXES:
+        size = getattr(c, axis)
+        if size > 1:  # experts are spread over replicas
+            yield f"{axis}={size}", replace(plain, **{axis: size}, **({"dp_replicate": size} if axis == "ep" else {}))
+    shards = replace(plain, dp_shard=c.dp_shard, zero=c.zero, params=c.params)
+    if c.dp_shard > 1:
+        yield f"zero={c.zero}", shards
+    if c.remat != "none":
+        yield f"remat={c.remat}", replace(plain, remat=c.remat)
+    if c.sequence:
+        yield "sequence", replace(plain, tp=c.tp, sequence=True)
+    if c.pp > 1 and c.schedule != "1f1b":
+        yield f"schedule={c.schedule}", replace(plain, pp=c.pp, schedule=c.schedule, virtual=c.virtual)
+    if c.offload:
+        yield "offload", replace(shards, offload=c.offload)
+    if c.dp_replicate > 1 and c.ranks == c.dp_replicate and c.ep == 1 and c.remat == "none":
+        yield f"{FAMILY}={c.family}", replace(plain, dp_replicate=c.dp_replicate)

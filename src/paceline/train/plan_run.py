@@ -14,24 +14,22 @@ from paceline.plan.estimate import Estimate
 from paceline.plan.facts import ModelFacts
 from paceline.plan.forecast import Forecast
 from paceline.plan.hardware import Fleet, fleet_of
-from paceline.plan.judged import Judged, judge
-from paceline.plan.memory import PARTS, Memory
+from paceline.plan.judged import Judged
 from paceline.plan.numerics import numerics_options, option_lines
 from paceline.spec.task import Task
 from paceline.spec.words import size
 from paceline.store.disk import write_json
 from paceline.store.planned import write_advice
-from paceline.survive.short import only_new
 from paceline.train import timed_here
 from paceline.train.beside import Helper, helped
 from paceline.train.context import is_small
-from paceline.train.decide import decide
+from paceline.train.decide import decide, decide_named
 from paceline.train.deep import Chain
 from paceline.train.foreseen import foreseen, grid_of
 from paceline.train.kept import keep
 from paceline.train.plan_here import Chosen, Here, chosen_here, learn
 from paceline.train.ready import Ready, prepare
-from paceline.train.rehearsed import Rehearsal, Seen
+from paceline.train.rehearsed import Rehearsal, Seen, row_seen
 
 _MOST_SECONDS = 30.0  # of learning and replays; what is recommended is replayed in any case where it is begun by then
 _OF_NAMED = 15.0  # at least, of replays: they were asked for
@@ -88,33 +86,26 @@ def numbers(payload: Mapping[str, Any]) -> int:
 def _decided(chosen: Chosen, *, helper: Helper | None, until: float) -> tuple[Chosen, Advice, dict[str, Seen]]:
     """What is recommended has been replayed, and fits; and what time allows of the other rows."""
     rehearsal = Rehearsal(ready=chosen.learnt.ready, real=chosen.learnt.real, helper=helper)
-    found = decide(rehearsal, chosen.forecast, grid=chosen.grid, until=until, options=chosen.options, lost=chosen.lost)
-    seen = dict(found.seen)
-    _replay_others(found.advice.rows, rehearsal, found.forecast, seen, until=until)
-    return replace(chosen, forecast=chosen.forecast.of(found.forecast.facts)), found.advice, seen
-
-
-@only_new()
-def _replay_others(
-    rows: Sequence[Row], rehearsal: Rehearsal, forecast: Forecast, seen: dict[str, Seen], *, until: float
-) -> None:
-    """As many as time allows, by how long the others took."""
-    for row in rows:
-        each = max((one.seconds / max(1, one.work) for one in seen.values()), default=0.0)
-        candidate, left = row.estimate.candidate, until - time.monotonic()
-        if str(candidate) not in seen and each * rehearsal.work(candidate, row.estimate.stages, forecast) < left:
-            seen[str(candidate)] = rehearsal.replayed(row.estimate, forecast)
+    found = decide(
+        rehearsal, chosen.forecast, grid=chosen.grid, until=until, options=chosen.options, lost=chosen.lost, others=True
+    )
+    return replace(chosen, forecast=chosen.forecast.of(found.forecast.facts)), found.advice, dict(found.seen)
 
 
 def _judged(
     chosen: Chosen, *, layouts: Sequence[str], helper: Helper | None, until: float
 ) -> tuple[Chosen, Judged, dict[str, Seen]]:
-    """The layouts that were named, with what was timed of them; what time allows of them is replayed."""
-    forecast, ready = chosen.forecast, chosen.learnt.ready
-    seen = dict[str, Seen]()
-    found = judge(forecast, layouts, micro_batch_size=ready.settings.train.micro_batch_size, timed=chosen.options)
-    rehearsal = Rehearsal(ready=ready, real=chosen.learnt.real, helper=helper)
-    _replay_others(found.rows, rehearsal, forecast, seen, until=max(until, time.monotonic() + _OF_NAMED))
+    """The layouts that were named, with what was timed of them; the recommended one is replayed, and of the others what
+    time allows."""
+    ready = chosen.learnt.ready
+    found, seen = decide_named(
+        Rehearsal(ready=ready, real=chosen.learnt.real, helper=helper),
+        chosen.forecast,
+        layouts,
+        until=max(until, time.monotonic() + _OF_NAMED),
+        micro_batch_size=ready.settings.train.micro_batch_size,
+        options=chosen.options,
+    )
     return chosen, found, seen
 
 
@@ -131,7 +122,7 @@ def _as_timed(estimate: Estimate) -> dict[str, Any]:
 
 def _answer(advice: Advice | Judged, seen: Mapping[str, Seen], chosen: Chosen) -> dict[str, Any]:
     forecast, facts, fleet = chosen.forecast, chosen.forecast.facts, chosen.forecast.fleet
-    rows = [_as_seen(row, seen.get(str(row.estimate.candidate)), fleet) for row in advice.rows]
+    rows = [row_seen(row, seen, fleet.device) for row in advice.rows]
     if isinstance(advice, Advice):  # what was named stays in its order
         rows.sort(key=lambda row: (not row.fits, bool(row.refused)))
     advice = replace(advice, rows=tuple(rows))
@@ -174,28 +165,16 @@ def _doubts(rows: Sequence[Row], facts: ModelFacts) -> Iterator[str]:
     if best is None:
         return
     if not best.replayed:
-        yield f"note: time was over before {best.estimate.layout} was replayed: its bytes are reckoned"
+        yield f"note: {best.estimate.layout} was not replayed: its bytes are reckoned"
     parts = " and ".join(axis for axis in ("cp", "ep") if getattr(best.estimate.candidate, axis) > 1)
     if parts and not is_small(facts.parameters) and not best.estimate.timed:
         yield f"note: a model of this size is not tried with its numbers here, and {parts} may change what it computes"
         yield f"  to do: paceline verify JOB --layout {parts.split()[0]}=2 with a smaller one of its kind"
 
 
-def _as_seen(row: Row, seen: Seen | None, fleet: Fleet) -> Row:
-    """With what its replay counted in place of what was reckoned."""
-    if seen is None:
-        return row
-    if seen.error:
-        return replace(row, refused=seen.error)
-    host, reserve = row.estimate.memory.host_bytes, fleet.device.reserve_bytes
-    counted = {name: float(value) for name, value in (seen.parts or {}).items() if name in PARTS}
-    memory = Memory(**counted, reserve=reserve, host_bytes=host)
-    estimate = replace(row.estimate, memory=memory, limit_bytes=fleet.device.memory_bytes)
-    return replace(row, estimate=estimate, replayed=True)
-
-
 def _lost(name: str, seen: Seen, fleet: Fleet) -> str:
     """What was looked at on the way to the recommended one."""
     if seen.error:
         return f"  {name} can't be had: {seen.error}"
-    return f"  {name} does not fit: {size(round(seen.peak_bytes + fleet.device.reserve_bytes))} when it was replayed"
+    held, limit = size(round(seen.peak_bytes + fleet.device.reserve_bytes)), size(round(fleet.device.memory_bytes))
+    return f"  {name} is not sure to fit: {held} of {limit} when it was replayed"

@@ -6,10 +6,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from paceline.errors import DataError, LayoutError, PacelineError, as_refused
+from paceline.plan.advice import Row
 from paceline.plan.candidate import Candidate
 from paceline.plan.estimate import Estimate
 from paceline.plan.facts import ModelFacts
 from paceline.plan.forecast import Forecast
+from paceline.plan.hardware import Device
+from paceline.plan.margins import bytes_margin
+from paceline.plan.memory import PARTS, Memory
 from paceline.plan.settle import Cluster, Facts, Plan, settle
 from paceline.spec.settings import Settings
 from paceline.spec.update import parse_update
@@ -61,6 +65,10 @@ class Rehearsal:
         """Why it can't be had, or nothing."""
         return self._replayed(candidate, (), forecast, False).error
 
+    def is_of_parts(self, candidate: Candidate, error: str) -> bool:
+        """Whether that is what parts of its sequences, or its experts elsewhere, gave: in any microbatch and layout."""
+        return bool(error) and self.parts.get((candidate.cp, candidate.ep)) == error
+
     def work(self, candidate: Candidate, cut: tuple[int, ...], forecast: Forecast) -> int:
         """How many blocks run in its replay, all stages together."""
         plan = shortened(settled_plan(candidate, forecast.facts, forecast.fleet.device.kind))
@@ -106,6 +114,24 @@ class Rehearsal:
                 self.parts[key] = error.what
         if self.parts[key]:
             raise LayoutError(self.parts[key])
+
+
+def row_seen(row: Row, seen: Mapping[str, Seen], device: Device) -> Row:
+    """Return the row with what its replay counted in place of what was forecast, or with why it was refused."""
+    found = seen.get(str(row.estimate.candidate))
+    if found is None:
+        return row
+    if found.error:
+        return replace(row, refused=found.error)
+    counted = {name: float(value) for name, value in (found.parts or {}).items() if name in PARTS}
+    memory = Memory(**counted, reserve=device.reserve_bytes, host_bytes=row.estimate.memory.host_bytes)
+    estimate = replace(
+        row.estimate,
+        memory=memory,
+        margin_bytes=bytes_margin(memory, device, is_replayed=True),
+        limit_bytes=device.memory_bytes,
+    )
+    return replace(row, estimate=estimate, replayed=True)
 
 
 def settled_plan(candidate: Candidate, facts: ModelFacts, device: str) -> Plan:

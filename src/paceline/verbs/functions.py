@@ -156,7 +156,8 @@ def plan(
         settings: dotted names, as in `train`.
 
     Returns:
-        `case` (1, 2 or 3), `recommended`, `plans` (each `layout`, `fits`, `peak_bytes`, `step_seconds`, `why`).
+        `case` (1, 2 or 3), `recommended`, `plans` (each `layout`, `fits`, `peak_bytes`, `step_seconds`, `why`), and
+        `exit_code`, 2 where no layout that was named is sure to fit.
 
     Raises:
         PacelineError: the plan was refused or failed.
@@ -175,7 +176,7 @@ def plan(
             common=common,
             overrides=_words(settings),
         )
-    return _result(answer)
+    return _result(answer, is_found=answer.value is not None)
 
 
 def simulate(
@@ -369,15 +370,15 @@ def _resumed(resume: str | Path | bool) -> str | None:
     return str(resume)
 
 
-def _result(answer: Answer) -> Result:
-    """Return what the verb found, or raise what ended it.
+def _result(answer: Answer, *, is_found: bool = False) -> Result:
+    """Return what the verb found, or raise what ended it unless something `is_found` all the same.
 
     Raises:
         KeyboardInterrupt: it was interrupted twice. PacelineError: it failed.
     """
     if answer.exit_code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
-    if answer.exit_code not in (ExitCode.DONE, ExitCode.DIFFERENT, ExitCode.STOPPED):
+    if answer.exit_code not in (ExitCode.DONE, ExitCode.DIFFERENT, ExitCode.STOPPED) and not is_found:
         watch_uncaught()
         raise _error(answer)
     value = answer.value if isinstance(answer.value, Mapping) else {}

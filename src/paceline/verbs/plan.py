@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from paceline.errors import PacelineError, UsageError, raise_all
+from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
 from paceline.launch.environments import detect
 from paceline.measure.probe.here import SECONDS as PROBE_SECONDS
 from paceline.measure.probe.machines import machine_here
@@ -140,7 +140,9 @@ def plan(
         value["page"] = str(page)
         lines.append(page_line(Path(page), over=over))
     lines.append(f"all of it: {Path(task.run) / NAME}")
-    return replace(answer, value=value, screen="\n".join(lines))
+    fits = value["recommended"] is not None
+    code = answer.exit_code or (ExitCode.DONE if fits else ExitCode.REFUSED)
+    return replace(answer, exit_code=code, value=value, screen="\n".join(lines))
 
 
 def _read_before(path: Path) -> dict[str, Any]:

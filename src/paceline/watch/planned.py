@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from paceline.plan.advice import rate_of
+from paceline.plan.advice import mark_of, rate_of
 from paceline.plan.assumptions import assumption_lines
 from paceline.plan.estimate import Estimate
 from paceline.plan.forecast import Forecast
@@ -98,7 +98,8 @@ def _table(answer: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], Es
 
 def _cells(row: Mapping[str, Any], found: Estimate, forecast: Forecast) -> list[str]:
     changes = "".join(f"<br>{escape(one['change'])}: {exactly(one['step_seconds'])} a step" for one in row["changes"])
-    kind, mark = ("bitwise", "fits") if row["fits"] else ("bad", "refused" if row.get("refused") else "does not fit")
+    mark = mark_of(fits=row["fits"], tight=row.get("tight", False), refused=row.get("refused", ""))
+    kind = {"fits": "bitwise", "tight": "rounding"}.get(mark, "bad")
     facts = forecast.facts
     return [
         escape(found.layout),

@@ -70,7 +70,7 @@ def lines_of(found: Simulated, forecast: Forecast) -> Iterator[str]:
     step, facts = found.step_seconds, forecast.facts
     yield f"{found.estimate.candidate} on {forecast.fleet}, {many(found.ranks, 'rank')}: {exactly(step)} a step"
     if not found.estimate.fits:
-        yield f"  it does not fit: {of_misfit(found.estimate)}"
+        yield f"  {'' if found.estimate.is_tight else 'it does not fit: '}{of_misfit(found.estimate)}"
     shown = {WORDS[name]: value for name, value in found.seconds.items() if value > _SMALL * step}
     width = max(map(len, shown))
     for name, value in sorted(shown.items(), key=lambda pair: -pair[1]):
