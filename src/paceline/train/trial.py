@@ -3,7 +3,7 @@
 import gc
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
@@ -28,6 +28,7 @@ from paceline.train.shallow import cut
 from paceline.train.together import all_met
 from paceline.world import Place, World
 
+Clock = Callable[[], float]
 _ROOM = 0.5  # of a rank's memory, for all that is timed together
 _BUILD_SHARE = 0.5  # of the seconds, to make what is timed
 _OVER = 2  # times the seconds, after which nothing more is begun
@@ -55,25 +56,26 @@ class _Trial:
     usual: float = 0.0
     since: float = 0.0
     seconds: list[float] = field(default_factory=list)
+    clock: Clock
 
     def step(self) -> float:
         """One, with the reading of its batch."""
-        began = time.perf_counter()
+        began = self.clock()
         self.built.step.run(next(self.batches))
         if self.built.world.device.type == "cuda":
             torch.cuda.synchronize(self.built.world.device)
-        return time.perf_counter() - began
+        return self.clock() - began
 
     def begin(self, quickest: float) -> None:
         """Steps until its memory is laid out as in a run, and the first that count; of what is far behind the
         `quickest` one alone, which says so."""
         for far in _FAR:
-            self.since = time.time()
+            self.since = self.clock()
             self.usual = self.step()
             if self.built.world.share_json(self.usual > far * quickest):
                 self.seconds = [self.usual]
                 return
-        self.since = time.time()
+        self.since = self.clock()
         self.visit()
 
     def visit(self) -> None:
@@ -96,9 +98,10 @@ class _Trial:
 
 
 def time_layouts(
-    ready: Ready, tries: Sequence[Try], *, depths: Sequence[int], world: World, seconds: float
-) -> dict[str, Timed | Refused]:
-    """What a step takes in each, by its candidate's name; or why it can't be had. Every rank calls this.
+    ready: Ready, tries: Sequence[Try], *, depths: Sequence[int], world: World, seconds: float,
+    clock: Clock = time.perf_counter,
+) -> dict[str, Timed | Refused]:  # fmt: skip
+    """What a step takes in each by the `clock`, by its candidate's name; or why it can't be had. Every rank calls this.
 
     `depths` are the lengths of the model's lists of like blocks, none where nothing can be left out of them. As many
     layouts as have room beside each other take their turns, so that what disturbs the machine disturbs all of them.
@@ -109,11 +112,11 @@ def time_layouts(
         JobError: the job's own code refuses every one of them.
     """
     found: dict[str, Timed | Refused] = {}
-    began, groups = time.monotonic(), list(_groups(tries))
+    began, groups = clock(), list(_groups(tries))
     for group in groups:
-        if found and world.share_json(time.monotonic() - began > _OVER * seconds):
+        if found and world.share_json(clock() - began > _OVER * seconds):
             break
-        found |= _timed_together(ready, group, depths, world=world, seconds=seconds / len(groups))
+        found |= _timed_together(ready, group, depths, world=world, seconds=seconds / len(groups), clock=clock)
     own = [one for one in found.values() if isinstance(one, Refused) and one.is_jobs]
     if own and len(own) == len(found):
         raise JobError(
@@ -138,27 +141,29 @@ def _groups(tries: Sequence[Try]) -> Iterator[list[Try]]:
 
 
 def _timed_together(
-    ready: Ready, tries: Sequence[Try], depths: Sequence[int], *, world: World, seconds: float
+    ready: Ready, tries: Sequence[Try], depths: Sequence[int], *, world: World, seconds: float, clock: Clock
 ) -> dict[str, Timed | Refused]:
-    began, trials = time.monotonic(), list[_Trial]()
+    began, trials = clock(), list[_Trial]()
+    epoch = time.time() - began  # by which `between` is told
     errors: dict[str, Timed | Refused] = {}
     for one in tries:
-        if trials and world.share_json(time.monotonic() - began > _BUILD_SHARE * seconds):
+        if trials and world.share_json(clock() - began > _BUILD_SHARE * seconds):
             break
         try:
-            trials += list(_made(ready, one, depths, world=world, before=trials))  # both depths or none
+            trials += list(_made(ready, one, depths, world=world, before=trials, clock=clock))  # both depths or none
         except DataError:  # of one rank alone, and no word about the layout
             raise
         except PacelineError as error:  # of every rank, which sees the same words
             errors[one.candidate] = Refused(why=error.what)
         except Exception as error:
             errors[one.candidate] = _refused(error, one.candidate, world)
-    errors |= _take_turns(trials, depths, world=world, soon=began + _SOON * seconds, ends=began + seconds)
+    soon, ends = began + _SOON * seconds, began + seconds
+    errors |= _take_turns(trials, depths, world=world, soon=soon, ends=ends, clock=clock)
     kept = [trial for trial in trials if trial.candidate not in errors]
     every = world.gather_json([trial.seconds for trial in kept])
     steps = [[max(step) for step in zip(*of_ranks, strict=True)] for of_ranks in zip(*every, strict=True)]
     looked = [(trial.candidate, trial.blocks, own) for trial, own in zip(kept, steps, strict=True)]
-    since, until = {trial.candidate: trial.since for trial in reversed(trials)}, time.time()
+    since, until = {trial.candidate: epoch + trial.since for trial in reversed(trials)}, epoch + clock()
     for trial in trials:  # not after an error: the others would see connections end before they hear of it
         trial.close()
     gc.collect()
@@ -177,7 +182,7 @@ def _refused(error: Exception, candidate: str, world: World) -> Refused:
 
 
 def _take_turns(
-    trials: Sequence[_Trial], depths: Sequence[int], *, world: World, soon: float, ends: float
+    trials: Sequence[_Trial], depths: Sequence[int], *, world: World, soon: float, ends: float, clock: Clock
 ) -> dict[str, Timed | Refused]:
     """Round after round, until the time is over, or steps are many; what is hopeless is not visited any more, but where
     what is left has steps enough. What seems so by its first visit alone, and is forecast to be as quick as the
@@ -200,7 +205,7 @@ def _take_turns(
             rest = [trial for trial in trials if trial.candidate in near and len(trial.seconds) < _MANY]
             going, until = (rest, ends) if rest else (going, soon)
         for trial in going:
-            if world.share_json(time.monotonic() > until):
+            if world.share_json(clock() > until):
                 return refused
             if trial.candidate in refused:
                 continue
@@ -222,7 +227,9 @@ def _surprising(trials: Sequence[_Trial], alive: Sequence[str]) -> list[str]:
     return [name for name, own in said.items() if name not in alive and 0 < own <= most]
 
 
-def _made(ready: Ready, one: Try, depths: Sequence[int], *, world: World, before: Sequence[_Trial]) -> Iterator[_Trial]:
+def _made(
+    ready: Ready, one: Try, depths: Sequence[int], *, world: World, before: Sequence[_Trial], clock: Clock
+) -> Iterator[_Trial]:
     """At the whole model, or at two that are cut to fewer blocks; each has been visited once."""
     task = replace(ready.task, layout=one.layout)
     plan = settled(task, ready.job, ready.settings, micro_batch_size=one.micro_batch_size)
@@ -234,7 +241,9 @@ def _made(ready: Ready, one: Try, depths: Sequence[int], *, world: World, before
             settings = replace(settings, place=place)
         blocks = sum(depths) if most is None else sum(min(most, depth) for depth in depths)
         built = build(job=job, settings=settings, plan=plan, world=world)
-        trial = _Trial(candidate=one.candidate, blocks=blocks, built=built, batches=_batches(built), said=one.seconds)
+        trial = _Trial(
+            candidate=one.candidate, blocks=blocks, built=built, batches=_batches(built), said=one.seconds, clock=clock
+        )
         trial.begin(min((other.usual for other in before if other.blocks == blocks), default=inf))
         yield trial
 

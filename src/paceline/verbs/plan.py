@@ -4,7 +4,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -204,16 +204,16 @@ def _refuse_seconds(seconds: float | None) -> None:
         raise UsageError(what, hint="--seconds 20; 0 times nothing")
 
 
-def _here(task: Task, seconds: float | None) -> dict[str, Any]:
+def _here(task: Task, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> dict[str, Any]:
     """What a probe found of this machine; where a launcher has started the ranks, they find it themselves."""
     joined = detect(os.environ)
     if joined is not None:
         local, left = joined.local_world_size, _CALIBRATION_SECONDS - PROBE_SECONDS
         own = {"probe_seconds": PROBE_SECONDS, "ranks_per_node": local, "node_bytes": node_memory(task.device)}
         return {"seconds": left if seconds is None else seconds, **own}
-    began = time.monotonic()
+    began = clock()
     fleet = machine_here(ranks=task.ranks, device=task.device).fleet.as_json()
-    left = max(_CALIBRATION_SECONDS - (time.monotonic() - began), _CALIBRATION_SECONDS / 2)
+    left = max(_CALIBRATION_SECONDS - (clock() - began), _CALIBRATION_SECONDS / 2)
     return {"seconds": left if seconds is None else seconds, "fleet": fleet}
 
 
