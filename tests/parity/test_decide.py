@@ -180,4 +180,4 @@ def test_of_named_layouts_with_their_microbatch_one_that_does_not_fit_is_not_rec
     assert found.recommended is None and found.as_json()["recommended"] is None
     (row,) = found.as_json()["plans"]
     assert row["replayed"] and not row["fits"] and row["tight"]
-    assert "  tight  " in "\n".join(found.lines()) and "the forecast may be 1.5 GiB off" in row["why"]
+    assert "tight " in "\n".join(found.lines()) and "the forecast may be 1.5 GiB off" in row["why"]
