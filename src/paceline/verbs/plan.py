@@ -140,8 +140,7 @@ def plan(
         value["page"] = str(page)
         lines.append(page_line(Path(page), over=over))
     lines.append(f"all of it: {Path(task.run) / NAME}")
-    fits = value["recommended"] is not None
-    code = answer.exit_code or (ExitCode.DONE if fits else ExitCode.REFUSED)
+    code = answer.exit_code or (ExitCode.REFUSED if value["recommended"] is None else ExitCode.DONE)
     return replace(answer, exit_code=code, value=value, screen="\n".join(lines))
 
 
