@@ -6,6 +6,7 @@ Whatever can't be loaded is a CheckpointError, so that the older checkpoint is u
 import errno
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import CheckpointError, MachineError, SaveError, UsageError
+from paceline.store import checkpoints
 from paceline.store import tensors as tensors_module
 from paceline.store.checkpoints import (
     BEST,
@@ -377,6 +379,21 @@ def test_prune_removes_nothing_through_a_link(tmp_path: Path) -> None:
     linked.symlink_to(tmp_path / "elsewhere")
     assert [path.name[-1] for path in ckpt.prune(str(tmp_path / "mine"), keep=1)] == ["2", "3", "4"]
     assert linked.is_symlink()
+
+
+def test_prune_passes_over_a_step_that_the_run_has_removed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+
+    def removed_by_the_run(path: Path) -> bool:
+        shutil.rmtree(tmp_path / "step-00000001", ignore_errors=True)
+        return True
+
+    monkeypatch.setattr(checkpoints, "_is_good", removed_by_the_run)
+    assert [path.name for path in prune(tmp_path, keep=1)] == ["step-00000002"]
+    assert [path.name for path in all_steps(tmp_path)] == ["step-00000003"]
 
 
 @pytest.mark.parametrize("how", ["removed", "moved", "made anew", "made anew and locked"])
