@@ -281,3 +281,13 @@ def test_how_often_a_schedule_can_be_stepped_is_known_before(schedule: Schedule,
             refuse_short(Held(schedule).trained.update.schedules, total_steps=most + 1)
         with pytest.raises(JobError, match="Tried to step"):
             held.rates(1)
+
+
+@pytest.mark.parametrize(("was", "has", "refused"), [("m3", "m2", True), ("m3", "m3", False), ("m3", "", False), ("", "m2", False), (None, "m2", False)])  # fmt: skip
+def test_a_run_is_one_job_s_and_an_object_of_python_has_no_name(was: str | None, has: str, refused: bool) -> None:
+    saved = {} if was is None else {"job": was}
+    now = {"job": has, "exact": False}
+    if refused:
+        with pytest.raises(ResumeError, match="job: was m3, is m2"):
+            check_identity({**saved, "exact": False}, now, allow=())
+    check_identity({**saved, "exact": False}, now, allow=("job",) if refused else ())

@@ -53,6 +53,16 @@ def test_a_jobs_name_is_no_pattern(tmp_path: Path) -> None:
         assert found is not None and found.path == own
 
 
+def test_a_verb_that_keeps_its_answer_in_a_folder_made_no_run_to_go_on_with(tmp_path: Path) -> None:
+    verified = new_run("job", root=tmp_path, run_id="20261125-130000-eeee")
+    verified.logs.mkdir()
+    assert newest_saved_run("job", root=tmp_path) is None
+    begun = new_run("job", root=tmp_path, run_id="20261125-120000-ffff")
+    write_json(begun.task, Task(verb="train", job="job.py").as_json())
+    found = newest_saved_run("job", root=tmp_path)
+    assert found is not None and found.path == begun.path
+
+
 @pytest.mark.parametrize("name", ["step-by-step", "step-00000001", "step-1"])
 def test_a_run_may_be_called_like_a_step(tmp_path: Path, name: str) -> None:
     run = tmp_path / name

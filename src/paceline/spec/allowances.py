@@ -11,7 +11,7 @@ from paceline.spec.words import did_you_mean
 
 ALLOWED = (
     "model", "data", "order", "seed", "global_batch_size", "micro_batch_size", "optimizer", "schedule", "max_grad_norm",
-    "ema", "exact", "kernels", "precision", "buffers", "drop_last", "sample_seeds", "update", "compress",
+    "ema", "job", "exact", "kernels", "precision", "buffers", "drop_last", "sample_seeds", "update", "compress",
 )  # fmt: skip
 
 COMPARED_SETTINGS: Mapping[str, str | None] = {  # the difference that another value makes; None: nothing accepts it

@@ -83,6 +83,11 @@ def split_jobref(text: str) -> tuple[str, str, str]:
     return (f"{file}.py", ":", name) if suffix else text.partition(":")
 
 
+def file_name(text: str) -> str:
+    """Return what a job is called by its file or module; empty for an object of Python, which any script may give."""
+    return "" if split_jobref(text)[0] == GIVEN else short_name(text)
+
+
 def short_name(text: str) -> str:
     """Return what a job's run folders are called: the file's stem, the module's last part or the object's name."""
     place, _, name = split_jobref(text)

@@ -15,6 +15,7 @@ from paceline.errors import JobError
 from paceline.job import Job
 from paceline.scalar import as_number
 from paceline.step.frozen import FrozenParameters
+from paceline.step.mean_probe import gives_mean
 from paceline.step.own_loss import DIVISOR, OwnLoss
 
 Number = Tensor | float
@@ -32,7 +33,8 @@ class LossContract:
         self._own = OwnLoss(model, takes_divisor=asks and job.forward is None and _takes(model, DIVISOR))
         self._accepted = _accepted_names(model)
         self._frozen = FrozenParameters(model)
-        self.num_terms_without_count = 0
+        self._asks_mean = False
+        self.note = ""
 
     @property
     def counts_first(self) -> bool:
@@ -58,6 +60,19 @@ class LossContract:
         if self._job.loss is None and isinstance(batch, Mapping):
             self._own.arguments({name: value for name, value in batch.items() if name in self._accepted})
             self._own.settle()
+
+    def ask_mean(self) -> None:
+        """Find out on the next microbatch whether the loss is a mean beside a count: `note` then says so."""
+        self._asks_mean = self._job.loss is not None and self._job.loss_over != "batch"
+
+    def answer_mean(self, output: Any, batch: Any, terms: Terms) -> None:
+        """Answer what was asked, with what the loss gave for this microbatch."""
+        if self._asks_mean and list(terms) == [SINGLE] and gives_mean(self._job.loss, output, batch, terms[SINGLE]):
+            self.note = (
+                f"loss= gives a mean beside a count: it is divided by the count once more. {COUNT_HINT}: "
+                "reduction='sum' in most losses of torch (docs/loss.md)"
+            )
+        self._asks_mean = False
 
     def counts(self, batch: Any) -> dict[str, Number]:
         """The counts of one microbatch, before its forward."""

@@ -196,7 +196,9 @@ def forward(parts: Parts, portion: Portion, *, step: int, index: int, num_sample
     with forward_runs(), parts.turns.forward(enter), parts.autocast():
         with portion.inside():
             output = parts.contract.forward(parts.model, portion.data)
-        return parts.contract.terms(output, portion.data, num_samples=num_samples)
+        terms = parts.contract.terms(output, portion.data, num_samples=num_samples)
+        parts.contract.answer_mean(output, portion.data, terms)
+        return terms
 
 
 def _output(parts: Parts, batch: Any, *, step: int, index: int) -> Any:

@@ -132,9 +132,12 @@ def _begun(path: Path) -> tuple[int, str, str]:
 
 
 def newest_saved_run(name: str, *, root: Path = ROOT) -> RunFolder | None:
-    """The newest run of a job that has saved something; where none has, the newest."""
+    """The newest run of a job that has saved something; where none has, the newest that came to train."""
     saved = [path for path in (root / name).glob("*") if was_saved(RunFolder(path).checkpoints)]
-    return RunFolder(max(saved, key=_begun)) if saved else newest_run(name, root=root)
+    if saved:
+        return RunFolder(max(saved, key=_begun))
+    newest = newest_run(name, root=root, trains=True)
+    return newest if newest is not None and newest.task.exists() else None
 
 
 def run_of(checkpoint: Path) -> RunFolder:

@@ -109,7 +109,8 @@ class Heard:
     def _warn(self, *, first: bool) -> None:
         """What the user would want to know and has not asked."""
         text = untouched(self._built.named) if first else ""
-        for note in [*([text] if text else []), *self._built.step.parts.buffers.new_notes()]:
+        mean = self._built.step.parts.contract.note if first else ""
+        for note in [*filter(None, (text, mean)), *self._built.step.parts.buffers.new_notes()]:
             self._stream.emit(Note(text=note, level="warning"))
 
     def _epoch(self, cursor: Cursor) -> float:

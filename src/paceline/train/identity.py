@@ -13,7 +13,9 @@ from paceline.train.options import optimizer_difference
 from paceline.train.schedules import schedule_difference
 
 _BEFORE = {"update": "sync", "compress": "none"}  # of runs that did not say
-_LATER = frozenset({"max_grad_norm", "ema", "buffers", "drop_last", "sample_seeds"})  # earlier runs did not record them
+_LATER = frozenset(
+    {"job", "max_grad_norm", "ema", "buffers", "drop_last", "sample_seeds"}
+)  # earlier runs did not record them
 _CAUSE = "another setting, another job file, or other data"
 
 
@@ -85,6 +87,8 @@ def _difference(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> 
     if name == "schedule":
         differs = bool(optimizer_difference(saved.get("optimizer"), now["optimizer"]))
         return schedule_difference(was, has, lr_differs=differs)
+    if name == "job" and not (was and has):  # one of them was an object of Python
+        return ""
     if name == "ema" and was is None:  # one that is added begins at the weights, and stands in the banner
         return ""
     return "" if was == has else f"was {_short(was)}, is {_short(has)}"

@@ -64,8 +64,11 @@ def trained_of(built: Built) -> Trained:
     )
 
 
-def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, Any]:
-    """What must be the same for a run to be gone on with. Every rank calls this."""
+def identity(built: Built, *, num_samples: int | None, data: str, job: str = "") -> dict[str, Any]:
+    """What must be the same for a run to be gone on with. Every rank calls this.
+
+    `job`: what its file is called, empty for an object of Python, which has none.
+    """
     trained = trained_of(built)
     groups = group_names(built.update.optimizers, trained.shares)
     optimizers = [
@@ -74,6 +77,7 @@ def identity(built: Built, *, num_samples: int | None, data: str) -> dict[str, A
     ]
     return {
         "model": list_model(built.model, weights=built.weights, world=built.site).structure,
+        "job": job,
         "data": {"num_samples": num_samples, "fingerprint": data},
         "seed": built.settings.seed,
         "global_batch_size": built.plan.global_batch_size,

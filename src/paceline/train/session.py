@@ -21,6 +21,7 @@ from paceline.place.buffers import told
 from paceline.plan.local import never_meet
 from paceline.plan.rung import Rung
 from paceline.pulse import Pulse
+from paceline.spec.jobref import file_name
 from paceline.spec.read import as_toml
 from paceline.spec.secret import holds_secret
 from paceline.spec.update import Kind
@@ -79,7 +80,7 @@ class Session:
         self._forecast = self._foretold()
         loaded, events = self._found()
         self._facts = self._look_at_data()
-        self.identity = identity(self.built, **_told(self._facts))
+        self.identity = identity(self.built, **_told(self._facts), job=file_name(ready.task.job))
         cursor = Cursor()
         if loaded is not None:
             cursor = restore(loaded, built=self.built, identity=self.identity, allow=ready.task.allow)
@@ -90,6 +91,7 @@ class Session:
         self.stream = self._make_stream()
         self.loop = self._make_loop(cursor, loaded, target)
         if ready.task.verb == "train":
+            self.built.step.parts.contract.ask_mean()
             refuse_short(self.built.update.schedules, total_steps=self.loop.total_steps)
             refuse_large_batch(self.built.plan, num_samples=self._feed.num_samples)
         self._announce(cursor, loaded, events)

@@ -1,0 +1,110 @@
+"""A mean beside a count is recognised from halves of a microbatch, and a loss that could notice is not asked."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from paceline.step.mean_probe import gives_mean, keeps_nothing
+
+CALLS: list[int] = []
+COUNTED = 0
+CRITERION = nn.CrossEntropyLoss()
+SUMMED = nn.CrossEntropyLoss(reduction="sum")
+TARGET = torch.tensor([0, 1, 2, 0, 1, -100, 2])
+BATCH = (torch.randn(7, 4, generator=torch.Generator().manual_seed(0)), TARGET)
+OUTPUT = torch.randn(7, 3, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+
+def helper(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target)
+
+
+def through_a_helper(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return helper(output, batch[1]), len(batch[1])
+
+
+def counting(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    global COUNTED
+    COUNTED += 1
+    return helper(output, batch[1]), len(output)
+
+
+def appending(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    CALLS.append(len(output))
+    return helper(output, batch[1]), len(output)
+
+
+def printing(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    print(len(output))
+    return helper(output, batch[1]), len(output)
+
+
+def writing(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    batch[0][0] = 1.0
+    return helper(output, batch[1]), len(output)
+
+
+def weighted(output: Tensor, batch: Any, *, weight: float) -> tuple[Tensor, int]:
+    return weight * helper(output, batch[1]), len(output)
+
+
+MEANS = {
+    "lambda": lambda o, b: (F.cross_entropy(o, b[1]), len(b[1])),
+    "targets": lambda o, b: (F.cross_entropy(o, b[1]), (b[1] != -100).sum()),
+    "module": lambda o, b: (CRITERION(o, b[1]), len(o)),
+    "helper": through_a_helper,
+    "partial": partial(weighted, weight=0.5),
+    "by name": lambda o, b: (mse_loss(o, b[0][:, :3]), o.numel()),
+}
+SUMS = {
+    "lambda": lambda o, b: (F.cross_entropy(o, b[1], reduction="sum"), (b[1] != -100).sum()),
+    "module": lambda o, b: (SUMMED(o, b[1]), len(o)),
+    "scaled": lambda o, b: (F.cross_entropy(o, b[1]) * (b[1] != -100).sum(), len(o)),
+    "zero": lambda o, b: (o.sum() * 0.0, len(o)),
+    "one count": lambda o, b: (F.cross_entropy(o, b[1]), 1),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_is_recognised(name: str) -> None:
+    batch = BATCH if name == "targets" else (BATCH[0], TARGET.clamp(min=0))
+    assert gives_mean(MEANS[name], OUTPUT, batch, MEANS[name](OUTPUT, batch))
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_is_none(name: str) -> None:
+    assert keeps_nothing(SUMS[name])
+    assert not gives_mean(SUMS[name], OUTPUT, BATCH, SUMS[name](OUTPUT, BATCH))
+
+
+@pytest.mark.parametrize("loss", [counting, appending, printing, writing, nn.Linear(3, 1), [].append])
+def test_a_loss_that_could_notice_is_not_asked(loss: Any) -> None:
+    found = (F.cross_entropy(OUTPUT, TARGET), len(OUTPUT))
+    assert not keeps_nothing(loss) and not gives_mean(loss, OUTPUT, BATCH, found)
+    assert not CALLS and not COUNTED
+
+
+def test_a_closure_that_counts_is_not_asked() -> None:
+    calls, held = 0, nn.Linear(3, 3)
+
+    def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        nonlocal calls
+        calls += 1
+        return F.cross_entropy(output, batch[1]), len(output)
+
+    assert not keeps_nothing(loss) and not keeps_nothing(lambda o, b: (held(o).mean(), len(o)))
+
+
+def test_asking_changes_neither_random_numbers_nor_the_batch() -> None:
+    def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return F.cross_entropy(F.dropout(output), batch[1].clamp_(min=0)), len(output)
+
+    batch, found = (BATCH[0], TARGET.clone()), (torch.tensor(1.0), len(OUTPUT))
+    before = torch.get_rng_state()
+    assert keeps_nothing(loss) and not gives_mean(loss, OUTPUT, batch, found)
+    assert torch.equal(torch.get_rng_state(), before) and torch.equal(batch[1], TARGET)
