@@ -115,7 +115,7 @@ def _is_torchs(value: Any) -> bool:
 
 
 def _writes_cell(function: Callable[..., Any], step: dis.Instruction) -> bool:
-    return step.opname == "STORE_DEREF" and step.argval in function.__code__.co_freevars  # type: ignore[attr-defined]
+    return step.opname == "STORE_DEREF" and step.argval in function.__code__.co_freevars
 
 
 def _is_empty(cell: Any) -> bool:
