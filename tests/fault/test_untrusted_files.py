@@ -292,6 +292,35 @@ def test_other_digits_are_no_step_and_no_owner(tmp_path: Path) -> None:
 # the final model
 
 
+def test_what_is_no_model_s_stays_in_the_final_folder(tmp_path: Path) -> None:
+    real = tmp_path / "disk"
+    (real / "data").mkdir(parents=True)
+    for name in ("data/rows.bin", "tokenizer.json", "model-00007-of-00009.safetensors", "config.json"):
+        (real / name).write_text(name)
+    (tmp_path / "consolidated").symlink_to(real)
+    for attempt in range(2):
+        write_folder(tmp_path / "consolidated", tensors(attempt), config={"a": attempt})
+        assert {str(p.relative_to(real)) for p in real.rglob("*")} == {
+            "data", "data/rows.bin", "tokenizer.json", "config.json", "model.safetensors"
+        }  # fmt: skip
+        assert (real / "data" / "rows.bin").read_text() == "data/rows.bin"
+        assert json.loads((real / "config.json").read_text()) == {"a": attempt}
+        assert sorted(digest_files(tmp_path / "consolidated")) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_kill_between_the_old_and_the_new_final_folder_loses_nothing(tmp_path: Path, is_replaced: bool) -> None:
+    folder = tmp_path / "consolidated"
+    write_folder(folder, tensors(0), config=None)
+    (folder / "tokenizer.json").write_text("words")
+    folder.rename(tmp_path / ".consolidated.before")
+    if is_replaced:
+        folder.mkdir()
+    write_folder(folder, tensors(1), config=None)
+    assert sorted(path.name for path in folder.iterdir()) == ["model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["consolidated"]
+
+
 def consolidated(folder: Path) -> Path:
     write_folder(folder / "consolidated", tensors(1), config={"a": 1})
     said = seal({"digest": "d", "files": digest_files(folder / "consolidated")})

@@ -3,6 +3,7 @@
 Names and index as Hugging Face writes them: https://huggingface.co/docs/safetensors/metadata_parsing
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -22,10 +23,13 @@ _STEM, _ENDING = "model", ".safetensors"
 
 
 def write_folder(folder: Path, tensors: Sequence[Writable], *, config: Any, most_bytes: int = MOST_BYTES) -> None:
-    """Write aside, flush, and replace `folder`, or what it links to. Tensors are made and written in
-    their order."""
+    """Write aside, flush, and replace the files of a model in `folder`, or in what it links to.
+
+    Other files there (a tokenizer, a README) stay. Tensors are made and written in their order.
+    """
     folder = folder.resolve()
-    aside = folder.with_name(f".{folder.name}.tmp")
+    aside, before = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.before")
+    _keep_others(before, folder)  # of a process that was killed between the two
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -37,14 +41,37 @@ def write_folder(folder: Path, tensors: Sequence[Writable], *, config: Any, most
         if config is not None:
             write_json(aside / "config.json", config)
         sync_folder(aside)
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            folder.rename(before)
         aside.rename(folder)
+        _keep_others(before, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def _keep_others(before: Path, folder: Path) -> None:
+    """Leave in `folder` what `before` has that is no file of a model, and nothing in `before`."""
+    if not before.is_dir():
+        return
+    if not folder.exists():
+        before.rename(folder)
+        return
+    for path in before.iterdir():
+        if _is_of_a_model(path):
+            path.unlink()
+        elif not (folder / path.name).exists():
+            path.rename(folder / path.name)
+    with contextlib.suppress(OSError):  # a name that both have: the older one stays aside
+        before.rmdir()
+
+
+def _is_of_a_model(path: Path) -> bool:
+    is_weights = path.name.startswith(_STEM) and path.name.endswith((_ENDING, f"{_ENDING}.index.json"))
+    return not path.is_dir() and (is_weights or path.name == "config.json")
+
+
 def digest_files(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file of a written folder.
+    """Return the SHA-256 of every file of a written folder; folders in it are somebody else's.
 
     Raises:
         OSError: one can't be read.
@@ -52,6 +79,8 @@ def digest_files(folder: Path) -> dict[str, str]:
     """
     found = {}
     for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            continue
         with os.fdopen(open_regular(path), "rb") as file:
             found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
