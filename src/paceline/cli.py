@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from paceline import __version__
 from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
@@ -145,7 +145,7 @@ def _options(verb: str, cls: type, words: list[str]) -> Any:
 
     from paceline.verbs.misfits import misplaced
 
-    known = _known_flags(cls)
+    known, kinds = _known_flags(cls), get_type_hints(cls)
     problems: list[PacelineError] = []
     for word, then in zip(words, [*words[1:], ""], strict=False):
         flag, equals, value = word.partition("=")
@@ -156,6 +156,8 @@ def _options(verb: str, cls: type, words: list[str]) -> Any:
             found = None if is_letter else misplaced(verb, flag, value if equals or then.startswith("--") else then)
             cause, hint = found or (cause, f"paceline {verb} --help")
             problems.append(UsageError(f"{verb} has no option {flag}.", cause=cause, hint=hint))
+        elif name in kinds and flag.startswith("--"):
+            problems += _no_number(flag, value if equals else then, kinds[name])
     raise_all(problems)
     said = io.StringIO()
     try:
@@ -167,6 +169,19 @@ def _options(verb: str, cls: type, words: list[str]) -> Any:
             raise
         what = f"these words can't be read: {' '.join(words)}" if words else f"{verb} needs a word more"
         raise UsageError(f"{what}.", cause=_in_a_line(said.getvalue()), hint=f"paceline {verb} --help") from None
+
+
+def _no_number(flag: str, value: str, kind: Any) -> list[PacelineError]:
+    """Return what is wrong with the value of an option that is a number."""
+    number = next((one for one in (int, float) if kind is one or one in get_args(kind)), None)
+    if number is None or not value or value.startswith("--") or value == "None":
+        return []
+    try:
+        number(value)
+    except ValueError:
+        what = "a whole number" if number is int else "a number"
+        return [UsageError(f"{flag} {value}: expected {what}.", hint=f"{flag} {'2' if number is int else '0.5'}")]
+    return []
 
 
 def _in_a_line(box: str) -> str:

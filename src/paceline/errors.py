@@ -7,7 +7,7 @@ from enum import IntEnum
 from traceback import extract_stack, extract_tb
 from types import FrameType
 
-from paceline.user_code import is_users
+from paceline.user_code import is_of_word_reader, is_users
 
 
 def on_a_screen(text: str, *, lines: int = 8, width: int = 400) -> str:
@@ -172,14 +172,28 @@ def raise_all(problems: Sequence[PacelineError]) -> None:
         raise Problems(problems)
 
 
-def called_exit(error: SystemExit) -> RunError:
+def problems_of(error: PacelineError) -> Sequence[PacelineError]:
+    """Return the one problem, or all of several that were raised together."""
+    return error.problems if isinstance(error, Problems) else (error,)
+
+
+def called_exit(error: SystemExit) -> PacelineError:
     """A `sys.exit` in the job's own code, which says nothing of the run: done or saved is for the run to say."""
     line = user_line(error)
-    found = RunError(
-        f"the job called sys.exit({'' if error.code is None else repr(error.code)}){f' at {line}' if line else ''}.",
-        cause="the run was not over, and only the run itself says that it is done",
-        hint="raise an exception there, or leave the call out; early_stopping= ends a run by a rule",
-    )
+    at = f" at {line}" if line else ""
+    found: PacelineError
+    if is_of_word_reader(error):
+        found = JobError(
+            f"the job reads a command line of its own{at}, and there is none: a job is loaded without any words.",
+            cause="an option that is required, or another that its parser needs",
+            hint="make it a parameter, def make_job(lr: float = 0.1), and type --job.lr 0.1",
+        )
+    else:
+        found = RunError(
+            f"the job called sys.exit({'' if error.code is None else repr(error.code)}){at}.",
+            cause="the run was not over, and only the run itself says that it is done",
+            hint="raise an exception there, or leave the call out; early_stopping= ends a run by a rule",
+        )
     found.__notes__ = list(getattr(error, "__notes__", ()))
     return found.with_traceback(error.__traceback__)
 

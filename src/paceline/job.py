@@ -5,21 +5,24 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import JobError, raise_all
-from paceline.job_fields import unfit_fields
-from paceline.job_parameters import typed_parameters
+from paceline.errors import JobError, PacelineError, problems_of, raise_all
+from paceline.job_fields import unfit_fields, unknown_fields
+from paceline.job_parameters import missing_parameters, typed_parameters
 from paceline.scalar import as_count, as_number
 from paceline.spec.jobref import JobRef
+from paceline.user_code import script_words
 
 _MAKES = "def make_job() -> pl.Job: return pl.Job(...)"
+
+_NEEDED: Any = None  # by every job; what is missing is refused with all else that is wrong
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
@@ -47,10 +50,10 @@ class Job:
     `output.loss` is used. `optimizer` maps a list of `(name, parameter)` to an optimizer or a list of them.
     """
 
-    model: Callable[[], nn.Module]
-    train_data: Any
-    optimizer: Callable[[NamedParameters], Optimizer | list[Optimizer]]
-    global_batch_size: int
+    model: Callable[[], nn.Module] = _NEEDED
+    train_data: Any = _NEEDED
+    optimizer: Callable[[NamedParameters], Optimizer | list[Optimizer]] = _NEEDED
+    global_batch_size: int = _NEEDED
     loss: Callable[[Any, Any], Any] | None = None
     eval_data: Any = None
     test_data: Any = None
@@ -72,6 +75,19 @@ class Job:
     settings: Mapping[str, Any] | None = None
     name: str | None = None
 
+    def __new__(cls, *words: Any, **given: Any) -> "Job":
+        """Refuse fields that no job has, together with whatever else is wrong.
+
+        Raises:
+            JobError, Problems: with all of it.
+        """
+        known = {one.name: one.default for one in fields(cls)}
+        problems: list[PacelineError] = [*unknown_fields(words, given, known)]
+        if problems:
+            problems += unfit_fields(SimpleNamespace(**{**known, **given}))
+            raise_all(problems)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Take numbers of any type."""
         counts = ("global_batch_size", "micro_batch_size", "early_stopping")
@@ -89,6 +105,11 @@ def _take_numbers(owner: Any, *, counts: Sequence[str], numbers: Sequence[str]) 
 
 def load_job(ref: JobRef, *, params: Mapping[str, Any]) -> Job:
     """Import what `ref` names and return its job; a function is called with `params`."""
+    with script_words(str(ref.path or ref.module)):
+        return _made(ref, params)
+
+
+def _made(ref: JobRef, params: Mapping[str, Any]) -> Job:
     module = imported(ref)
     found = _pick(ref, module)
     if isinstance(found, Job):
@@ -160,14 +181,29 @@ def _pick(ref: JobRef, module: ModuleType) -> Any:
 
 
 def _accepted(ref: JobRef, factory: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the factory is called with.
+
+    Raises:
+        JobError, Problems: a parameter that it lacks or needs, or a value that is not of its type; with all of them.
+    """
     known = job_parameters(factory)
     unknown = sorted(set(params) - set(known))
+    problems: list[PacelineError] = []
     if unknown:
-        raise JobError(
-            f"{ref} has no parameter {', '.join(unknown)}.",
-            hint=f"it takes: {', '.join(known) or 'none'}",
+        problems.append(
+            JobError(
+                f"{ref} has no parameter {', '.join(unknown)}.",
+                hint=f"it takes: {', '.join(known) or 'none'}",
+            )
         )
-    return typed_parameters(factory, params)
+    problems += missing_parameters(factory, params)
+    found: dict[str, Any] = {}
+    try:
+        found = typed_parameters(factory, {name: params[name] for name in params if name in known})
+    except PacelineError as error:
+        problems += problems_of(error)
+    raise_all(problems)
+    return found
 
 
 def _checked(ref: JobRef, job: Job) -> Job:

@@ -5,13 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 
 from paceline.errors import JobError, PacelineError
 from paceline.scalar import as_count
+from paceline.spec.words import did_you_mean
 
 _MODEL = "model=lambda: MyModel()"
 _OPTIMIZER = "optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)"
@@ -27,15 +28,39 @@ _CALLED = {
     "on_update": "on_update=lambda model, step: ...",
     "on_eval": 'on_eval=lambda run: {"bleu": score}',
 }
-_NEEDED = frozenset({"model", "optimizer"})
+_NEEDED = {
+    "model": _MODEL,
+    "train_data": "train_data=dataset",
+    "optimizer": _OPTIMIZER,
+    "global_batch_size": "global_batch_size=64",
+}
+_BATCH_SIZES = ("batch_size", "train_batch_size", "batch")
+_ARRAYS = (Tensor, np.ndarray)
+
+
+def unknown_fields(words: Sequence[Any], given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[JobError]:
+    """Yield what a job was given that is none of its `known` fields."""
+    if words:
+        what = (
+            f"pl.Job was given {len(words)} of its fields without {'its name' if len(words) == 1 else 'their names'}."
+        )
+        yield JobError(what, hint="pl.Job(model=..., loss=..., train_data=..., optimizer=..., global_batch_size=...)")
+    for name in given:
+        if name not in known:
+            near = "did you mean 'global_batch_size'?" if name in _BATCH_SIZES else did_you_mean(name, known)
+            yield JobError(f"a job has no field {name!r}.", cause=near, hint=f"one of {', '.join(known)}")
 
 
 def unfit_fields(job: Any) -> Iterator[PacelineError]:
     """Yield what is wrong with the fields of a job, each by name."""
+    for name, hint in _NEEDED.items():
+        if getattr(job, name) is None:
+            yield JobError(f"the job has no {name}=.", hint=hint)
     yield from _uncallable(job)
     yield from _unfit_numbers(job)
-    if job.train_data is None:
-        yield JobError("train_data is None.", hint="give a dataset with __len__ and __getitem__")
+    for name in ("train_data", "eval_data", "test_data"):
+        if job.collate is None:
+            yield from unfit_data(getattr(job, name), name=name)
     if job.loss_over not in ("samples", "batch"):
         yield JobError(f"loss_over={job.loss_over!r} is not known.", hint='loss_over="samples" or "batch"')
     if job.best is not None and not isinstance(job.best, str):
@@ -52,7 +77,7 @@ def unfit_fields(job: Any) -> Iterator[PacelineError]:
 def _uncallable(job: Any) -> Iterator[PacelineError]:
     for name, hint in _CALLED.items():
         value = getattr(job, name)
-        if value is None and name not in _NEEDED:
+        if value is None:
             continue
         kind = type(value).__name__
         if name == "model" and isinstance(value, nn.Module):
@@ -77,7 +102,7 @@ def _uncallable(job: Any) -> Iterator[PacelineError]:
 
 def _unfit_numbers(job: Any) -> Iterator[PacelineError]:
     batch, micro, norm = job.global_batch_size, job.micro_batch_size, job.max_grad_norm
-    if type(batch) is not int or batch < 1:
+    if batch is not None and (type(batch) is not int or batch < 1):
         yield JobError(
             f"global_batch_size={_short(batch)} is no count of samples.", hint="global_batch_size=64: 1 or more"
         )
@@ -87,6 +112,36 @@ def _unfit_numbers(job: Any) -> Iterator[PacelineError]:
         yield JobError(f"max_grad_norm={_short(norm)} is no norm.", hint="max_grad_norm=1.0: above 0")
     if job.ema is not None and not (_is_number(job.ema) and 0.0 < job.ema < 1.0):
         yield JobError(f"ema={_short(job.ema)} is no decay between 0 and 1.", hint="ema=0.999")
+
+
+def unfit_data(data: Any, *, name: str) -> Iterator[JobError]:
+    """Yield what is wrong with data that holds whole columns where its samples should be: (x, y), or a dict of splits.
+
+    Arrays of one length and of different shapes or types are columns: as samples no batch could be made of them.
+    """
+    if isinstance(data, Mapping) and data and 0 not in data:
+        keys = ", ".join(map(repr, list(data)[:6]))
+        split = next((key for key in data if str(key) == name.partition("_")[0]), None)
+        splits = f"{name}=data[{split!r}]" if split is not None else f"{name}=[{{...}} for each sample]"
+        yield JobError(
+            f"{name} is a {type(data).__name__} with the keys {keys}, and samples are asked for by number.",
+            hint=splits,
+        )
+    if not isinstance(data, tuple | list) or not 2 <= len(data) <= 16 or not all(isinstance(x, _ARRAYS) for x in data):
+        return
+    forms = {(tuple(x.shape[1:]), str(x.dtype)) for x in data}
+    lengths = {len(x) if x.ndim else 0 for x in data}
+    if len(forms) > 1 and len(lengths) == 1 and max(lengths) > len(data):
+        names = ", ".join("xyzw"[: len(data)]) if len(data) <= 4 else "*columns"
+        given = (
+            names if isinstance(data[0], Tensor) else ", ".join(f"torch.as_tensor({one})" for one in names.split(", "))
+        )
+        yield JobError(
+            f"{name} is a {type(data).__name__} of {len(data)} arrays of {max(lengths):,} rows: "
+            f"as it is, that is {len(data)} samples.",
+            cause="the columns of a dataset were given, not its samples",
+            hint=f"{name}=torch.utils.data.TensorDataset({given})",
+        )
 
 
 def _unfit_metrics(metrics: Any) -> Iterator[PacelineError]:

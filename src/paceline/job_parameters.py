@@ -3,32 +3,80 @@
 import ast
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from paceline.errors import JobError
+from paceline.errors import JobError, PacelineError, raise_all
 
+_PLAIN = {"int": int, "float": float, "bool": bool, "str": str}
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 _NOTHING = ("none", "null")
 _SEVERAL = (list, tuple, set, frozenset)
 _UNSAID = (inspect.Parameter.empty, Any, object)
 
 
+_OPEN_ENDED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def missing_parameters(factory: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[JobError]:
+    """Yield the parameters of `factory` that have no default and are not given."""
+    for name, parameter in inspect.signature(factory).parameters.items():
+        needed = parameter.default is inspect.Parameter.empty and parameter.kind not in _OPEN_ENDED
+        if needed and name not in given:
+            yield without_default(name)
+
+
+def without_default(name: str) -> JobError:
+    """Return the error of a parameter that needs a value and has none."""
+    return JobError(
+        f"make_job needs {name}, which has no default.",
+        hint=f"--job.{name} VALUE, or a default: def make_job({name}=...)",
+    )
+
+
 def typed_parameters(factory: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the given values in the types that the parameters of `factory` say.
 
     Raises:
-        JobError: a value that is no such thing, or a type that can't be made of text.
+        JobError, Problems: each value that is no such thing, and each type that can't be made of text.
     """
     parameters = inspect.signature(factory).parameters
     try:
         hints = get_type_hints(factory)
     except Exception:  # an annotation that is there for a type checker alone
         hints = {}
-    return {name: _typed(name, value, hints.get(name, Any), parameters[name].default) for name, value in given.items()}
+    found: dict[str, Any] = {}
+    problems: list[PacelineError] = []
+    for name, value in given.items():
+        try:
+            found[name] = _typed(name, value, hints.get(name, Any), parameters[name].default)
+        except JobError as error:
+            problems.append(error)
+    raise_all(problems)
+    return found
+
+
+def misfits_of_source(given: Mapping[str, Any], *, sources: Mapping[str, tuple[str, str]]) -> Iterator[JobError]:
+    """Yield the values that can't be of their types, by the `sources` of annotation and default alone.
+
+    Only types and defaults that need no import are judged.
+    """
+    for name, value in given.items():
+        annotation, default = sources.get(name, ("", ""))
+        kind = _PLAIN.get(annotation, None if annotation else inspect.Parameter.empty)
+        try:
+            shown = ast.literal_eval(default) if default else inspect.Parameter.empty
+        except (ValueError, SyntaxError):
+            continue
+        if kind is None or (kind is inspect.Parameter.empty and (shown is kind or shown is None)):
+            continue
+        try:
+            _typed(name, value, kind, shown)
+        except JobError as error:
+            yield error
 
 
 def _typed(name: str, value: Any, kind: Any, default: Any) -> Any:

@@ -4,6 +4,8 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePath
@@ -14,6 +16,7 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _RAISES = re.compile(r"(^|[:;]\s*)raise\b")
 _TYPED = ("<stdin>", "<ipython-input")
 _OURS = Path(__file__).parent
+_WORD_READERS = frozenset({"argparse", "optparse", "click", "docopt", "fire", "absl"})
 _EXAMPLES = _OURS / "examples"
 
 
@@ -21,6 +24,27 @@ def is_users_own(error: BaseException) -> bool:
     """Return whether a `raise` in the user's own code made this error, and no library below it."""
     last = next(iter(extract_tb(error.__traceback__)[-1:]), None)
     return last is not None and is_users(last.filename) and _RAISES.search(last.line or "") is not None
+
+
+@contextmanager
+def script_words(place: str) -> Iterator[None]:
+    """Let `sys.argv` be what a script at `place` that got no words has: ours are no words of the user's parser."""
+    words = sys.argv
+    sys.argv = [place]
+    try:
+        yield
+    finally:
+        sys.argv = words
+
+
+def is_of_word_reader(error: BaseException) -> bool:
+    """Return whether a parser of command lines, as argparse is, raised this or was asked to before."""
+    trace = error.__traceback__
+    while trace is not None:
+        if str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0] in _WORD_READERS:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def hide_own_frames(error: BaseException) -> None:

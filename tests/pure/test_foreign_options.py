@@ -49,3 +49,13 @@ def test_all_of_them_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_what_nobody_has_is_none() -> None:
     assert place_of("--wibble", "3") is None
+
+
+def test_an_option_that_is_a_number_says_so_of_each_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "job.py", "--ranks", "two", "--wibble", "1"]) == 2
+    told = capsys.readouterr().err
+    assert "--ranks two: expected a whole number." in told and "no option --wibble" in told and "tyro" not in told
+    assert main(["verify", "job.py", "--ranks=2", "--steps=1.5"]) == 2
+    assert "--steps 1.5: expected a whole number." in capsys.readouterr().err
+    assert main(["plan", "job.py", "--seconds", "soon"]) == 2
+    assert "--seconds soon: expected a number." in capsys.readouterr().err

@@ -1,6 +1,10 @@
 """A job's fields and the parameters of `make_job`: each in its type, or refused by name with the line to write."""
 
+import copy
+import pickle
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -11,11 +15,15 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.errors import JobError, PacelineError
+from paceline.errors import JobError, PacelineError, Problems, called_exit
+from paceline.feed.source import read_source
 from paceline.job import load_job, refuse_job
-from paceline.job_fields import whole_indices
+from paceline.job_fields import unfit_data, whole_indices
 from paceline.job_parameters import typed_parameters
-from paceline.spec.jobref import parse_jobref
+from paceline.spec.jobref import parameter_sources, parse_jobref
+from paceline.spec.read import Asked
+from paceline.survive.child import _entered
+from paceline.verbs.misfits import misfit_parameters
 
 
 class Kind(Enum):
@@ -62,6 +70,58 @@ def test_what_a_parameter_can_t_be_is_refused_by_name(name: str, given: Any) -> 
         typed_parameters(make_job, {name: given})
 
 
+def test_all_that_is_wrong_with_parameters_is_said_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "several_job.py"
+    path.write_text("def make_job(lr: float, width: int = 3, names=[1]): ...\n")
+    with pytest.raises(Problems) as refused:
+        load_job(parse_jobref(str(path)), params={"width": "wide", "foo": 3})
+    assert [one.what for one in refused.value.problems] == [
+        f"{path} has no parameter foo.", "make_job needs lr, which has no default.", "--job.width=wide is no int."
+    ]  # fmt: skip
+    assert "--job.lr VALUE" in refused.value.problems[1].hint
+    asked = Asked(values={"job.width": "wide", "job.foo": "3", "job.names": "a"})
+    before_start = misfit_parameters(parameter_sources(parse_jobref(str(path))), asked)
+    assert {one.what for one in before_start} == {
+        "make_job has no parameter 'foo'.", "--job.width=wide is no int.", "make_job needs lr, which has no default.",
+        "--job.names=a is no list[int].",
+    }  # fmt: skip
+
+
+def words_now(payload: Mapping[str, Any]) -> int:
+    """An entry of a rank: its answer says whether it sees the words of a script without any."""
+    return int(sys.argv == [payload["seen"]])
+
+
+def test_a_rank_has_the_words_of_a_script_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["nursery.py", "request.json"])
+    entry = f"{__name__}:words_now"
+    assert _entered(entry, {"job": "a/job.py:make", "seen": "a/job.py"}) == 1
+    assert _entered(entry, {"job": "pkg.jobs:make", "seen": "pkg.jobs"}) == 1
+    assert _entered(entry, {"seen": entry}) == 1
+    assert sys.argv == ["nursery.py", "request.json"]
+
+
+@pytest.mark.parametrize(
+    "place", ["p.parse_args()\ndef make_job(): return 3", "def make_job(): p.parse_args(); return 3"]
+)
+def test_a_job_with_a_parser_of_its_own_is_loaded_as_a_script_without_words(tmp_path: Path, place: str) -> None:
+    path, words = tmp_path / "parser_job.py", list(sys.argv)
+    begin = "import argparse, sys\nwords = sys.argv\np = argparse.ArgumentParser()\np.add_argument('--lr', default=1)\n"
+    path.write_text(begin + place)
+    with pytest.raises(JobError, match="gave a int, expected"):
+        load_job(parse_jobref(str(path)), params={})
+    assert sys.modules["parser_job"].words == [str(path)] and sys.argv == words
+    path.write_text(begin + "p.add_argument('--data', required=True)\n" + place)
+    with pytest.raises(SystemExit) as left:
+        load_job(parse_jobref(str(path)), params={})
+    refusal = called_exit(left.value)
+    assert isinstance(refusal, JobError) and f"{path}:6" in refusal.what and "--job.lr 0.1" in refusal.hint
+    path.write_text("import sys\nsys.exit(2)\njob = 3")
+    with pytest.raises(SystemExit) as left:
+        load_job(parse_jobref(str(path)), params={})
+    assert "sys.exit(2)" in called_exit(left.value).what
+
+
 def job(**fields: Any) -> pl.Job:
     data = torch.utils.data.TensorDataset(torch.zeros(8, 4), torch.zeros(8))
     values: dict[str, Any] = {
@@ -93,6 +153,54 @@ def test_a_field_that_is_something_else_is_named(name: str, value: Any) -> None:
         refuse_job(job(**{name: value}), where="job.py")
     assert name in str(refused.value) and f"{name}" in refused.value.hint + str(refused.value)
     assert "to do: " in str(refused.value) and refused.value.exit_code == 2
+
+
+def test_all_that_a_job_lacks_is_said_at_once() -> None:
+    with pytest.raises(Problems) as refused:
+        refuse_job(pl.Job(model=nn.Linear(4, 2), loss_over="all"), where="job.py")  # type: ignore[arg-type]
+    told = str(refused.value)
+    assert len(refused.value.problems) == 5
+    assert all(f"the job has no {name}=" in told for name in ("train_data", "optimizer", "global_batch_size"))
+    with pytest.raises(Problems) as refused:
+        pl.Job(model=nn.Linear, batch_size=3, metric={})  # type: ignore[call-arg]
+    what = [one.what for one in refused.value.problems]
+    assert what[:2] == ["a job has no field 'batch_size'.", "a job has no field 'metric'."] and len(what) == 5
+    assert "global_batch_size" in refused.value.problems[0].cause and "metrics" in refused.value.problems[1].cause
+    with pytest.raises(PacelineError, match="without its name"):
+        job_of(nn.Linear)
+    copied = copy.copy(job(ema=0.5))
+    assert (
+        copied.ema == 0.5 and replace(copied, ema=0.25).ema == 0.25 and pickle.loads(pickle.dumps(pl.Job())) == pl.Job()
+    )
+
+
+def job_of(*words: Any) -> pl.Job:
+    return pl.Job(*words, train_data=[1], optimizer=torch.optim.SGD, global_batch_size=1)
+
+
+X, Y = torch.zeros(8, 4), torch.zeros(8)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ((X, Y), "TensorDataset(x, y)"), ([X, Y], "TensorDataset(x, y)"), ((X, X.long()), "TensorDataset(x, y)"),
+        ((X.numpy(), Y.numpy()), "TensorDataset(torch.as_tensor(x), torch.as_tensor(y))"),
+        ({"x": X, "y": Y}, "train_data=[{...} for each sample]"), ({"train": X, "test": Y}, "train_data=data['train']"),
+        (list(X), ""), (tuple(X), ""), (X, ""), ([X, X], ""), ([(X[0], 1), (X[1], 2)], ""), ({0: X[0], 1: X[1]}, ""),
+        ([X[0], Y[:4]], ""), ([X, Y[:3]], ""),
+    ],
+)  # fmt: skip
+def test_columns_where_samples_should_be_are_named(data: Any, words: str) -> None:
+    for name in ("train_data", "eval_data"):
+        found = list(unfit_data(data, name=name))
+        assert len(found) == bool(words)
+        assert not words or name != "train_data" or words in found[0].hint
+    if words:
+        for given in (data, lambda: data):
+            with pytest.raises(JobError, match="train_data is a "):
+                read_source(given, collate=None, order=None, workers=0, name="train_data")
+        assert read_source(data, collate=list, order=None, workers=0, name="train_data").data is data
 
 
 def test_numbers_of_any_type_are_numbers() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from paceline.errors import DataError, JobError, UsageError, on_a_screen, user_line
-from paceline.job_fields import whole_indices
+from paceline.errors import DataError, JobError, UsageError, on_a_screen, raise_all, user_line
+from paceline.job_fields import unfit_data, whole_indices
 from paceline.order.batches import Batch, next_batch
 from paceline.order.cursor import Cursor
 from paceline.order.permute import Permutation, Positions
@@ -101,6 +101,8 @@ def read_source(
     data = (made or Made()).data(data)
     if isinstance(data, DataLoader):
         return _from_loader(data, collate=collate, order=order, workers=workers, name=name)
+    if collate is None:
+        raise_all(list(unfit_data(data, name=name)))
     source = Source(data=data, collate=collate, order=order, workers=workers)
     if not source.is_indexed and not isinstance(data, Iterable):
         raise JobError(

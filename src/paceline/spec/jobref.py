@@ -101,16 +101,25 @@ def short_name(text: str) -> str:
 
 def job_defaults(ref: JobRef) -> dict[str, str] | None:
     """The parameters of `make_job` with the source of their defaults; None if they can't be seen."""
+    found = parameter_sources(ref)
+    return None if found is None else {name: default for name, (_, default) in found.items()}
+
+
+def parameter_sources(ref: JobRef) -> dict[str, tuple[str, str]] | None:
+    """Return the sources of annotation and default of each parameter of `make_job`; None if they can't be seen."""
     if ref.path is None:
         return None
     function = next((f for f in _functions(_tree(ref.path)) if f.name == (ref.name or FACTORY)), None)
-    if function is None or function.args.kwarg is not None:
+    if function is None or function.args.kwarg is not None or function.decorator_list:
         return None
     named = [*function.args.posonlyargs, *function.args.args]
-    plain = [ast.unparse(default) for default in function.args.defaults]
-    found = dict(zip([a.arg for a in named], [""] * (len(named) - len(plain)) + plain, strict=True))
-    keyword = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-    return found | {a.arg: ast.unparse(default) if default else "" for a, default in keyword}
+    defaults = [None] * (len(named) - len(function.args.defaults)) + function.args.defaults
+    pairs = zip([*named, *function.args.kwonlyargs], [*defaults, *function.args.kw_defaults], strict=True)
+    return {a.arg: (_source(a.annotation), _source(default)) for a, default in pairs}
+
+
+def _source(node: ast.expr | None) -> str:
+    return "" if node is None else ast.unparse(node)
 
 
 def _tree(path: Path) -> ast.Module:

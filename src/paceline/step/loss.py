@@ -6,7 +6,7 @@ they happened to be dealt. So a loss gives sums and counts, and the engine divid
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from paceline.job import Job
 from paceline.scalar import as_number
 from paceline.step.frozen import FrozenParameters
 from paceline.step.mean_probe import gives_mean
+from paceline.step.misfit import misfit_of_batch
 from paceline.step.own_loss import DIVISOR, OwnLoss
 
 Number = Tensor | float
@@ -32,6 +33,7 @@ class LossContract:
         self._job = job
         self._own = OwnLoss(model, takes_divisor=asks and job.forward is None and _takes(model, DIVISOR))
         self._accepted = _accepted_names(model)
+        self._forward = model.forward
         self._frozen = FrozenParameters(model)
         self._asks_mean = False
         self.note = ""
@@ -93,17 +95,31 @@ class LossContract:
             self._frozen.refuse_thawed()
 
     def _output(self, model: nn.Module, batch: Any) -> Any:
-        if self._job.forward is not None:
-            found = self._job.forward(model, batch)
-            if found is None:
-                raise JobError("forward= gave None.", hint="forward=lambda model, batch: model(...): return the output")
-            return found
+        if self._job.forward is None:
+            return self._handed(model, batch)
+        found = self._job.forward(model, batch)
+        if found is None:
+            raise JobError("forward= gave None.", hint="forward=lambda model, batch: model(...): return the output")
+        return found
+
+    def _handed(self, model: nn.Module, batch: Any) -> Any:
+        """The output of a model that is handed the batch as the default forward does it."""
+        words, named = self._arguments(batch)
+        try:
+            return model(*words, **named)
+        except TypeError:
+            misfit = misfit_of_batch(self._forward, batch, words, named)
+            if misfit is None:
+                raise
+            raise misfit from None
+
+    def _arguments(self, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
         if isinstance(batch, Tensor):
-            return model(batch)
+            return [batch], {}
         if isinstance(batch, Mapping):
-            return model(**self._chosen(batch))
+            return [], self._chosen(batch)
         if isinstance(batch, tuple | list) and len(batch) >= 2:
-            return model(*batch[:-1])
+            return batch[:-1], {}
         raise JobError(
             f"the batch is a {type(batch).__name__}, which the default forward can't hand to the model.",
             hint="forward=lambda model, batch: model(...)",
@@ -142,7 +158,17 @@ class LossContract:
 def _pair(name: object, value: Any) -> tuple[Tensor, Number]:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise JobError(f"loss term {name!r} is no (sum, count) pair.", hint=f"{{{name!r}: (loss_sum, count)}}")
+    if _is_swapped(*value):
+        raise JobError(
+            f"loss term {name!r} is (count, sum), expected (sum, count).",
+            cause="its first part has no gradient, and its second one has",
+            hint="return loss_sum, count",
+        )
     return _scalar(str(name), value[0]), _count(str(name), value[1])
+
+
+def _is_swapped(total: Any, count: Any) -> bool:
+    return isinstance(count, Tensor) and count.requires_grad and not (isinstance(total, Tensor) and total.requires_grad)
 
 
 def _scalar(name: str, value: Any) -> Tensor:

@@ -15,12 +15,14 @@ import torch
 
 from paceline.errors import ExitCode, called_exit
 from paceline.plugins import resolve
+from paceline.spec.jobref import split_jobref
 from paceline.survive.ending import end_python, leave, run_finish
 from paceline.survive.failure import current_rank, print_traceback, write_failure
 from paceline.survive.kept import keep_freed
 from paceline.survive.signals import die_with, stop_flag
 from paceline.survive.slate import read_stop, write_end
 from paceline.survive.stacks import answer_with_stack
+from paceline.user_code import script_words
 
 
 def live(request: Mapping[str, Any], *, failures: Path, slate: int | None) -> NoReturn:
@@ -53,8 +55,10 @@ def live(request: Mapping[str, Any], *, failures: Path, slate: int | None) -> No
 
 def _entered(entry: str, payload: Mapping[str, Any]) -> int:
     """What the entry answers. A script may leave with any code; from an entry a `sys.exit` is the job's alone."""
+    job = payload.get("job")
     try:
-        return int(resolve(entry)(payload))
+        with script_words(split_jobref(job)[0] if isinstance(job, str) else entry):
+            return int(resolve(entry)(payload))
     except SystemExit as error:
         raise called_exit(error) from error
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError, problems_of, raise_all
 from paceline.job import Job, load_job, refuse_job
 from paceline.job_transfer import receive_job
 from paceline.launch.owner import attempt_folder
@@ -55,9 +55,19 @@ def prepare(task: Task, *, job: Job | None = None) -> Ready:
         refuse_job(job, where=job.name or task.job)
     asked = asked.over(job_layer(job), origin=JOB, where=JOB_SETTINGS)
     settings = merge(asked)
-    if task.verb == "train":
-        refuse_unheard(job, settings, evaluate_first=bool(task.options.get("evaluate_first")))
-    plan = settled(task, job, settings, micro_batch_size=settings.train.micro_batch_size)
+    problems: list[PacelineError] = []
+    plan = None
+    try:
+        plan = settled(task, job, settings, micro_batch_size=settings.train.micro_batch_size)
+    except PacelineError as error:
+        problems += problems_of(error)
+    try:
+        if task.verb == "train":
+            refuse_unheard(job, settings, evaluate_first=bool(task.options.get("evaluate_first")))
+    except PacelineError as error:
+        problems += problems_of(error)
+    raise_all(problems)
+    assert plan is not None
     return Ready(task=task, job=job, asked=asked, settings=settings, plan=plan)
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.errors import ExitCode, JobError, UsageError, raise_all
+from paceline.errors import ExitCode, JobError, UsageError, line_now, raise_all
 from paceline.events import EvalDone
 from paceline.feed.types import StepInput
-from paceline.job import Job
+from paceline.job import Job, refuse_job
 from paceline.launch.environments import detect, world_size
 from paceline.launch.meet import adopt
 from paceline.launch.owner import attempt_folder
@@ -76,6 +76,7 @@ class Run:
                 f"pl.Run({job!r}) is given a {type(job).__name__}, expected a pl.Job.",
                 hint="pl.Run(make_job()); of a file, paceline train job.py",
             )
+        refuse_job(job, where=str(line_now() or ""))
         self.job = job
         self.exit_code = int(ExitCode.DONE)
         self._session: Session | None = None

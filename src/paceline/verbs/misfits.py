@@ -1,9 +1,11 @@
 """What was asked for and has nowhere to go: checked before a process starts."""
 
 import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from paceline.errors import PacelineError, UsageError
+from paceline.job_parameters import misfits_of_source, without_default
 from paceline.spec.compress import method_with
 from paceline.spec.foreign_options import place_of
 from paceline.spec.read import Asked
@@ -13,11 +15,22 @@ from paceline.spec.words import did_you_mean
 _MOST_OF_NAME, _MOST_OF_PATH = 255, 3800  # bytes: what a file system takes, less what lies in a run folder
 
 
-def unknown_parameters(known: dict[str, str] | None, asked: Asked) -> list[PacelineError]:
-    """Settings of `job.` that its function does not take; None where it is not known what it takes."""
+def misfit_parameters(known: dict[str, tuple[str, str]] | None, asked: Asked) -> list[PacelineError]:
+    """Return what is wrong with settings of `job.`: not taken by its function, not of the type, or missing.
+
+    `known` has the source of annotation and default of each; None where it is not known what it takes.
+    """
     if known is None:
         return []
-    names = [name[4:] for name in asked.values if name.startswith("job.")]
+    given = {name[4:]: value for name, value in asked.values.items() if name.startswith("job.")}
+    return [
+        *_unknown_parameters(known, list(given), asked),
+        *misfits_of_source(given, sources=known),
+        *(without_default(name) for name, (_, default) in known.items() if not default and name not in given),
+    ]
+
+
+def _unknown_parameters(known: Collection[str], names: Sequence[str], asked: Asked) -> list[PacelineError]:
     return [
         UsageError(
             f"make_job has no parameter {name!r}.",

@@ -10,7 +10,7 @@ from tempfile import TemporaryFile
 from traceback import format_exception
 from typing import Any
 
-from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
+from paceline.errors import ExitCode, PacelineError, UsageError, problems_of, raise_all
 from paceline.faults import parse_faults, refuse_idle_faults
 from paceline.launch.environments import Joined, detect
 from paceline.launch.meet import adopt
@@ -25,7 +25,7 @@ from paceline.plan.unfit import refuse_homeless, refuse_settings
 from paceline.plan.unhad import refuse_update_settings
 from paceline.plugins import resolve
 from paceline.spec.compress import Compress, parse_compress
-from paceline.spec.jobref import job_defaults, parse_jobref
+from paceline.spec.jobref import parameter_sources, parse_jobref
 from paceline.spec.layout import Kind, Layout, parse_layout
 from paceline.spec.read import TYPED, Asked, merge, read_asked
 from paceline.spec.settings import Settings
@@ -52,7 +52,7 @@ from paceline.talk import say
 from paceline.user_code import hide_own_frames
 from paceline.verbs.again import command_again, command_with
 from paceline.verbs.machine import choose_device, choose_ranks, refuse_missing_backend, refuse_nested
-from paceline.verbs.misfits import parameters_of_object, unknown_parameters, unusable_run_dir
+from paceline.verbs.misfits import misfit_parameters, parameters_of_object, unusable_run_dir
 from paceline.watch.console import Tail
 from paceline.watch.sinks import check_names
 
@@ -129,7 +129,7 @@ def make_task(verb: str, job: str, common: Common, overrides: Sequence[str]) -> 
     if common.job_handle is not None:
         problems += parameters_of_object(asked)
     if ref is not None:
-        problems += unknown_parameters(job_defaults(ref), asked)
+        problems += misfit_parameters(parameter_sources(ref), asked)
     if layout is not None and layout.ranks and common.ranks is None and (joined is None or threads):
         ranks = layout.ranks + update.servers
     if common.run_dir is not None:
@@ -322,7 +322,7 @@ def _collect(problems: list[PacelineError], read: Callable[[], Any]) -> Any:
     try:
         return read()
     except PacelineError as error:
-        problems += getattr(error, "problems", [error])
+        problems += problems_of(error)
         return None
 
 

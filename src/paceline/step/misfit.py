@@ -1,0 +1,63 @@
+"""A batch that the model's forward can't take, in words: what it holds, what the forward takes, the line to write."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from paceline.errors import JobError
+from paceline.user_code import is_users
+
+_TARGETS = ("label", "labels", "target", "targets", "y")
+_FORMS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def misfit_of_batch(
+    forward: Callable[..., Any], batch: Any, words: Sequence[Any], named: Mapping[str, Any]
+) -> JobError | None:
+    """Return the error of a `forward` that does not take these arguments; None where it does."""
+    signature = inspect.signature(forward)
+    try:
+        signature.bind(*words, **named)
+    except TypeError as error:
+        owner = type(getattr(forward, "__self__", forward)).__name__
+        handed = ", ".join([*map(_kind, words), *named]) or "nothing"
+        return JobError(
+            f"{owner}.forward({', '.join(map(str, signature.parameters))}) does not fit the batch: {error}.",
+            where=_place(forward),
+            cause=f"the batch is {_shape(batch)}; the default forward hands over {handed}",
+            hint=f"forward=lambda model, batch: model({', '.join(_chosen(signature, batch))})",
+        )
+    return None
+
+
+def _place(forward: Callable[..., Any]) -> str:
+    code = getattr(forward, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None and is_users(code.co_filename) else ""
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _shape(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return f"a dict with the keys {', '.join(map(str, batch))}"
+    if isinstance(batch, tuple | list):
+        return f"a {type(batch).__name__} of {len(batch)}: {', '.join(map(_kind, batch))}"
+    return f"a {_kind(batch)}"
+
+
+def _chosen(signature: inspect.Signature, batch: Any) -> list[str]:
+    """Return as many parts of the batch as the forward needs, tensors first and what looks like a target last."""
+    needed = [p for p in signature.parameters.values() if p.kind in _FORMS and p.default is p.empty]
+    if isinstance(batch, Mapping):
+        parts = sorted(batch, key=lambda key: (key in _TARGETS, not isinstance(batch[key], Tensor)))
+        own = {p.name: p.name for p in needed if p.name in batch}
+        rest = iter([key for key in parts if key not in own])
+        return [f'batch["{key}"]' for p in needed if (key := own.get(p.name) or next(rest, None)) is not None]
+    if isinstance(batch, tuple | list):
+        places = sorted(range(len(batch)), key=lambda at: not isinstance(batch[at], Tensor))
+        return [f"batch[{at}]" for at in places[: len(needed)]]
+    return ["batch"]
