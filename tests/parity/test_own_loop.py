@@ -1,193 +1,160 @@
-"""The loop in the user's hands: left and begun again, it goes on where the run stands; each batch is stepped once."""
+"""The loop in the user's own hands, walked otherwise than it is meant: what is said, and what the run keeps."""
 
-import multiprocessing
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
+import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn
 
 import paceline as pl
-from paceline.errors import NonFiniteError, UsageError
-from tests.conftest import Shop
-from tests.parity.test_found import job, rows
+from paceline.feed.types import StepInput
+from paceline.order.batches import next_batch
+from paceline.order.cursor import Cursor
+from paceline.train.unsaved import Unsaved
+from paceline.train.wishes import last_batch_notes
+from tests.parity.test_found import job, trained
 
-SETTINGS = {"train.steps": 7, "watch.to": ("jsonl",), "log.every": 1}
-
-
-class Stream(torch.utils.data.IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        generator = torch.Generator().manual_seed(3)
-        for _ in range(20):
-            yield torch.randn(4, generator=generator), torch.randint(0, 2, (), generator=generator)
+QUIET: dict[str, Any] = {"watch.to": ("jsonl",)}
 
 
-def run_in(folder: Path, *, workers: int = 0, **more: Any) -> pl.Run:
-    return pl.Run(job(**more), ranks=1, run_dir=folder, settings={**SETTINGS, "data.workers": workers})
+def notes_of(folder: Path) -> list[str]:
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [str(event.get("text", "")) for event in events]
 
 
-def finish(run: pl.Run) -> None:
-    for batch in run.batches():
-        run.step(batch)
+def banner_of(folder: Path) -> str:
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return "\n".join([event for event in events if "banner" in event][-1]["banner"])
 
 
-def ended(run: pl.Run) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in run.model.state_dict().items()}
-
-
-def test_a_run_in_a_thread_trains_as_any_other(tmp_path: Path) -> None:
-    """A notebook or a server runs it so; Python hears signals in the main thread only."""
-    found: list[dict[str, Tensor]] = []
-
-    def train(folder: Path) -> None:
-        with run_in(folder) as run:
-            finish(run)
-            found.append(ended(run))
-
-    train(tmp_path / "main")
-    thread = threading.Thread(target=train, args=(tmp_path / "thread",))
-    thread.start()
-    thread.join()
-    assert len(found) == 2 and all(torch.equal(value, found[1][name]) for name, value in found[0].items())
-
-
-def test_weights_of_a_step_that_is_known_late_to_be_not_finite_are_never_saved(tmp_path: Path) -> None:
-    """On a GPU a step's numbers are looked at a step later; before a save there is no later."""
-    agreed: Any = SimpleNamespace(counts={"loss": 4.0})
-    bad: Any = SimpleNamespace(finite=False, step=1, loss=float("nan"), agreed=agreed)
-    with pytest.raises(NonFiniteError, match="step 1: loss is nan"), run_in(tmp_path / "run") as run:
-        run.step(next(run.batches()))
-        run._live.built.step.late.hear(bad)
-        run.save()
-    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
-
-
-DATA = {"indexed": {}, "stream": {"train_data": Stream()}}
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", DATA)
-def test_a_loop_that_is_left_and_begun_again_is_the_undisturbed_run(tmp_path: Path, kind: str, workers: int) -> None:
-    with run_in(tmp_path / "whole", **DATA[kind]) as run:
-        for batch in run.batches():
-            run.step(batch)
-        whole = ended(run)
-    seen = []
-    with run_in(tmp_path / "cut", workers=workers, **DATA[kind]) as run:
-        for stop in (2, 3, 5):
+def test_a_second_loop_after_the_run_is_over_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(
+            pl.UsageError, match=r"over: it stands at step 3 of 3, and run\.batches\(\) gives no more"
+        ) as refused,
+        pl.Run(job(), ranks=1, run_dir=tmp_path / "a", settings=QUIET) as run,
+    ):
+        for _ in range(3):
             for batch in run.batches():
-                if run.step(batch).step == stop:
-                    break
-            run.evaluate()
-        next(run.batches())  # taken and not stepped: the next loop begins with it
-        for batch in run.batches():
-            seen.append(run.step(batch).step)
-        assert list(run.batches()) == []
-        cut = ended(run)
-    assert seen == [6, 7]
-    assert all(torch.equal(cut[name], whole[name]) for name in whole)
-    told = {row["step"]: row["loss"] for row in rows(tmp_path / "cut") if "loss" in row}
-    assert told == {row["step"]: row["loss"] for row in rows(tmp_path / "whole") if "loss" in row}
-    assert not multiprocessing.active_children()
-
-
-@pytest.mark.parametrize("given", ["job.py", None, job], ids=["a file", "nothing", "a function"])
-def test_what_is_no_job_is_refused_by_name(given: Any) -> None:
-    with pytest.raises(pl.JobError, match=f"{type(given).__name__}, expected a pl.Job"):
-        pl.Run(given)
-
-
-def test_two_loops_at_once_are_refused_and_leave_no_data_worker(tmp_path: Path) -> None:
-    with run_in(tmp_path, workers=1) as run:
-        first, second = run.batches(), run.batches()
-        run.step(next(first))
-        assert run.step(next(second)).step == 2
-        with pytest.raises(UsageError, match="another one was begun since"):
-            next(first)
-        assert run.step(next(second)).step == 3
-        finish(run)
-    assert not multiprocessing.active_children()
-
-
-def test_data_workers_that_are_started_again_leave_none_of_the_first(tmp_path: Path) -> None:
-    with run_in(tmp_path, workers=1) as run:
-        feed = run._live.loop.feed
-        first, second = iter(feed), iter(feed)
-        next(first), next(second)
-        assert len(multiprocessing.active_children()) == 1
-        finish(run)
-    assert not multiprocessing.active_children()
-
-
-def test_a_batch_is_stepped_once(tmp_path: Path) -> None:
-    with run_in(tmp_path) as run:
-        for batch in run.batches():
-            result = run.step(batch)
-            with pytest.raises(UsageError, match="this batch was stepped already: it is step"):
                 run.step(batch)
-        assert result.step == run._live.loop.cursor.step == 7
+    assert "train.epochs" in refused.value.hint and "one loop" in refused.value.hint
+    assert (tmp_path / "a" / "checkpoints" / "latest").read_text().split()[0] == "step-00000003"
+    steps = 0
+    with pl.Run(job(), ranks=1, run_dir=tmp_path / "a", settings=QUIET) as run:  # over before it begins: nothing to do
+        for _batch in run.batches():
+            steps += 1
+    with pl.Run(job(), ranks=1, run_dir=tmp_path / "b", settings=QUIET) as run:
+        for _ in range(3):
+            for batch in run.batches():  # left by break, and stopped: the loop below gives what is left, or nothing
+                run.step(batch)
+                steps += 1
+                if steps == 2:
+                    run.stop()
+                break
+    assert steps == 2
 
 
-def test_a_batch_is_not_skipped(tmp_path: Path) -> None:
-    with run_in(tmp_path) as run:
-        taken = run.batches()
-        run.step(next(taken))
-        skipped = next(taken)
-        with pytest.raises(UsageError, match="the batch of step 2 was taken") as refused:
-            next(taken)
-        assert "continue" in refused.value.cause
-        again = next(iter(run.batches()))
-        assert again is skipped and run.step(again).step == 2
-        finish(run)
+def test_a_batch_says_what_to_write_where_it_is_taken_for_tensors() -> None:
+    batch = next_batch(Cursor(), num_samples=4, global_batch_size=2, micro_batch_size=2)
+    given = StepInput(batch=batch, micro=())
+    with pytest.raises(TypeError, match=r"can't be unpacked: run\.step\(batch\) does forward.*batch\.micro"):
+        _x, _y = given
+    for place in (0, "image"):
+        with pytest.raises(TypeError, match=r"run\.step\(batch\) does forward.*batch\.micro"):
+            given[place]
+    with pytest.raises(AttributeError, match=r"has no 'to': run\.step\(batch\)"):
+        given.to("cpu")
+    assert not hasattr(given, "shape") and given == StepInput(batch=batch, micro=())
 
 
-OWN = """
-import sys
-from job import make_job
-import paceline as pl
-settings = {"train.steps": 9, "data.workers": 1, "watch.to": ["jsonl"], "train.micro_batch_size": 5}
-if __name__ == "__main__":
-    with pl.Run(make_job(dropout=0.2), ranks=2, run_dir=sys.argv[1], settings=settings) as run:
-        for stop in map(int, sys.argv[2:]):
-            for batch in run.batches():
-                if run.step(batch).step == stop:
-                    break
-"""
+class Keeps(nn.Sequential):
+    seen = 0
+
+    def forward(self, x: Any) -> Any:
+        self.seen += 1
+        return super().forward(x)
 
 
-@pytest.mark.soak
-def test_on_two_ranks_as_well(shop: Shop) -> None:
-    shop.write("own.py", OWN)
-    for name, stops in (("whole", ["9"]), ("cut", ["2", "6", "9"])):
-        command = [sys.executable, "-W", "ignore", "own.py", name, *stops]
-        done = subprocess.run(
-            command, cwd=shop.path, env=shop.environ(), capture_output=True, text=True, timeout=90, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert shop.digest("cut") == shop.digest("whole")
+class Counts(torch.optim.SGD):
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.calls += 1
+        return super().step(closure)
 
 
-SHOWN = """
-from job import make_job
-import paceline as pl
-if __name__ == "__main__":
-    settings = {"train.steps": 14, "watch.to": ["jsonl"], "train.micro_batch_size": 3}
-    with pl.Run(make_job(), ranks=2, run_dir="shown", update="local,every=5", settings=settings) as run:
-        for batch in run.batches():
-            result = run.step(batch)
-            if run.rank == 0 and result.step % 3 == 0:
-                print("heard", result.step, result.loss, flush=True)
-"""
+@pytest.mark.parametrize(("keeps", "counts"), [(True, False), (False, True), (True, True)])
+def test_what_no_checkpoint_has_is_told_with_the_place_of_its_kind(keeps: bool, counts: bool) -> None:
+    model = (Keeps if keeps else nn.Sequential)(nn.Linear(4, 2))
+    optimizer = (Counts if counts else torch.optim.SGD)(model.parameters(), lr=0.1)
+    unsaved = Unsaved([optimizer], model=model)
+    unsaved.begin()
+    model(torch.zeros(1, 4)).sum().backward()
+    optimizer.step()
+    told = unsaved.note()
+    assert ("self.register_buffer(" in told) == keeps and ("self.state[p]" in told) == counts
+    assert ("Keeps.seen" in told) == keeps and ("Counts.calls" in told) == counts
 
 
-@pytest.mark.soak
-def test_one_rank_alone_may_read_what_came_of_a_step_that_sites_tell_late(shop: Shop) -> None:
-    shop.write("shown.py", SHOWN)
-    done = shop.call([sys.executable, "-W", "ignore", "shown.py"], timeout=90)
-    assert done.code == 0 and done.text.count("heard ") == 4, done.text
+def test_what_a_resume_suggests_it_also_takes(tmp_path: Path) -> None:
+    made = job(global_batch_size=4, micro_batch_size=4)
+    trained(made, tmp_path, train_steps=1)
+    told = []
+    for allow, micro in (((), 4), (("micro_batch_size",), 2)):
+        settings = {"train.steps": 2, "watch.to": ("jsonl",), "train.micro_batch_size": micro}
+        with pl.Run(made, layout="threads", ranks=2, run_dir=tmp_path, settings=settings, allow=allow) as run:
+            run.stop()
+        told.append(banner_of(tmp_path))
+    assert "replicas get no samples" in told[0] and "--train.micro_batch_size 2 --allow micro_batch_size" in told[0]
+    assert "no samples" not in told[1]
+
+
+def test_a_last_batch_of_one_sample_is_left_out_by_words_that_a_resume_takes(tmp_path: Path) -> None:
+    run = trained(job(global_batch_size=23, settings={"train.micro_batch_size": 23}), tmp_path, train_steps=1)
+    plan, settings = run._live.ready.plan, run._live.ready.settings
+    for goes_on, words in (
+        (False, "--data.drop_last true leaves"),
+        (True, "--data.drop_last true --allow drop_last leaves"),
+    ):
+        found = list(last_batch_notes(plan, settings, run.model, samples=24, total_steps=4, goes_on=goes_on))
+        assert len(found) == 1 and words in found[0]
+
+
+def test_after_an_early_stop_the_words_for_the_best_weights_are_told(tmp_path: Path) -> None:
+    scores = iter([1.0, 3.0, 2.0, 1.0, 0.0])
+    made = job(best="score:max", early_stopping=2, on_eval=lambda run: {"score": next(scores)})
+    trained(made, tmp_path / "a", eval_every=1, train_steps=9)
+    told = [text for text in notes_of(tmp_path / "a") if "consolidated/ has the weights of step" in text]
+    assert len(told) == 1 and "step 4, the last; the best are of step 2:" in told[0]
+    assert told[0].endswith(f"paceline ckpt consolidate {tmp_path / 'a'} --best --to best")
+    rising = iter(range(9))
+    trained(
+        job(best="score:max", on_eval=lambda run: {"score": next(rising)}), tmp_path / "b", eval_every=1, train_steps=2
+    )
+    assert not [text for text in notes_of(tmp_path / "b") if "the best are of" in text]
+
+
+def test_without_eval_data_a_run_has_no_evaluation_and_says_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = pl.train(job(eval_data=None, name="bare"), settings={"train.steps": 1}, run_dir="run")
+    assert found.evaluation is None and found.step == 1 and len(found.digest) == 64
+    given = job()
+    capsys.readouterr()
+    found = pl.evaluate("run", job=given)
+    told = capsys.readouterr().out
+    assert "the job: the one that was given" in told and "object:" not in told and found.samples == 8
+
+
+@pytest.mark.parametrize("part", [torch.zeros(3), "many", None])
+def test_a_metric_of_another_form_is_named(part: Any, tmp_path: Path) -> None:
+    for given in ((part, 3), (3.0, part)):
+        made = job(metrics={"accuracy": lambda output, batch, given=given: given})
+        with (
+            pytest.raises(pl.JobError, match=r"the metric 'accuracy' gave a part of .*two numbers"),
+            pl.Run(made, ranks=1, run_dir=tmp_path, settings=QUIET) as run,
+        ):
+            run.evaluate()

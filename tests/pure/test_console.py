@@ -13,6 +13,8 @@ CHATTER = [
     "[I1125 18:09:23.000000000 ProcessGroupGloo.cpp:1] started",
     "W1125 18:09:23.999000 31954 torch/distributed/run.py:874] Setting OMP_NUM_THREADS environment variable",
     "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1",
+    "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
+    "  what():  [enforce fail at /x/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes.",
     "NCCL version 2.27.5+cuda12.9",
     "node1:4711:4720 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.1<0>",
 ]
@@ -21,6 +23,8 @@ SHOWN = [
     "[E1125 18:09:23.999000 ProcessGroupNCCL.cpp:616] [Rank 0] Watchdog caught collective operation timeout",
     "[F1125 18:09:23.999000 logging.cpp:1] fatal",
     "node1:4711:4720 [0] transport/net.cc:1 NCCL WARN Call to connect failed",
+    "terminate called after throwing an instance of 'std::bad_alloc'",
+    "  what():  std::bad_alloc",
     "[W] my own warning",
     "W2 = 17",
     "[Weights] 1125 loaded",

@@ -2,9 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from paceline.order.batches import Batch
+
+_INSTEAD = (
+    "run.step(batch) does forward, loss, backward and update; the tensors are in [micro.data for micro in batch.micro]"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,30 @@ class StepInput:
     notes: tuple[str, ...] = ()
     spare: Callable[[], Any] | None = field(default=None, repr=False)
     sight: Sight | None = None
+
+    def __iter__(self) -> NoReturn:
+        """Refuse to be unpacked as what a DataLoader gives is.
+
+        Raises:
+            TypeError: always, with what to write.
+        """
+        raise TypeError(f"a batch of run.batches() can't be unpacked: {_INSTEAD}")
+
+    def __getitem__(self, place: object) -> NoReturn:
+        """Refuse to be indexed as what a DataLoader gives is.
+
+        Raises:
+            TypeError: always, with what to write.
+        """
+        raise TypeError(f"a batch of run.batches() has no [{place!r}]: {_INSTEAD}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say what to write in place of an attribute that tensors have.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(f"a batch of run.batches() has no {name!r}: {_INSTEAD}")
 
     @property
     def num_micro(self) -> int:

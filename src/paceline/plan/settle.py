@@ -42,6 +42,8 @@ class Facts:
     threads: int | None = None
     backend: str = "auto"
     built_in: tuple[str, ...] = ("nccl", "gloo")
+    goes_on: bool = False
+    """Whether it is of a run that has its microbatches already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +216,11 @@ def _notes(
     idle = max(0, replicas - num_micro)
     fair = -(-facts.global_batch_size // replicas)
     unused = f"warning: {idle} of {replicas} replicas get no samples; --train.micro_batch_size {fair} would use all"
+    if facts.goes_on:
+        unused = (
+            f"warning: {idle} of {replicas} replicas get no samples, in the microbatches that this run was started "
+            f"with; --train.micro_batch_size {fair} --allow micro_batch_size would use all, as another training"
+        )
     return (
         f"layout: {label(layout, mesh)}, {many(replicas, 'replica')}"
         + (" in one process" if layout.kind is Kind.THREADS else "")

@@ -19,6 +19,7 @@ from paceline.feed.other_stream import DIVIDED, EVERY_RANK, NOT_SEEDED, SEED_IT
 from paceline.feed.source import Source
 from paceline.feed.types import LocalMicro
 from paceline.nested import to_device
+from paceline.scalar import as_number
 from paceline.step.loss import Terms
 from paceline.streams import key, seed_all
 from paceline.train.built import Built
@@ -218,6 +219,13 @@ class Evaluator:
                     f"the metric {name!r} gave a {type(pair).__name__}, expected (sum, count).",
                     hint=f"metrics={{{name!r}: lambda output, batch: (correct.sum(), correct.numel())}}",
                 )
+            for part in pair:
+                if as_number(part) is None:
+                    what = f"shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"type {type(part).__name__}"
+                    raise JobError(
+                        f"the metric {name!r} gave a part of {what} in its pair, expected (sum, count): two numbers.",
+                        hint=f"metrics={{{name!r}: lambda output, batch: (correct.sum(), correct.numel())}}",
+                    )
             _add(sums, name, *pair)
 
     def _told(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.errors import ExitCode, NonFiniteError
+from paceline.errors import ExitCode, NonFiniteError, UsageError
 from paceline.events import EvalDone, Note, Staleness, Stream
 from paceline.faults import Faults
 from paceline.feed.feed import Feed
@@ -64,6 +64,7 @@ class Loop:
         self._handout = Handout(feed)
         self.stopping = False
         self.reason = ""
+        self._is_read_out = False
         self._saver = saver
         self._pulse = pulse
         self._faults = faults
@@ -85,7 +86,13 @@ class Loop:
         self._given: deque[StepInput] = deque(maxlen=kept_batches(built))
 
     def batches(self) -> Iterator[StepInput]:
-        """This replica's share of each step from where the run stands, until the run is over or stopped."""
+        """This replica's share of each step from where the run stands, until the run is over or stopped.
+
+        Raises:
+            UsageError: an earlier loop over them has come to the end of the run's length.
+        """
+        if self._is_read_out and not self.stopping:
+            raise self._no_more()
         self.built.refuse_training()
         self._stop.renew()
         self.progress.unjudged = self.progress.unjudged and self.built.job.eval_data is not None
@@ -103,7 +110,15 @@ class Loop:
             self._heard.clock.data += time.perf_counter() - began
             yield given
             if self.stopping or self.is_over():
+                self._is_read_out = not self.stopping
                 return
+
+    def _no_more(self) -> UsageError:
+        return UsageError(
+            f"this run is over: it stands at {self.place}, and run.batches() gives no more.",
+            cause="run.batches() is called once for each epoch; it gives the batches of the whole run, all epochs",
+            hint='one loop, for batch in run.batches(): ..., and pl.Run(..., settings={"train.epochs": 3})',
+        )
 
     def step(self, given: StepInput, *, is_shown: bool = False) -> StepResult:
         """One optimizer step and all that belongs after it. `is_shown`: any rank may read at once what came of it."""

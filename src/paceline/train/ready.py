@@ -71,8 +71,8 @@ def prepare(task: Task, *, job: Job | None = None) -> Ready:
     return Ready(task=task, job=job, asked=asked, settings=settings, plan=plan)
 
 
-def settled(task: Task, job: Job, settings: Settings, *, micro_batch_size: int | None) -> Plan:
-    """The plan of the task's layout on its ranks.
+def settled(task: Task, job: Job, settings: Settings, *, micro_batch_size: int | None, goes_on: bool = False) -> Plan:
+    """The plan of the task's layout on its ranks; with `goes_on`, of a run that has its microbatches already.
 
     Raises:
         PacelineError, Problems: they can't be had together.
@@ -85,6 +85,7 @@ def settled(task: Task, job: Job, settings: Settings, *, micro_batch_size: int |
         threads=settings.train.threads,
         backend=settings.train.backend,
         built_in=built_in(),
+        goes_on=goes_on,
     )
     return settle(
         layout=parse_layout(task.layout),
@@ -100,11 +101,14 @@ def as_first_cut(ready: Ready, *, folder: Path, world: World) -> Ready:
     path = folder / "plan.json"
     saved = world.share_json(_first_plan(path) if world.is_main else None)
     train, now = ready.settings.train, ready.plan
-    if train.micro_batch_size or train.gradient_accumulation_steps or saved is None:
+    if saved is None or saved["global_batch_size"] != now.global_batch_size:
         return ready
-    if saved["global_batch_size"] != now.global_batch_size or saved["micro_batch_size"] == now.micro_batch_size:
-        return ready
-    plan = settled(ready.task, ready.job, ready.settings, micro_batch_size=saved["micro_batch_size"])
+    own = train.micro_batch_size or train.gradient_accumulation_steps
+    if own or saved["micro_batch_size"] == now.micro_batch_size:
+        asked = train.micro_batch_size
+        return replace(ready, plan=settled(ready.task, ready.job, ready.settings, micro_batch_size=asked, goes_on=True))
+    micro = saved["micro_batch_size"]
+    plan = settled(ready.task, ready.job, ready.settings, micro_batch_size=micro, goes_on=True)
     note = f"batch: microbatches of {plan.micro_batch_size}, as this run was started"
     return replace(ready, plan=replace(plan, notes=(*plan.notes, note)))
 

@@ -27,7 +27,7 @@ from paceline.spec.secret import holds_secret
 from paceline.spec.update import Kind
 from paceline.spec.words import many
 from paceline.store.branch import set_aside
-from paceline.store.checkpoints import Loaded
+from paceline.store.checkpoints import BEST, Loaded, marked, step_of
 from paceline.store.disk import read_json, write_json, write_text
 from paceline.store.full import written
 from paceline.store.planned import write_decided
@@ -103,12 +103,24 @@ class Session:
         if code == 0 and self.ready.settings.checkpoint.consolidated != "none":
             line = write_final(self.built, self.run.path, step=self.loop.cursor.step)
             self.stream.emit(Note(text=line))
+            self._tell_best()
         if self.world.is_main:
             self._add_late_modules()
         status = "done" if code == 0 else "stopped"
         seconds = time.monotonic() - self._began
         self.stream.emit(RunEnded(status=status, step=self.loop.cursor.step, exit_code=code, seconds=seconds))
         return code
+
+    def _tell_best(self) -> None:
+        """Where another step than the last is the best: how to have its weights."""
+        best = marked(self.run.checkpoints, BEST)
+        asked = self.ready.job.best is not None or self.ready.job.early_stopping is not None
+        if asked and best is not None and step_of(best) != self.loop.cursor.step:
+            text = (
+                f"consolidated/ has the weights of step {self.loop.cursor.step}, the last; the best are of step "
+                f"{step_of(best)}: paceline ckpt consolidate {self.run.path} --best --to best"
+            )
+            self.stream.emit(Note(text=text))
 
     def _add_late_modules(self) -> None:
         """Modules that the job has loaded since it began, in its loss or model, are code of this run too."""
@@ -288,7 +300,12 @@ class Session:
         micro, goes_on = self.ready.plan.micro_batch_size, self._resume is not None
         lines += notes(self.ready.job, settings, model=self.built.model, micro_batch_size=micro, goes_on=goes_on)
         lines += last_batch_notes(
-            self.ready.plan, settings, self.built.model, samples=samples, total_steps=loop.total_steps
+            self.ready.plan,
+            settings,
+            self.built.model,
+            samples=samples,
+            total_steps=loop.total_steps,
+            goes_on=goes_on,
         )
         scale = settings.train.lr_scaling
         lines.append(f"lr: {loop.built.update.optimizers[0].param_groups[0]['lr']:.3g} (scaling: {scale})")

@@ -14,6 +14,10 @@ from paceline.world import World
 
 _SAVED = ("state", "param_groups", "defaults")
 _TORCH = ("_step_count", "_numel_cache")  # written by torch, to warn or to be faster
+_PLACES = (
+    "in the optimizer's state, self.state[p], or in a parameter group",
+    "in a buffer of the model, self.register_buffer(name, tensor)",
+)
 _MODULE_S = frozenset(vars(nn.Module()))
 _SEVERAL = (list, tuple, set, deque)
 _Leaf = tuple[Callable[[], Any], Any]
@@ -41,17 +45,21 @@ class Unsaved:
 
     def note(self, world: World | None = None) -> str:
         """What has changed since on any rank, once; empty where nothing has. Every rank of `world` calls this."""
-        names = list(_changed(self._before, _of_optimizers(self._optimizers)))
-        names += [] if self._begun is None else _changed(self._begun, self._of_modules())
-        told = [names] if world is None else world.gather_json(names)
-        names = list(dict.fromkeys(name for each in told for name in each))
+        found = (
+            [*_changed(self._before, _of_optimizers(self._optimizers))],
+            [] if self._begun is None else [*_changed(self._begun, self._of_modules())],
+        )
+        told = [found] if world is None else world.gather_json(found)
+        owned = [list(dict.fromkeys(name for each in told for name in each[owner])) for owner in range(len(found))]
+        names = [name for each in owned for name in each]
         if self._told or not names:
             return ""
         self._told = True
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        places = [place for place, each in zip(_PLACES, owned, strict=True) if each]
         return (
             f"no checkpoint has {shown}, and a run that goes on from one starts with what the job makes: "
-            "what counts belongs in self.state[p] or a parameter group of an optimizer, in a buffer of a module"
+            f"keep it {', and '.join(places)}"
         )
 
     def _of_modules(self) -> _Leaves:

@@ -118,7 +118,13 @@ def refuse_large_batch(plan: Plan, *, num_samples: int | None) -> None:
 
 
 def last_batch_notes(
-    plan: Plan, settings: Settings, model: nn.Module, *, samples: int | None, total_steps: int | None
+    plan: Plan,
+    settings: Settings,
+    model: nn.Module,
+    *,
+    samples: int | None,
+    total_steps: int | None,
+    goes_on: bool = False,
 ) -> Iterator[str]:
     """A line where the last batch of an epoch has a microbatch of one sample, which batch norm can't be trained on."""
     if samples is None or settings.data.drop_last or plan.micro_batch_size == 1:
@@ -130,7 +136,8 @@ def last_batch_notes(
         yield (
             f"warning: step {samples // plan.global_batch_size + 1}, the last of an epoch, has a microbatch of one "
             "sample: "
-            "a batch norm of one value for each channel ends the run there; --data.drop_last true leaves it out"
+            f"a batch norm of one value for each channel ends the run there; --data.drop_last true"
+            f"{' --allow drop_last' * goes_on} leaves it out"
         )
 
 

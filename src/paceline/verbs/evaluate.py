@@ -50,7 +50,8 @@ def evaluate(
     joined = detect(os.environ)
     if not common.quiet and (joined is None or joined.rank == 0):
         say(f"evaluating {checkpoint or folder.path} on {split}_data with {many(task.ranks, 'process')}")
-        say(f"the job, which this runs: {task.job}")
+        given = common.job_handle is not None
+        say("the job: the one that was given" if given else f"the job, which this runs: {task.job}")
     with scratch_folder("evaluate") as aside:
         task = replace(task, options={**options, "answer": str(aside.path / ANSWER)})
         answer = execute(task, entry=ENTRY, common=replace(common, quiet=True), logs=aside.path)

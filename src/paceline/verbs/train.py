@@ -60,7 +60,7 @@ def came_to(answer: Answer) -> dict[str, Any]:
     if answer.exit_code not in (ExitCode.DONE, ExitCode.STOPPED) or latest is None:
         return {}
     step, weights = step_of(latest), json_or_none(run.path / "weights.json")
-    found: dict[str, Any] = {"step": step}
+    found: dict[str, Any] = {"step": step, "evaluation": None, "digest": None}
     told = [event for event in read_history(run).of("EvalDone") if event.get("step", step + 1) <= step]
     if told:
         found["evaluation"] = {name: told[-1].get(name) for name in ("step", "split", "metrics")}

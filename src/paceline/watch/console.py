@@ -19,10 +19,13 @@ from paceline.watch.files import JsonlSink
 _CHATTER = re.compile(
     r"""(\[rank\d+\]:\s?)?\[?[WI]\d{4,8}\ [\d:.]+\ .*\]  # notes and warnings of torch's C++ and of its launcher
     |\[Gloo\]\ Rank\ \d+\ is\ connected
+    |terminate\ called\ after\ throwing\ an\ instance\ of\ 'gloo::|\ +what\(\):\ +\[enforce\ fail\ at\ \S*gloo
     |NCCL\ version\ |\S+:\d+:\d+\ \[\d+\]\ NCCL\ INFO\ """,
     re.VERBOSE,
 )
-"""What libraries say to their own developers: the rank's log keeps it. Errors are never among it."""
+"""What libraries say to their own developers: the rank's log keeps it.
+
+Errors are never among it, but for gloo's last words, in whose place the failure screen has a sentence."""
 
 
 class Tail:
