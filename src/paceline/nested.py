@@ -53,16 +53,16 @@ def rebuilt(value: Any, tensors: Iterator[Any]) -> Any:
     return mapped(value, lambda _: next(tensors))
 
 
-def changed(value: Any, change: Callable[[str, Any], Any], *, is_leaf: Callable[[Any], bool], path: str) -> Any:
+def changed(value: Any, change: Callable[[str, Any], Any], *, is_leaf: Callable[[str, Any], bool], path: str) -> Any:
     """Return the same structure with each leaf changed: what `is_leaf` says is one, and what holds nothing else.
 
-    `change` gets the leaf's path in Python's words, which begins with `path`.
+    Both get the path in Python's words, which begins with `path`.
     """
 
     def inside(name: str, part: Any) -> Any:
         return changed(part, change, is_leaf=is_leaf, path=f"{path}{name}")
 
-    if is_leaf(value):
+    if is_leaf(path, value):
         return change(path, value)
     if isinstance(value, Mapping):
         return type(value)({name: inside(f"[{name!r}]", part) for name, part in value.items()})  # type: ignore[call-arg]

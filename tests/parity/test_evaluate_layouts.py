@@ -76,3 +76,43 @@ def test_an_evaluation_that_is_refused_changes_nothing_of_the_run(trained: Shop)
     assert ended.code and "the job has no test_data" in ended.text
     assert trained.run("evaluate", "run", "--split", "dev").code == 2
     assert content(trained.path / "run") == before
+
+
+LARGE = """
+import torch, torch.nn as nn
+import paceline as pl
+
+def note(phase):
+    size = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    with open("peaks.txt", "a") as file:
+        file.write(f"{phase} {int(size) * 1024}\\\\n")
+
+def model():
+    made = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(16)))
+    note("built")
+    return made
+
+def loss(output, batch):
+    note("loss")
+    return (output - batch[1]).square().sum(), len(output)
+
+x = torch.randn(12, 2000, generator=torch.Generator().manual_seed(0))
+data = torch.utils.data.TensorDataset(x, x)
+job = pl.Job(
+    model=model, loss=loss, train_data=data, eval_data=data, optimizer=lambda named: torch.optim.SGD(named, lr=1e-9),
+    global_batch_size=4, settings={"init.limit": 1_000_000, "place.units": "Linear"},
+)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.cold
+def test_a_rank_that_evaluates_shards_never_holds_the_whole_model(shop: Shop) -> None:
+    shop.write("job.py", LARGE)
+    assert shop.train("run", "--layout", "fsdp", ranks=2, steps=1, timeout=300).code == 0
+    (shop.path / "peaks.txt").unlink()
+    exact = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000"}  # what is freed is given back
+    shop.run("evaluate", "run", "--layout", "fsdp", "--ranks", "3", "--json", environ=exact, timeout=300).json()
+    peaks = [line.split() for line in (shop.path / "peaks.txt").read_text().splitlines()]
+    built, highest = (max(int(row[1]) for row in peaks if row[0] == name) for name in ("built", "loss"))
+    assert 0 < highest - built < 0.8 * 16 * 2000 * 2001 * 4

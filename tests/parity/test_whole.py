@@ -140,7 +140,9 @@ Pair = namedtuple("Pair", ["left", "right"])
 SIZES = [3, 2, 2, 0]  # samples of each replica
 
 
-def gathered(batches: list[Any], sizes: list[int] = SIZES, output: Any = None) -> list[Any]:
+def gathered(
+    batches: list[Any], sizes: list[int] = SIZES, output: Any = None, kinds: dict[str, bool] | None = None
+) -> list[Any]:
     """What each replica has afterwards, or the error that each has; a replica in a thread."""
     worlds = thread_worlds(replicas=len(batches), world=World.alone(), timeout_seconds=30)
     found: list[Any] = [None] * len(batches)
@@ -148,7 +150,8 @@ def gathered(batches: list[Any], sizes: list[int] = SIZES, output: Any = None) -
     def run(rank: int) -> None:
         try:
             own = output if batches[rank] is not None else None
-            found[rank] = gather(own, batches[rank], world=worlds[rank], num_samples=sizes[rank])
+            columns = None if kinds is None else dict(kinds)
+            found[rank] = gather(own, batches[rank], world=worlds[rank], num_samples=sizes[rank], columns=columns)
         except JobError as error:
             found[rank] = error
 
@@ -218,6 +221,20 @@ def test_what_can_not_be_joined_is_refused_by_name_on_every_replica(
         assert isinstance(error, JobError), error
         with pytest.raises(JobError, match=said):
             raise error
+
+
+def test_a_list_that_may_be_a_constant_or_a_column_is_refused_in_the_first_batch_and_settled_by_it() -> None:
+    batches = [{"x": torch.ones(2), "size": [10.0, 20.0]} for _ in range(2)]
+    for error in gathered(batches, [2, 2]):
+        with pytest.raises(JobError, match=r"can't tell whether batch\['size'\] is one value for the whole batch"):
+            raise error
+    constant, column = (gathered(batches, [2, 2], kinds={"batch['size']": kind}) for kind in (False, True))
+    assert [batch["size"] for _, batch in constant] == [[10.0, 20.0]] * 2
+    assert [batch["size"] for _, batch in column] == [[10.0, 20.0, 10.0, 20.0]] * 2
+    kinds: dict[str, bool] = {}
+    world = thread_worlds(replicas=1, world=World.alone(), timeout_seconds=30)[0]
+    gather(None, {"a": ["x", "y"], "b": ["z"]}, world=world, num_samples=2, columns=kinds)
+    assert kinds == {"output": False, "batch['a']": True, "batch['b'][0]": False}
 
 
 def test_a_tensor_of_another_length_is_refused_on_every_replica() -> None:

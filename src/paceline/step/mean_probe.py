@@ -6,7 +6,7 @@ of a microbatch add up to the whole; of a mean, they do so once each is multipli
 
 import builtins
 import dis
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -36,9 +36,23 @@ _PURE = (
     tuple,
     zip,
 )
+# functions, methods and attributes of torch that only compute; a loss that names any other is not asked
+_TORCH = frozenset(
+    [
+        "abs", "argmax", "bfloat16", "binary_cross_entropy", "binary_cross_entropy_with_logits", "clamp",
+        "contiguous", "cross_entropy", "dim", "double", "dtype", "exp", "expand", "flatten", "float", "float32",
+        "functional", "huber_loss", "ignore_index", "item", "kl_div", "l1_loss", "log", "log_softmax", "logits",
+        "long", "mean", "mse_loss", "ne", "nll_loss", "nn", "numel", "one_hot", "permute", "pow", "reshape",
+        "shape", "sigmoid", "size", "smooth_l1_loss", "softmax", "sqrt", "square", "squeeze", "sum", "t",
+        "tanh", "transpose", "unsqueeze", "view",
+    ]
+)  # fmt: skip
 _VALUES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _TORCH_LOSSES = "torch.nn.modules.loss"
-_WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "YIELD_VALUE"})
+_NAMED = frozenset({"LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM", "LOAD_SUPER_ATTR"})
+_WRITES = frozenset(
+    {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "YIELD_VALUE", "IMPORT_NAME"}
+)
 _TOLERANCE = 1e-2  # half precision's rounding over a microbatch; a mean and a sum are at least a factor of 2 apart
 
 
@@ -70,18 +84,22 @@ def gives_mean(loss: Any, output: Any, batch: Any, found: tuple[Tensor, Any]) ->
 
 
 def keeps_nothing(function: Any, *, seen: frozenset[int] = frozenset()) -> bool:
-    """Whether calling a function once more changes nothing that anybody could see: it writes nothing, prints nothing,
-    and reaches only torch, constants and functions like it. Doubt is a no."""
+    """Whether calling a function once more changes nothing that anybody could see, on this rank or another.
+
+    It writes nothing, and reaches only constants, functions like it, and what of torch is known to compute and no
+    more: a collective, a random draw or an update in place is not. Doubt is a no.
+    """
     if isinstance(function, partial):
         values = [*function.args, *function.keywords.values()]
         return keeps_nothing(function.func, seen=seen) and all(_is_plain(value, seen) for value in values)
-    if _is_torchs(function) or type(function).__module__ == _TORCH_LOSSES:
+    if _computes(function):
         return True
     if not isinstance(function, FunctionType):
         return False
     if id(function) in seen:
         return True
-    if any(step.opname in _WRITES or _writes_cell(function, step) for step in dis.get_instructions(function)):
+    takes_out = any("out" in const for const in function.__code__.co_consts if isinstance(const, tuple))
+    if takes_out or any(_does_more(function, step) for step in dis.get_instructions(function)):
         return False
     seen |= {id(function)}
     held = [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
@@ -105,17 +123,27 @@ def _is_plain(value: Any, seen: frozenset[int]) -> bool:
     if isinstance(value, tuple):
         return all(_is_plain(each, seen) for each in value)
     if isinstance(value, ModuleType):
-        return value.__name__.partition(".")[0] in ("torch", "math")
-    return isinstance(value, _VALUES) or type(value) is Tensor or keeps_nothing(value, seen=seen)
+        return _is_of_torch(value.__name__)
+    return isinstance(value, _VALUES) or keeps_nothing(value, seen=seen)
 
 
-def _is_torchs(value: Any) -> bool:
-    is_function = isinstance(value, BuiltinFunctionType | FunctionType | type)
-    return is_function and str(getattr(value, "__module__", "")).partition(".")[0] in ("torch", "math")
+def _computes(value: Any) -> bool:
+    """A function of torch that is known, or one of its losses that nobody has hooked into."""
+    if isinstance(value, torch.nn.Module):
+        is_hooked = value._forward_hooks or value._forward_pre_hooks
+        return type(value).__module__ == _TORCH_LOSSES and not is_hooked
+    is_torchs = isinstance(value, BuiltinFunctionType | FunctionType) and _is_of_torch(str(value.__module__))
+    return is_torchs and value.__name__ in _TORCH
 
 
-def _writes_cell(function: Callable[..., Any], step: dis.Instruction) -> bool:
-    return step.opname == "STORE_DEREF" and step.argval in function.__code__.co_freevars
+def _is_of_torch(name: str) -> bool:
+    return name.partition(".")[0] in ("torch", "math")
+
+
+def _does_more(function: FunctionType, step: dis.Instruction) -> bool:
+    """Whether this instruction writes to what others see, or names what is not known only to compute."""
+    writes_cell = step.opname == "STORE_DEREF" and step.argval in function.__code__.co_freevars
+    return step.opname in _WRITES or writes_cell or (step.opname in _NAMED and step.argval not in _TORCH)
 
 
 def _is_empty(cell: Any) -> bool:

@@ -149,6 +149,7 @@ class WholePasses:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.tells = parts.worlds.tp.rank == 0
+        self._columns: dict[str, bool] = {}
         self._telling = Telling(parts, tells=self.tells)
 
     def run(self, given: Given, *, step: int, stop: bool) -> tuple[Joint, bool]:
@@ -159,7 +160,7 @@ class WholePasses:
             batch = to_device(micro.data, parts.world.device)
             output = _output(parts, batch, step=step, index=micro.index)
         own = sum(micro.num_samples for micro in given.micro)
-        whole = gather(output, batch, world=parts.worlds.data, num_samples=own)
+        whole = gather(output, batch, world=parts.worlds.data, num_samples=own, columns=self._columns)
         if whole is not None:
             with forward_runs(), parts.autocast():
                 terms = parts.contract.terms(*whole, num_samples=given.num_samples)

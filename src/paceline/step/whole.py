@@ -5,7 +5,8 @@ are gathered as values, each replica puts its own, which autograd knows, in thei
 usual sum of gradients over replicas does the rest, and nothing is sent back.
 
 What is no tensor (texts, names, arrays) is joined too where it is a column, a list with an entry for each sample. All
-else must be the same on every replica: a loss that has only its own would be another one, on each replica.
+else must be the same on every replica: a loss that has only its own would be another one, on each replica. A list that
+is as long as the samples may be either; the first batch decides it for the run, by whether replicas differ there.
 """
 
 from dataclasses import dataclass, field
@@ -24,22 +25,27 @@ from paceline.world import World
 _NAMES = ("output", "batch")
 
 
-def gather(output: Any, batch: Any, *, world: World, num_samples: int) -> tuple[Any, Any] | None:
+def gather(
+    output: Any, batch: Any, *, world: World, num_samples: int, columns: dict[str, bool] | None = None
+) -> tuple[Any, Any] | None:
     """Output and batch with the rows of every tensor, and every column, joined over replicas in the order of ranks.
 
     Every replica calls this; one without samples gives None twice, and gets None. A tensor without dimensions, such as
-    a temperature, is everybody's: its gradient is divided by the number of replicas that have samples.
+    a temperature, is everybody's: its gradient is divided by the number of replicas that have samples. `columns` keeps
+    from batch to batch which paths are columns.
 
     Raises:
         JobError: a tensor whose first dimension is not the samples, or something that can't be joined and is not the
             same on every replica.
     """
-    mine = None if batch is None else _Parts.of((output, batch), num_samples=num_samples)
+    kinds = {} if columns is None else columns
+    mine = None if batch is None else _Parts.of((output, batch), num_samples=num_samples, kinds=kinds)
     told: list[dict[str, Any] | None] = world.gather_json(None if mine is None else mine.as_json())
     present = [each for each in told if each is not None]
     _refuse_odd(present)
     _refuse_other_types(present)
     _refuse_other_values(present)
+    _decide_columns(present, kinds)
     own = [] if mine is None else mine.tensors
     joined = []
     for place, (shape, kind) in enumerate(present[0]["tensors"]):
@@ -51,8 +57,8 @@ def gather(output: Any, batch: Any, *, world: World, num_samples: int) -> tuple[
         joined.append(_joined(tensor, rows, shape[1:], getattr(torch, kind.removeprefix("torch.")), world))
     if mine is None:
         return None
-    columns = [joined_columns([from_json(each["columns"][place]) for each in present]) for place in mine.places]
-    return mine.rebuilt(joined, columns)
+    joined_lists = [joined_columns([from_json(each["columns"][place]) for each in present]) for place in mine.places]
+    return mine.rebuilt(joined, joined_lists)
 
 
 @dataclass(kw_only=True)
@@ -61,14 +67,15 @@ class _Parts:
 
     value: tuple[Any, Any]
     num_samples: int
+    kinds: dict[str, bool]
     tensors: list[Tensor] = field(default_factory=list)
     columns: dict[str, Any] = field(default_factory=dict)
     fixed: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
-    def of(value: tuple[Any, Any], *, num_samples: int) -> "_Parts":
+    def of(value: tuple[Any, Any], *, num_samples: int, kinds: dict[str, bool]) -> "_Parts":
         """Take it apart."""
-        parts = _Parts(value=value, num_samples=num_samples)
+        parts = _Parts(value=value, num_samples=num_samples, kinds=kinds)
         for name, each in zip(_NAMES, value, strict=True):
             changed(each, parts._take, is_leaf=parts._is_leaf, path=name)
         return parts
@@ -95,15 +102,18 @@ class _Parts:
         )
         return output, batch
 
-    def _is_leaf(self, value: Any) -> bool:
-        return isinstance(value, Tensor) or is_column(value, self.num_samples)
+    def _is_leaf(self, path: str, value: Any) -> bool:
+        return isinstance(value, Tensor) or self._is_column(path, value)
+
+    def _is_column(self, path: str, value: Any) -> bool:
+        return self.kinds.get(path, True) and is_column(value, self.num_samples)
 
     def _take(self, path: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             self.tensors.append(leaf)
             if not leaf.dim() and not leaf.requires_grad:
                 self.fixed[path] = checksum(leaf, 0)
-        elif is_column(leaf, self.num_samples):
+        elif self._is_column(path, leaf):
             self.columns[path] = self._column(path, leaf)
         else:
             self.fixed[path] = checksum(leaf, 0)
@@ -111,7 +121,7 @@ class _Parts:
 
     def _column(self, path: str, leaf: Any) -> Any:
         """As it travels."""
-        if is_square(leaf):
+        if path not in self.kinds and is_square(leaf):
             raise JobError(
                 f'loss_over="batch" can\'t tell rows from columns in {path}: it is as long as the samples, '
                 f"{self.num_samples}, and so is each of its entries.",
@@ -169,6 +179,25 @@ def _refuse_other_types(present: list[dict[str, Any]]) -> None:
             cause="padding to the longest sample of each microbatch",
             hint="pad to one length in collate=",
         )
+
+
+def _decide_columns(present: list[dict[str, Any]], kinds: dict[str, bool]) -> None:
+    """Settle which paths are columns, in the first batch in which a path occurs.
+
+    Raises:
+        JobError: all replicas have the same list there, which may be a constant or a column of equal entries.
+    """
+    first = present[0]
+    for path, column in first["columns"].items():
+        if path not in kinds and len(present) > 1 and all(told["columns"][path] == column for told in present):
+            raise JobError(
+                f'loss_over="batch" can\'t tell whether {path} is one value for the whole batch or has an entry for '
+                f"each sample: it is as long as the samples, {first['samples']}, and the same on every replica.",
+                hint="collate=: a tensor of shape [samples, ...] for a column; a constant belongs into the loss itself",
+            )
+    kinds.update(dict.fromkeys(first["columns"], True))
+    for path in first["fixed"]:
+        kinds.setdefault(path, False)
 
 
 def _refuse_other_values(present: list[dict[str, Any]]) -> None:

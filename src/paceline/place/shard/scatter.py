@@ -8,6 +8,7 @@ the hook sits on whatever parameter autograd writes to. In exact mode what trave
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +35,23 @@ class _Unit:
         self.ready = 0
         self.launched = False
         self.buffer: Tensor | None = None
-        sizes = [cut.numel(place) for cut in packing.cuts]
-        self.sums = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        self.parts = list(self.sums.split(sizes))
+        self._sizes = [cut.numel(place) for cut in packing.cuts]
+        self._dtype, self._device = dtype, device
+
+    @cached_property
+    def sums(self) -> Tensor:
+        """Made in the first step, so that a run that only evaluates has none."""
+        return torch.zeros(sum(self._sizes), dtype=self._dtype, device=self._device)
+
+    @cached_property
+    def parts(self) -> list[Tensor]:
+        """The sums of each member."""
+        return list(self.sums.split(self._sizes))
 
     def open(self) -> Tensor:
         """Room for this microbatch's gradients."""
         if self.buffer is None:
-            self.buffer = self.packing.empty(dtype=self.sums.dtype, device=self.sums.device)
+            self.buffer = self.packing.empty(dtype=self._dtype, device=self._device)
         return self.buffer
 
     def send(self, world: World, *, first: bool) -> Callable[[], None]:
