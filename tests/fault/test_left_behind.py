@@ -125,6 +125,33 @@ def test_a_scratch_folder_goes_with_its_process(tmp_path: Path, monkeypatch: pyt
         assert left(tmp_path) == [mine.path.name], "it is held"
 
 
+def test_commands_side_by_side_leave_each_other_their_folders(tmp_path: Path) -> None:
+    loop = """
+from paceline.store.scratch import scratch_folder
+for _ in range(300):
+    with scratch_folder("trial") as folder:
+        assert folder.path.is_dir()
+"""
+    command = [sys.executable, "-c", loop]
+    started = [subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}) for _ in range(3)]
+    assert [process.wait() for process in started] == [0, 0, 0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_only_being_made_is_left_alone_for_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    made = tmp_path / ".paceline-trial-1"
+    made.mkdir()
+    (made / ".scratch").touch()
+    remove_abandoned("paceline-trial-")
+    assert made.is_dir()
+    os.utime(made, (0, 0))
+    remove_abandoned("paceline-trial-")
+    assert not made.exists()
+
+
 def test_a_kept_folder_goes_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with scratch_folder("trial") as folder:

@@ -26,6 +26,8 @@ SHOWN = [
     "terminate called after throwing an instance of 'std::bad_alloc'",
     "  what():  std::bad_alloc",
     "[W] my own warning",
+    "W1125 19:50:40.123456 140735 data.py:7] 12 corrupt samples skipped",
+    "I1125 19:50:40.123456 140735 train.py:31] wrote torch/weights.cpp: [c10d]",
     "W2 = 17",
     "[Weights] 1125 loaded",
     "/x/site-packages/torch/optim/lr_scheduler.py:1: UserWarning: call optimizer.step() before lr_scheduler.step()",

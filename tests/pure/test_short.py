@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import paceline.survive.short as short_memory
 from paceline.errors import DataError, OutOfMemory
 from paceline.feed.fetch import trouble
 from paceline.survive.failure import failure_of, from_status
@@ -152,20 +153,41 @@ def test_a_kill_in_a_group_inside_the_root_s_is_counted(tmp_path: Path) -> None:
     ("said", "words", "hint"),
     [
         ("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
-         "shared memory.", "/dev/shm is full", "--shm-size"),
-        ("unable to write to file </torch_71_1_0>: No space left on device (28)", "/dev/shm is full", "--shm-size"),
+         "shared memory.", "/dev/shm has little room, the shared memory through which data workers hand samples over: "
+         "1.0 MiB of 64.0 MiB are free now", "--shm-size"),
+        ("unable to mmap 8 bytes from file </torch_7_1>: Cannot allocate memory (12)", "little room", "--shm-size"),
+        ("unable to write to file </torch_71_1_0>: No space left on device (28)", "/dev/shm was full", "--shm-size"),
         ("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)", "ulimit -n",
          "ulimit -n"),
         ("received 0 items of ancdata", "ulimit -n", "ulimit -n"),
     ],
 )  # fmt: skip
-def test_what_data_workers_lack_is_named(said: str, words: str, hint: str) -> None:
+def test_what_data_workers_lack_is_named(said: str, words: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short_memory, "_shared_memory", lambda: (1 << 20, 64 << 20))
     found = explain_lack(said)
     assert found is not None and words in found[0] and hint in found[1] and "--data.workers 0" in found[1]
     told = trouble(RuntimeError(said), doing="collating samples 1, 2", hint="collate=...")
     assert (told.cause, told.hint) == found
     died = failure_of(RuntimeError(f"DataLoader worker (pid 7) exited unexpectedly: {said}"), rank=0)
     assert (died.said["cause"], died.said["hint"]) == found
+
+
+@pytest.mark.parametrize("room", [(1 << 30, 2 << 30), (0, 0)])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
+        "shared memory.",
+        "unable to mmap 8 bytes from file </torch_7_1>: Cannot allocate memory (12)",
+    ],
+)
+def test_shared_memory_with_room_is_no_reason(
+    said: str, room: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(short_memory, "_shared_memory", lambda: room)
+    assert explain_lack(said) is None
+    full = explain_lack("unable to write to file </torch_71_1_0>: No space left on device (28)")
+    assert full is not None and full[0].startswith("/dev/shm was full")
 
 
 def test_other_troubles_of_data_workers_keep_their_hint() -> None:

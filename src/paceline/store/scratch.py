@@ -36,29 +36,34 @@ def scratch_folder(name: str) -> Iterator[ScratchFolder]:
     """Make a temporary folder of this name and a random end, and remove it afterwards."""
     prefix = f"paceline-{name}-"
     remove_abandoned(prefix)
-    path = Path(tempfile.mkdtemp(prefix=prefix))
+    path = Path(tempfile.mkdtemp(prefix=f".{prefix}"))
     folder = ScratchFolder(path, os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     try:
         fcntl.flock(folder._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder.path = path.rename(path.with_name(path.name.removeprefix(".")))  # other commands find it locked
         yield folder
     finally:
         folder.close()
 
 
 def remove_abandoned(prefix: str) -> None:
-    """Remove folders of this user whose process was killed, and those that were kept a day ago or earlier."""
-    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    """Remove folders of this user whose process was killed, and those that were kept a day ago or earlier.
+
+    One whose name begins with a dot is only being made: its lock is not held yet.
+    """
+    home = Path(tempfile.gettempdir())
+    for path in [*home.glob(f"{prefix}*"), *home.glob(f".{prefix}*")]:
         with suppress(OSError):
             found = path.lstat()
             if path.is_symlink() or not path.is_dir() or found.st_uid != os.geteuid():
                 continue
             is_old = time.time() - found.st_mtime > _KEPT_SECONDS
-            if _is_free(path / _LOCK, without=is_old):
+            if is_old if path.name.startswith(".") else _is_free(path / _LOCK, without=is_old):
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_free(lock: Path, *, without: bool) -> bool:
-    """Whether nobody holds it; `without` for a folder that has none: it is kept, or is only being made."""
+    """Whether nobody holds it; `without` for a folder that has none: it is kept."""
     try:
         handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

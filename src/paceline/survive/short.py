@@ -195,7 +195,7 @@ def _groups(group: Path = _GROUP, own: Path = _OWN_GROUPS) -> list[Path]:
 def explain_lack(text: str) -> tuple[str, str] | None:
     """Return why data workers can't hand samples over, and what to do: open files, or shared memory, have run out.
 
-    Of the text of an error; None where it is of something else.
+    Of the text of an error; None where it is of something else, or may be: a bus error says nothing of its reason.
     """
     words = text.lower()
     if any(word in words for word in _NO_FILES):
@@ -203,13 +203,27 @@ def explain_lack(text: str) -> tuple[str, str] | None:
         cause = f"a process may have {limit:,} files open here (`ulimit -n`); a tensor from a data worker takes one"
         return cause, "ulimit -n 65536, or --data.workers 0"
     if any(word in words for word in _NO_SHARED_MEMORY):
-        cause = "/dev/shm is full, the shared memory through which data workers hand samples over"
-        with suppress(OSError):
-            found = os.statvfs("/dev/shm")
-            cause += f": {size(found.f_bavail * found.f_frsize)} of {size(found.f_blocks * found.f_frsize)} are free"
-        return cause, "a larger /dev/shm (docker run --shm-size 8g), or --data.workers 0"
+        free, total = _shared_memory()
+        was_full = _FULL in words
+        if was_full or (total and free < _LITTLE_BYTES):
+            cause = "/dev/shm was full" if was_full else "/dev/shm has little room"
+            cause += ", the shared memory through which data workers hand samples over"
+            cause += f": {size(free)} of {size(total)} are free now" if total else ""
+            return cause, "a larger /dev/shm (docker run --shm-size 8g), or --data.workers 0"
     return None
 
 
+def _shared_memory() -> tuple[int, int]:
+    """Return how much of /dev/shm is free, and its size; nothing where there is none."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return 0, 0
+    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+
+_FULL = "no space left on device"
+_LITTLE_BYTES = 1 << 30
+"""With more than this free a bus error, or a mapping that fails, has another reason than a full /dev/shm."""
 _NO_FILES = ("too many open files", "items of ancdata", "[errno 24]")
 _NO_SHARED_MEMORY = ("out of shared memory", "bus error", "unable to mmap", "shared memory object", "file </torch_")

@@ -17,7 +17,7 @@ from paceline.talk import fitting_print, with_no_reader
 from paceline.watch.files import JsonlSink
 
 _CHATTER = re.compile(
-    r"""(\[rank\d+\]:\s?)?\[?[WI]\d{4,8}\ [\d:.]+\ .*\]  # notes and warnings of torch's C++ and of its launcher
+    r"""(\[rank\d+\]:\s?)?\[?[WI]\d{4,8}\ [\d:.]+\ [^]]*(torch/|c10d|\.cpp:|ProcessGroup)[^]]*\]  # of torch's own places
     |\[Gloo\]\ Rank\ \d+\ is\ connected
     |terminate\ called\ after\ throwing\ an\ instance\ of\ 'gloo::|\ +what\(\):\ +\[enforce\ fail\ at\ \S*gloo
     |NCCL\ version\ |\S+:\d+:\d+\ \[\d+\]\ NCCL\ INFO\ """,
