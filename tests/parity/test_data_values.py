@@ -102,6 +102,14 @@ def test_a_collation_that_draws_has_other_numbers_in_each_microbatch(replicas: i
     assert found == fed(Counted(), collate=with_number)
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_collation_of_a_stream_that_draws_has_other_numbers_in_each_microbatch(replicas: int) -> None:
+    """The last batch of the second epoch is where it ends, and not among them."""
+    found = fed(lambda: iter(range(SAMPLES)), replicas=replicas, collate=with_number)
+    numbers = [value for _, value in found.values()]
+    assert len(numbers) == SAMPLES // 2 + 8 and len(set(numbers)) == len(numbers)
+
+
 @pytest.mark.parametrize("is_loader", [False, True])
 def test_a_random_sampler_gives_another_order_in_each_epoch(is_loader: bool) -> None:
     sampler = RandomSampler(Counted(), replacement=True, num_samples=SAMPLES)

@@ -44,3 +44,19 @@ def test_an_ordinary_norm_is_torchs_own_to_the_bit() -> None:
 def test_what_is_not_finite_stays_so(bad: float) -> None:
     with pytest.raises(NonFiniteError, match="gradients are not finite in weight"):
         updated([1e30, bad], dtype=torch.float32, clip=None)
+
+
+def test_a_sparse_gradient_is_clipped_as_it_should_be_and_a_smaller_one_left_as_it_is() -> None:
+    rows = torch.tensor([[3.0, 0.0], [0.0, -4.0]])
+    for most, right in ((10.0, rows), (2.5, rows / 2)):
+        model = nn.Embedding(5, 2, sparse=True)
+        (model(torch.tensor([1, 3])) * rows).sum().backward()
+        assert model.weight.grad is not None
+        model.weight.grad = model.weight.grad.coalesce()
+        update = Update(
+            named=trainable(model), optimizers=[torch.optim.SGD(model.parameters(), lr=1e-3)], schedules=[],
+            scaler=None, max_grad_norm=most, check_finite=True, skip_nonfinite=False, ema=None,
+        )  # fmt: skip
+        norm, _ = update.commit(step=1, loss=1.0)
+        assert norm is not None and norm.item() == 5.0
+        torch.testing.assert_close(model.weight.grad.coalesce().values(), right, rtol=1e-6, atol=0.0)

@@ -17,6 +17,7 @@ from paceline.feed.feed import make_feed
 from paceline.feed.types import Cut
 from paceline.job import Job
 from paceline.order.cursor import Cursor
+from paceline.place.batchnorm import StatisticsTape
 from paceline.place.meeting import thread_worlds
 from paceline.place.sync_bn import synchronise
 from paceline.plan.settle import Cluster, Facts, settle
@@ -238,6 +239,27 @@ def test_between_steps_statistics_are_whoever_s_that_sets_them() -> None:
         made.model(torch.ones(4, 6, dtype=torch.float64))
         assert torch.equal(made.model.norm.running_mean, right)
     made.close()
+
+
+def test_a_step_that_is_begun_again_has_the_momentum_and_the_statistics_of_before() -> None:
+    """As exact mode begins one again on a finer grid, with a forward that changes the momentum."""
+
+    class Decaying(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            self.momentum = 0.5 * (self.momentum or 0.0)
+            return super().forward(x)
+
+    layer, x = Decaying(2, momentum=0.4, dtype=torch.float64), torch.tensor([[1.0, 2.0], [3.0, 6.0]]).double()
+    tape = StatisticsTape(model=layer, world=World.alone(), exact=True)
+    for right, momentum in ((0.2, 0.2), (0.2 * 0.9 + 0.1, 0.1)):
+        for _ in range(3):
+            tape.begin()
+            tape.at(0)
+            layer(x)
+        tape.fold(num_micro=1)
+        assert layer.momentum == pytest.approx(momentum)
+        torch.testing.assert_close(layer.running_mean, right * x.mean(0), rtol=0, atol=LAST_PLACES)
+    tape.close()
 
 
 @pytest.mark.parametrize("way", READS)

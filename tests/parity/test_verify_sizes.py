@@ -3,6 +3,7 @@
 One rank in this process; the fault is planted in the layout's side alone, after it was built.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -116,6 +117,15 @@ def test_a_gradient_is_rounding_below_four_units_and_different_from_a_thousand_o
         found = seen_with(dtype, 1.0 + units * eps)[0]
         assert found.verdict == "different", (units, found)
         assert found.first_difference is not None and found.first_difference["parameter"] == "first.weight"
+
+
+@pytest.mark.parametrize("told", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_told_as_no_number_is_different_from_a_number(told: float) -> None:
+    finding, judge = seen_with(torch.float32, 1.0)
+    assert finding.verdict == "bitwise"
+    judge.see(Seen(gradients=[dict(judge.right)], buffers=[{}], losses=[told]))
+    assert finding.verdict == "different"
+    assert finding.first_difference is not None and finding.first_difference["parameter"] == "(loss)"
 
 
 @pytest.mark.parametrize("dtype", EPS)

@@ -205,6 +205,15 @@ def test_experts_lie_whole_on_their_ranks() -> None:
     assert made(facts).seconds(Candidate(dp_replicate=2, ep=1, micro_batch_size=2)).experts == 0
 
 
+def test_gradients_of_experts_are_summed_over_the_ranks_that_hold_the_same_ones() -> None:
+    """Of 4 data ranks with half of the experts each, two hold the same 200 elements: each sends them once."""
+    block = replace(BLOCK, split_parameters=0, expert_parameters=100)
+    facts = replace(FACTS, blocks=(block,) * 4, ep_sizes=(2,))
+    four = made(facts, fleet=replace(FLEET, devices=4))
+    assert four.seconds(Candidate(dp_replicate=4, ep=2)).gradients == pytest.approx(2 * 4 * 200 / 2 / 100)
+    assert made(facts).seconds(Candidate(dp_replicate=2, ep=2)).gradients == 0
+
+
 def test_a_ring_of_keys_and_values() -> None:
     block = replace(
         BLOCK, attention_flops=Amount(pair=1.0), matmul_flops=Amount(), moved_bytes=Amount(), cp_bytes=Amount(token=5.0)
