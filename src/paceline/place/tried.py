@@ -103,7 +103,8 @@ def takes_nothing(optimizer: Optimizer) -> bool:
     """Whether it steps on a tensor without elements, as a rank has of what others hold, where it does on one alone."""
     for group in alike(optimizer):
         some = torch.zeros(_shapes(max(p.dim() for p in group["params"]))[0])
-        for start in (some, some[:0]):
+        none = some[:0] if some.dim() else some.new_zeros(0)  # a scalar is another rank's: this one has an empty vector
+        for start in (some, none):
             try:
                 _stepped(optimizer, group, [start], [[start]])
             except Exception:

@@ -1,6 +1,5 @@
 """What `cp` and `ep` need of a job: which dimension is the sequence, and that the model gives the same in parts."""
 
-import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from paceline.place.context.check import check_context
 from paceline.place.context.cut import batch_length, sequence_hint
 from paceline.place.context.sequence import ContextParallel
 from paceline.place.experts.check import check_experts
+from paceline.place.model_copy import copy_model
 from paceline.step.loss import LossContract
 from paceline.streams import preserved
 from paceline.train.example import Example
@@ -79,7 +79,7 @@ class Lengths:
 
     def __init__(self, model: nn.Module, tried: Callable[..., None], *, first: int) -> None:
         tensors = [*model.parameters(), *model.buffers()]
-        self._model = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})  # as it is before it is placed
+        self._model = copy_model(model, shared=tensors)  # as it is before it is placed
         self._tried, self._seen = tried, {first}
 
     def __call__(self, batch: Any, length: int) -> None:

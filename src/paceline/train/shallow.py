@@ -1,6 +1,5 @@
 """A job whose model is built once, and is as deep as it must be for its numbers: of like blocks three are kept."""
 
-import copy
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ from paceline.errors import LayoutError
 from paceline.job import Job
 from paceline.measure.hollow import Hollow
 from paceline.place.blocks import find_blocks, has_blocks
+from paceline.place.model_copy import copy_model
 from paceline.place.start.stored import Stored
 from paceline.plan.facts import Part
 from paceline.streams import preserved
@@ -38,7 +38,7 @@ class Copies:
 
     def __call__(self) -> nn.Module:
         """Another one."""
-        return copy.deepcopy(self._model)
+        return copy_model(self._model)
 
 
 def _copied(job: Job, model: nn.Module) -> Job:

@@ -23,6 +23,7 @@ from paceline.place.context.cut import Cut, batch_length
 from paceline.place.context.draws import Draw, NoAttentionDropout, drawn_otherwise, drawn_unseen, watched_draws
 from paceline.place.context.sequence import ContextParallel, refuse_model, refuse_window
 from paceline.place.exchange import Exchange, play
+from paceline.place.model_copy import copy_model
 from paceline.place.traceless import traceless
 from paceline.streams import host_states
 from paceline.torch_private import add_gradients
@@ -109,7 +110,7 @@ def check_context(
     refuse_window(model, length=batch_length(batch, sequence=sequence))
     batch = doubled(batch)
     cut = Cut(length=batch_length(batch, sequence=sequence), ranks=ranks)
-    twin = eager_experts(copy.deepcopy(model).double().eval())
+    twin = eager_experts(copy_model(model).double().eval())
     run = _Run(
         twin=twin,
         batch=batch,

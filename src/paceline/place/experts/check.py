@@ -5,7 +5,6 @@ finds: a forward that draws, counts its experts in another way, drops tokens bey
 it is given.
 """
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from paceline.place.context.check import InDouble, doubled, eager_experts
 from paceline.place.exchange import Exchange, play
 from paceline.place.experts.find import find_experts
 from paceline.place.experts.spread import split_experts
+from paceline.place.model_copy import copy_model
 from paceline.place.parts import Part
 from paceline.place.traceless import traceless
 from paceline.streams import host_states
@@ -41,7 +41,7 @@ def check_experts(
     Raises:
         LayoutError: they can't be spread, or outputs or gradients differ.
     """
-    twin = eager_experts(copy.deepcopy(model).double().eval())
+    twin = eager_experts(copy_model(model).double().eval())
     for found in find_experts(twin, pattern=experts):
         found.module.train()
     data = [doubled(batch) for batch in batches]
@@ -49,13 +49,13 @@ def check_experts(
         whole = [_run(twin, batch, forward) for batch in data]
     for one in find_experts(twin, pattern=experts):
         for width, choices in sorted(seen.get(one.name, ())):
-            if not _is_by_token(copy.deepcopy(one.module), count=one.count, width=width, choices=choices):
+            if not _is_by_token(copy_model(one.module), count=one.count, width=width, choices=choices):
                 raise _different("outputs", one.name)
     names = [name for name, parameter in twin.named_parameters() if parameter.requires_grad]
     wanted = {name: _sum([found[1].get(name) for found in whole]) for name in names}
 
     def played(over: Exchange) -> tuple[list[Tensor], dict[str, Tensor | None], dict[str, Part], tuple[str, ...]]:
-        mine = copy.deepcopy(twin)
+        mine = copy_model(twin)
         placed = split_experts(model=mine, over=over, experts=experts)
         return *_run(mine, data[over.rank], forward), dict(placed.parts), placed.modules
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError, LayoutError, PacelineError, raise_all, user_line
+from paceline.place.model_copy import copy_model
 from paceline.place.tensor.dry import CheckWire, ShownCuts
 from paceline.place.tensor.explore import Explorer, Found, forget_guesses, learn, splits_of, suggest
 from paceline.place.tensor.own_plan import own_plan
@@ -314,12 +315,12 @@ def check_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int, sequ
             return [t.gathered() if isinstance(t, Split) else t for t in _floats(run(subject.eval()))]
 
     def work(wire: ThreadWire) -> list[Tensor]:
-        mine = copy.deepcopy(model)
+        mine = copy_model(model)
         split_over(mine, plan=plan, wire=wire)
         return alone(mine)
 
     with traceless(model, parameters=False):
-        expected, again = (alone(copy.deepcopy(model)) for _ in range(2))
+        expected, again = (alone(copy_model(model)) for _ in range(2))
         if not all(
             _apart(*pair) <= 4096 * torch.finfo(pair[1].dtype).eps for pair in zip(again, expected, strict=True)
         ):
