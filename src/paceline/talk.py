@@ -103,7 +103,7 @@ def replace_closed() -> None:
 
 
 class Overheard:
-    """What native code has said on the standard error, in a file without a name."""
+    """What native code has said on the standard error, in a file that is there until it can be said."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -126,13 +126,13 @@ class Overheard:
 def aside() -> Iterator[Overheard | None]:
     """Hold back what native code says on the standard error meanwhile; it follows once all went well.
 
-    A worker of ours has a log for it.
+    A worker of ours has a log for it. Where native code aborts meanwhile, what it said stays in a temporary file.
     """
     if "PACELINE_ATTEMPT_FOLDER" in os.environ:
         yield None
         return
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as file:
+    with tempfile.NamedTemporaryFile(prefix=f"paceline-join-{os.getpid()}-", suffix=".log", buffering=0) as file:
         kept = os.dup(2)
         os.dup2(file.fileno(), 2)
         said = Overheard(file.fileno())

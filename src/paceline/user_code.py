@@ -13,7 +13,7 @@ from traceback import extract_tb
 from types import TracebackType
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
-_RAISES = re.compile(r"(^|[:;]\s*)raise\b")
+_RAISES = re.compile(r"(^|[:;]\s*)(raise|assert)\b")
 _TYPED = ("<stdin>", "<ipython-input")
 _OURS = Path(__file__).parent
 _WORD_READERS = frozenset({"argparse", "optparse", "click", "docopt", "fire", "absl"})
@@ -21,7 +21,7 @@ _EXAMPLES = _OURS / "examples"
 
 
 def is_users_own(error: BaseException) -> bool:
-    """Return whether a `raise` in the user's own code made this error, and no library below it."""
+    """Return whether a `raise` or `assert` in the user's own code made this error, and no library below it."""
     last = next(iter(extract_tb(error.__traceback__)[-1:]), None)
     return last is not None and is_users(last.filename) and _RAISES.search(last.line or "") is not None
 

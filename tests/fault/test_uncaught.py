@@ -98,6 +98,20 @@ def test_what_a_script_catches_itself_is_not_told(shop: Shop) -> None:
 
 
 @pytest.mark.soak
+def test_a_function_under_torchrun_tells_of_a_failure_in_the_users_lines(shop: Shop) -> None:
+    shop.write("job.py", SMALL_JOB.replace(LOSS, "    raise ValueError('not today')\n"))
+    shop.write("own.py", "import paceline as pl\nfrom job import make_job\npl.train(make_job(), run_dir='run')\n")
+    ended = torchrun(shop, "own.py")
+    lines = said(ended)
+    assert sum(line.endswith(": ValueError: not today") for line in lines) == 1, ended.text
+    assert sum('job.py", line' in line and line.endswith(", in loss") for line in lines) == 1, ended.text
+    assert not [line for line in lines if "paceline/" in line]
+    assert re.fullmatch(r"FAILED at step 1\. rank \d, \S+job\.py:\d+, ValueError: not today\n=+", cause(ended)), (
+        ended.text
+    )
+
+
+@pytest.mark.soak
 def test_a_placed_model_under_torchrun_tells_of_a_failure_once(shop: Shop) -> None:
     shop.write("placed.py", PLACED)
     ended = torchrun(shop, "placed.py")

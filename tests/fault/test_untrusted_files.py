@@ -36,6 +36,7 @@ from paceline.store.pieces import check_cover
 from paceline.store.runs import RunFolder
 from paceline.store.tensors import TensorBytes, TensorEntry, digest
 from paceline.store.writing import save
+from paceline.train.plain import from_plain
 from paceline.verbs import ckpt
 from paceline.watch.files import JsonlSink, read_counted
 from tests.fault.test_store import STATE, tensors, write
@@ -463,3 +464,22 @@ def test_a_refusal_of_the_disk_has_its_own_cause(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "statvfs", lambda path: Full)
     assert "inodes" in explain_refusal(OSError(errno.ENOSPC, ""), tmp_path / "none")[0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"__paceline__": "deque", "value": [1], "maxlen": "x"},
+        {"__paceline__": "deque", "value": [1], "maxlen": -1},
+        {"__paceline__": "set", "value": [[1], [2]]},
+        {"__paceline__": "pairs", "value": [[[1], 2]]},
+        {"__paceline__": "counter", "value": 3},
+        {"__paceline__": "complex"},
+        {"__paceline__": "tensor", "dtype": "nope", "value": 1},
+        {"__paceline__": "numpy", "dtype": "nope", "shape": None, "value": 1},
+        {"__paceline__": ["unhashable"], "value": [1]},
+    ],
+)
+def test_a_value_of_the_state_that_nobody_writes_is_refused(value: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="can't be read"):
+        from_plain({"deep": [value]})

@@ -242,3 +242,16 @@ def test_a_file_whose_job_is_none_says_the_line_to_write(tmp_path: Path, text: s
     with pytest.raises(JobError) as refused:
         load_job(parse_jobref(str(path)), params={})
     assert words in str(refused.value) and "return pl.Job(" in refused.value.hint
+
+
+def test_a_subclass_takes_words_of_its_own() -> None:
+    class Wide(pl.Job):
+        def __init__(self, width: int) -> None:
+            super().__init__(
+                model=lambda: torch.nn.Linear(width, 1),
+                train_data=[1, 2],
+                optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+                global_batch_size=2,
+            )
+
+    assert Wide(3).model().in_features == 3 and Wide(width=4).model().in_features == 4  # type: ignore[union-attr]

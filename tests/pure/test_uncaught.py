@@ -1,20 +1,29 @@
 """What each rank of a world says of an exception that nobody catches: one tells it, the others a line at most."""
 
+import gc
 import io
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import paceline as pl
 import paceline.launch.claim as claim
+import paceline.survive.uncaught as uncaught_module
 from paceline.errors import PeerError, UsageError
 from paceline.launch.claim import Turn, claim_turn
-from paceline.survive.uncaught import ERROR_FILE, UncaughtHook, watch_uncaught
+from paceline.survive import child
+from paceline.survive.uncaught import ERROR_FILE, UncaughtHook, report, told_while_open, watch_uncaught
+from paceline.verbs import functions
+from paceline.verbs.running import Answer
 
 ALL, LINE, NOTHING = Turn(tells_all=True), Turn(tells_line=True, is_told=True), Turn(is_told=True)
 
@@ -152,6 +161,97 @@ def test_it_is_there_once_and_leaves_what_it_found(monkeypatch: pytest.MonkeyPat
     assert second is not None
     second.remove()
     assert sys.excepthook is before
+
+
+def test_only_the_error_that_left_is_told_once_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the script catches it shows later: until then it is told, and no other error is."""
+    passed: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *what: passed.append(what[1]))
+    hook = watch_uncaught()
+    assert hook is not None
+    left, other, of_it = ValueError("left"), ValueError("other"), ValueError("of it")
+    with pytest.raises(ValueError, match="left"), told_while_open(hook):
+        raise left
+    of_it.__context__ = left
+    told: list[BaseException] = []
+
+    def note(error: BaseException) -> Any:
+        told.append(error)
+        return report(error)
+
+    monkeypatch.setattr(uncaught_module, "report", note)
+    for error in (left, other, of_it):
+        sys.excepthook(type(error), error, None)
+    assert told == [left, of_it] and passed == [left, other, of_it]
+    assert watch_uncaught() is hook and hook.is_on, "it stands there once"
+    with told_while_open(hook):
+        pass
+    assert sys.excepthook is not hook
+
+
+def test_the_hook_of_a_placed_model_goes_with_the_model() -> None:
+    before = sys.excepthook
+    placed = pl.place(lambda: torch.nn.Linear(2, 1))
+    assert isinstance(sys.excepthook, UncaughtHook) and placed.world.world_size == 1
+    del placed
+    gc.collect()
+    assert sys.excepthook is before
+    with pytest.raises(ZeroDivisionError) as failed:
+        pl.place(lambda: torch.nn.Linear(1 // 0, 1))
+    assert not sys.excepthook.is_on  # type: ignore[attr-defined]
+    assert "_paceline_left" in vars(failed.value)
+
+
+def test_what_ends_a_rank_of_another_launcher_is_raised_as_it_is(process: Process, tmp_path: Path) -> None:
+    process.be(0)
+    mine = ValueError("my own mistake")
+    with pytest.raises(ValueError, match="my own mistake") as caught:
+        functions._result(Answer(exit_code=1, run=tmp_path, error=mine, keys={"go_on": "paceline train job.py"}))
+    assert caught.value is mine and mine.__notes__ == ["paceline train job.py"]
+
+
+def test_who_tells_it_is_the_root_cause(process: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun takes the smallest second, and the first rank where several have the same."""
+    monkeypatch.setattr(uncaught_module.time, "time", lambda: 1000.9)
+    seconds = {}
+    for rank in (1, 0):
+        process.be(rank)
+        monkeypatch.setenv(ERROR_FILE, str(tmp_path / f"error-{rank}.json"))
+        report(ValueError("the same on both"))
+        seconds[rank] = json.loads((tmp_path / f"error-{rank}.json").read_text())["message"]["extraInfo"]["timestamp"]
+    assert seconds == {1: "1000", 0: "1002"}
+
+
+def test_a_file_that_is_none_of_ours_is_passed_over(process: Process, tmp_path: Path) -> None:
+    for name in ("told-x", "told-1-0", "told-"):
+        (tmp_path / name).touch()
+    assert claim_turn("E: no", environ=process.be(0)) == ALL
+    assert all((tmp_path / name).exists() for name in ("told-x", "told-1-0", "told-"))
+
+
+def test_what_native_code_said_stays_where_it_aborts(tmp_path: Path) -> None:
+    said = "import os\nfrom paceline.talk import aside\nwith aside():\n    os.write(2, b'lost the store'); END"
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    environ.pop("PACELINE_ATTEMPT_FOLDER", None)
+    command = [sys.executable, "-c", said.replace("END", "os.abort()")]
+    assert subprocess.run(command, env=environ, check=False, capture_output=True).returncode == -6
+    assert [file.read_bytes() for file in tmp_path.glob("paceline-join-*.log")] == [b"lost the store"]
+    for file in tmp_path.iterdir():
+        file.unlink()
+    ended = subprocess.run([*command[:2], said.replace("END", "pass")], env=environ, check=True, capture_output=True)
+    assert ended.stderr == b"lost the store" and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("verb", "listens"), [("train", True), ("compare", True), ("plan", False), ("verify", False)])
+def test_a_signal_waits_only_where_a_loop_asks_for_it(
+    verb: str, listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(child, "stop_flag", SimpleNamespace(install=lambda: heard.append(verb)))
+    monkeypatch.setattr(child, "_entered", lambda *_: 0)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert child.run_joined("x", {"verb": verb}, threads=torch.get_num_threads()).code == 0
+    assert heard == [verb] * listens
 
 
 def test_an_interrupt_goes_to_the_hook_that_was_there() -> None:

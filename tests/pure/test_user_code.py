@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 import paceline.cli
 import paceline.examples.text
 from paceline.errors import user_line
+from paceline.place.shard.guard import forward_runs
 from paceline.survive.decide import is_lost_connection
 from paceline.survive.failure import failure_of
 from paceline.user_code import hide_own_frames, is_users
@@ -118,3 +120,13 @@ def test_what_the_users_code_raises_is_no_echo_of_another_rank(tmp_path: Path, m
     native.value.args = ("Connection closed by peer [127.0.0.1]:4711",)
     assert is_lost_connection(failure_of(native.value, rank=0))
     assert user_line(native.value) is not None
+
+
+@pytest.mark.parametrize("line", ["assert False, 'no DTensor, please'", "raise TypeError('no DTensor, please')"])
+def test_what_the_user_says_of_a_dtensor_stays_the_users(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"def forward():\n    {line}\n")
+    space: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), space)
+    with pytest.raises((AssertionError, TypeError)), forward_runs():
+        space["forward"]()

@@ -110,6 +110,6 @@ def _found(path: Path) -> dict[str, Any]:
 def _remove_old(home: Path) -> None:
     """What worlds have left whose launcher is gone."""
     for path in home.glob("told-*"):
-        _, pid, born, *_ = path.name.split("-")
-        if pid.isdecimal() and birth_of(int(pid)) != born:
+        _, pid, born, *rest = [*path.name.split("-"), "", ""]
+        if len(rest) > 2 and pid.isdecimal() and birth_of(int(pid)) != born:
             path.unlink(missing_ok=True)

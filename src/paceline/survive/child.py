@@ -24,6 +24,8 @@ from paceline.survive.slate import read_stop, write_end
 from paceline.survive.stacks import answer_with_stack
 from paceline.user_code import script_words
 
+_LOOPING = ("train", "compare")
+
 
 def live(request: Mapping[str, Any], *, failures: Path, slate: int | None) -> NoReturn:
     """Run the entry with its payload, or the user's script, and leave with its exit code.
@@ -132,7 +134,8 @@ def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int) -> Joine
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
     keep_freed(os.environ)
-    stop_flag.install()
+    if payload.get("verb") in _LOOPING:  # nobody else asks whether to stop: there a signal ends the process at once
+        stop_flag.install()
     try:
         return JoinedEnd(code=_entered(entry, payload))
     except BaseException as error:

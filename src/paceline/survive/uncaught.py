@@ -10,8 +10,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import redirect_stderr, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +27,7 @@ from paceline.talk import say
 from paceline.user_code import hide_own_frames
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_LEFT = "_paceline_left"  # among an error's attributes
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
@@ -42,7 +43,7 @@ class UncaughtHook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Say it, and go on with the hook that was there before."""
-        if not self.is_on or not isinstance(error, Exception):
+        if not (self.is_on or _has_left(error)) or not isinstance(error, Exception):
             self._before(kind, error, trace)
             return
         failure, turn = report(error)
@@ -65,6 +66,35 @@ class UncaughtHook:
         if sys.excepthook is self:
             sys.excepthook = self._before
 
+    def remove_but_for(self, error: BaseException) -> None:
+        """Tell only this error from here on, and what comes of it: whether somebody catches it shows later."""
+        vars(error)[_LEFT] = True
+        self.is_on = False
+
+
+@contextmanager
+def told_while_open(hook: UncaughtHook | None) -> Iterator[None]:
+    """Remove the hook at the end of a block; an error that leaves the block is still told."""
+    try:
+        yield
+    except BaseException as error:
+        if hook is not None:
+            hook.remove_but_for(error)
+        raise
+    if hook is not None:
+        hook.remove()
+
+
+def _has_left(error: BaseException | None) -> bool:
+    """Whether it has left a block of ours, or one that it came of has."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if _LEFT in vars(error):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
 
 def watch_uncaught() -> UncaughtHook | None:
     """Stand before the hook that is there now, until the answer is removed.
@@ -74,6 +104,9 @@ def watch_uncaught() -> UncaughtHook | None:
     found = sys.excepthook
     if attempt_folder(os.environ) is not None or (isinstance(found, UncaughtHook) and found.is_on):
         return None
+    if isinstance(found, UncaughtHook):
+        found.is_on = True
+        return found
     sys.excepthook = made = UncaughtHook(found)
     return made
 
@@ -131,7 +164,8 @@ def write_error_file(failure: Failure, turn: Turn, *, whole: str) -> None:
     path = own_environ(os.environ).get(ERROR_FILE)
     if not path:
         return
-    second = int(time.time()) + int(is_echo(failure))  # an echo comes in the same second as its cause
+    later = int(is_echo(failure)) + 2 * int(not turn.tells_all)  # they come in the same second as who tells it
+    second = int(time.time()) + later
     extra = {"timestamp": str(second), "py_callstack": sentence(failure, turn), "traceback": whole}
     message = {"message": sentence(failure, turn), "errorCode": failure.exit_code, "extraInfo": extra}
     with suppress(OSError):

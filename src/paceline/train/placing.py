@@ -1,6 +1,7 @@
 """`pl.place`: a model placed by any layout without pp, for loops that are no `Job`: GAN, RL, a trainer of one's own."""
 
 import hashlib
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,7 +64,27 @@ def place(
     Raises:
         LayoutError, UsageError, Problems: what can't be had so.
     """
-    watch_uncaught()
+    hook = watch_uncaught()
+    try:
+        placed = _place(build, layout=layout, world=world, settings=settings, example=example, device=device)
+    except BaseException as error:
+        if hook is not None:
+            hook.remove_but_for(error)
+        raise
+    if hook is not None:
+        weakref.finalize(placed.model, hook.remove)
+    return placed
+
+
+def _place(
+    build: Callable[[], nn.Module],
+    *,
+    layout: str | None,
+    world: World | None,
+    settings: Mapping[str, Any] | None,
+    example: Callable[[nn.Module], Any] | None,
+    device: str,
+) -> PlacedModel:
     chosen = _settings(settings or {})
     here = world or found_world(device=device, settings=chosen)
     asked = parse_layout(layout or ("single" if here.world_size == 1 else "ddp"))

@@ -65,7 +65,18 @@ def to_plain(value: Any, *, where: str, keep: Keep | None = None) -> Any:
 
 
 def from_plain(value: Any, *, find: Find | None = None) -> Any:
-    """The value again; `find` gives a tensor that `keep` has stored."""
+    """Return the value again; `find` gives a tensor that `keep` has stored.
+
+    Raises:
+        CheckpointError: a text that `to_plain` doesn't write.
+    """
+    try:
+        return _again(value, find)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"a value of the state can't be read: {error}") from error
+
+
+def _again(value: Any, find: Find | None) -> Any:
     if isinstance(value, list):
         return [from_plain(item, find=find) for item in value]
     if not isinstance(value, Mapping):

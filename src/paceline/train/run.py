@@ -153,8 +153,9 @@ class Run:
             world = join_world(ready)
             self._hold = held_folder(ready.task, world=world)
             self._session = Session(ready, world=world, target=self)
-        except BaseException:
+        except BaseException as error:
             self._let_go()
+            self._leave_hook(error)
             raise
         return self
 
@@ -175,10 +176,15 @@ class Run:
             session.close()
             if self._ready is None:
                 self._hand_back(session)
-            if self._hook is not None:
-                self._hook.remove()
         elif session.world.world_size == 1:
             session.close()
+        self._leave_hook(error)
+
+    def _leave_hook(self, error: BaseException | None) -> None:
+        if self._hook is not None and error is None:
+            self._hook.remove()
+        elif self._hook is not None and error is not None:
+            self._hook.remove_but_for(error)
 
     def _hand_back(self, session: Session) -> None:
         """To the script: only where a signal asked for the end it goes no further."""

@@ -18,7 +18,7 @@ from paceline.plan.kept import Checkpoints
 from paceline.plugins import resolve
 from paceline.spec.jobref import GIVEN
 from paceline.spec.read import JOB, Asked, as_typed, flatten
-from paceline.survive.uncaught import watch_uncaught
+from paceline.survive.uncaught import told_while_open, watch_uncaught
 from paceline.verbs import evaluate as evaluate_verb
 from paceline.verbs import plan as plan_verb
 from paceline.verbs import simulate as simulate_verb
@@ -71,7 +71,8 @@ def train(
         `exit_code` (0, or 75 where it was stopped and saved), `run`, `seconds`, `step`, `evaluation`, `digest`.
 
     Raises:
-        PacelineError: the run was refused or failed; the error is that of the first failing rank.
+        PacelineError: the run was refused or failed; the error is that of the first failing rank. In a process of
+            torchrun, mpirun or srun it is this rank's own, of whatever type.
     """
     with _common(
         job, ranks=ranks, layout=layout, update=update, compress=compress, device=device, config=config,
@@ -85,9 +86,9 @@ def train(
             allow=tuple(allow),
             evaluate_first=evaluate_first,
         )
-    if answer.value is None:
-        answer = replace(answer, value=train_verb.came_to(answer))
-    return _result(answer)
+        if answer.value is None:
+            answer = replace(answer, value=train_verb.came_to(answer))
+        return _result(answer)
 
 
 def verify(
@@ -176,7 +177,7 @@ def plan(
             common=common,
             overrides=_words(settings),
         )
-    return _result(answer, is_found=answer.value is not None)
+        return _result(answer, is_found=answer.value is not None)
 
 
 def simulate(
@@ -323,15 +324,14 @@ def _common(
         "run_dir": None if run_dir is None else str(run_dir),
         "config": None if config is None else Path(config),
     }
-    if isinstance(job, str | Path):
-        yield str(job), Common(**own)
-    else:
-        _refuse_other(job)
-        with resolve("paceline.job_transfer:open_job_file")(job) as handle:
-            name = job.name or _script_name()
-            yield f"{GIVEN}:{name}", Common(**own, job_handle=handle)
-    if hook is not None:
-        hook.remove()
+    with told_while_open(hook):
+        if isinstance(job, str | Path):
+            yield str(job), Common(**own)
+        else:
+            _refuse_other(job)
+            with resolve("paceline.job_transfer:open_job_file")(job) as handle:
+                name = job.name or _script_name()
+                yield f"{GIVEN}:{name}", Common(**own, job_handle=handle)
 
 
 def _script_name() -> str:
@@ -374,21 +374,23 @@ def _result(answer: Answer, *, is_found: bool = False) -> Result:
     """Return what the verb found, or raise what ended it unless something `is_found` all the same.
 
     Raises:
-        KeyboardInterrupt: it was interrupted twice. PacelineError: it failed.
+        KeyboardInterrupt: it was interrupted twice. PacelineError: it failed. In a process of another launcher what
+            ended this rank is raised as it is, with the user's own lines.
     """
     if answer.exit_code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
     if answer.exit_code not in (ExitCode.DONE, ExitCode.DIFFERENT, ExitCode.STOPPED) and not is_found:
-        watch_uncaught()
         raise _error(answer)
     value = answer.value if isinstance(answer.value, Mapping) else {}
     started = {"exit_code": answer.exit_code, "run": str(answer.run), "seconds": answer.seconds}
     return Result({**started, **value}, text=answer.screen)
 
 
-def _error(answer: Answer) -> PacelineError:
+def _error(answer: Answer) -> BaseException:
     """Return the error of the first failing rank, of the type that it had where that is one of ours."""
     said = answer.keys
+    if answer.error is not None:
+        return _with_notes(answer.error, said)
     kind = getattr(errors, str(said.get("error", "")), RunError)
     if not (isinstance(kind, type) and issubclass(kind, PacelineError)) or kind is errors.OutOfMemory:
         kind = RunError
@@ -400,6 +402,10 @@ def _error(answer: Answer) -> PacelineError:
         where = ", ".join(filter(None, ["" if rank is None else f"rank {rank}", str(said.get("where", ""))]))
         error = kind(what, where=where, cause=str(said.get("cause", "")), hint=str(said.get("hint", "")))
     error.exit_code = ExitCode(answer.exit_code)
+    return _with_notes(error, said)
+
+
+def _with_notes(error: BaseException, said: Mapping[str, Any]) -> BaseException:
     for line in (f"full text: {said['log']}" if said.get("log") else "", str(said.get("go_on") or "")):
         if line:
             error.add_note(line)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from paceline.errors import JobError, LayoutError, user_line
 from paceline.place.shard.order import Order
 from paceline.torch_private import Interception, in_backward, registries, tree_flatten, version
+from paceline.user_code import is_users_own
 from paceline.world import World
 
 _DEEP = 8
@@ -224,7 +225,7 @@ def _copied(error: Exception) -> LayoutError | None:
 
 def _explained(error: Exception) -> LayoutError | None:
     text = str(error)
-    if "DTensor" in text:
+    if "DTensor" in text and not is_users_own(error):
         return _elsewhere("a parameter")
     if "RegisterPostBackwardFunction" in text and "modified inplace" in text:
         return LayoutError(
