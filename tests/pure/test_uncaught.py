@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -22,6 +23,7 @@ from paceline.errors import PeerError, UsageError
 from paceline.launch.claim import Turn, claim_turn
 from paceline.survive import child
 from paceline.survive.uncaught import ERROR_FILE, UncaughtHook, report, told_while_open, watch_uncaught
+from paceline.talk import with_no_reader
 from paceline.verbs import functions
 from paceline.verbs.running import Answer
 
@@ -161,6 +163,37 @@ def test_it_is_there_once_and_leaves_what_it_found(monkeypatch: pytest.MonkeyPat
     assert second is not None
     second.remove()
     assert sys.excepthook is before
+
+
+def frames_of_ours(hook: UncaughtHook) -> int:
+    """How many of our lines are in the traceback that a hook gets of a user's own error, raised through ours."""
+
+    def mine() -> None:
+        raise ValueError("mine")
+
+    left: ValueError | None = None
+    try:
+        with_no_reader(mine, io.StringIO())
+    except ValueError as error:
+        left = error
+        with redirect_stderr(io.StringIO()):
+            hook(ValueError, error, error.__traceback__)
+    assert left is not None
+    names = [frame.name for frame in traceback.extract_tb(left.__traceback__)]
+    assert names[-1] == "mine"
+    return names.count("with_no_reader")
+
+
+def test_a_hook_of_the_users_own_gets_the_whole_traceback(process: Process) -> None:
+    process.be(0)
+
+    def torchs(*what: Any) -> None:
+        sys.__excepthook__(*what)
+
+    assert frames_of_ours(UncaughtHook(lambda *_: None)) == 1
+    assert frames_of_ours(UncaughtHook(sys.__excepthook__)) == 0
+    torchs.__module__ = "torch.distributed.distributed_c10d"
+    assert frames_of_ours(UncaughtHook(torchs)) == 0
 
 
 def test_only_the_error_that_left_is_told_once_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,8 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 class UncaughtHook:
     """Stands before the hook for uncaught exceptions that it found, which hears each of them as well.
 
-    Of the ranks that have nothing to tell, what that hook would print is left out.
+    Of the ranks that have nothing to tell, what that hook would print is left out. A hook of the user's own gets the
+    whole traceback, with our frames.
     """
 
     def __init__(self, before: Hook) -> None:
@@ -47,8 +48,9 @@ class UncaughtHook:
             self._before(kind, error, trace)
             return
         failure, turn = report(error)
-        hide_own_frames(error)
         is_pythons = self._before is sys.__excepthook__
+        if is_pythons or str(getattr(self._before, "__module__", "")).startswith("torch."):  # which leads to Python's
+            hide_own_frames(error)
         if turn.tells_all and is_pythons and failure.said:
             say(sentence(failure, turn), sys.stderr)
         elif turn.tells_all and not is_echo(failure):
