@@ -103,7 +103,7 @@ EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown update": (("train", "job.py", "--update", "async"), "async"),
     "servers and no worker": (("train", "job.py", "--update", "ps,servers=2"), "no worker is left"),
     "no ranks": (("train", "job.py", "--ranks", "0"), "at least one"),
-    "ranks in words": (("train", "job.py", "--ranks", "two"), "can't be read"),
+    "ranks in words": (("train", "job.py", "--ranks", "two"), "expected a whole number"),
     "unknown device": (("train", "job.py", "--device", "gpu"), "'gpu'"),
     "no GPU here": (("train", "job.py", "--device", "cuda"), "no GPU"),
     "a fault not understood": (("train", "job.py", "--faults", "explode rank=1 step=1"), "explode"),

@@ -170,6 +170,9 @@ class WholePasses:
         self._telling.send(joint)
         if terms is not None:
             backward(parts, quotients(terms), last=True)
+        elif parts.reducer.meets:  # gradients that are sent on the way wait for this replica's
+            parts.reducer.before_backward(last=True, counts=False)
+            parts.reducer.after_backward()
         return joint, False
 
     def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
