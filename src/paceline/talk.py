@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TextIO
 
 _PLAIN = {"✓": "ok", "✗": "x", "×": "x", "·": "-", "•": "*", "…": "...", "→": "->", "≤": "<=", "≥": ">="}
 _PLAINLY = "paceline.plainly"
+_KEPT_SECONDS = 86400.0
 _TURNS = "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # they end a line, or turn the direction of what follows
 _COMMANDS = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_TURNS}]")
 _COMMANDS_OF_A_JOB = re.compile(f"\x1b(?!\\[[0-9;]*m)|[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f{_TURNS}]")
@@ -122,6 +124,14 @@ class Overheard:
         return Path(path)
 
 
+def _remove_old_words() -> None:
+    """Remove the files that processes which were killed have left a day ago or earlier."""
+    for path in Path(tempfile.gettempdir()).glob("paceline-join-*.log"):
+        with suppress(OSError):  # another user's
+            if time.time() - path.lstat().st_mtime > _KEPT_SECONDS:
+                path.unlink()
+
+
 @contextmanager
 def aside() -> Iterator[Overheard | None]:
     """Hold back what native code says on the standard error meanwhile; it follows once all went well.
@@ -132,6 +142,7 @@ def aside() -> Iterator[Overheard | None]:
         yield None
         return
     sys.stderr.flush()
+    _remove_old_words()
     with tempfile.NamedTemporaryFile(prefix=f"paceline-join-{os.getpid()}-", suffix=".log", buffering=0) as file:
         kept = os.dup(2)
         os.dup2(file.fileno(), 2)
