@@ -1,6 +1,8 @@
 """A disk that takes no more while a run writes to it: the screen says so, though no file can."""
 
+import errno
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.survive.failure import read_failure, write_failure
+from paceline.survive.failure import failure_of, read_failure, write_failure
 from paceline.survive.slate import make_slate
 from tests.conftest import SMALL_JOB, Shop
 from tests.fault.test_runs import wait_for
@@ -39,7 +41,7 @@ def test_a_disk_that_is_full_when_a_save_is_due_is_said(small_disk: Path) -> Non
     fill(small_disk)
     _, err = process.communicate(timeout=60)
     first = err.splitlines()[0]
-    assert "SaveError: a checkpoint needs 16" in first and "KiB are free" in first, err
+    assert re.search(r"SaveError: a checkpoint needs \S+ KiB and 16.0 MiB to spare, \S+ KiB are free", first), err
     assert process.returncode == 3 and err.splitlines()[-1].startswith("Go on: paceline train job.py")
 
 
@@ -51,6 +53,16 @@ def fill(folder: Path) -> None:
                 file.write(bytes(4096))
             except OSError:
                 return
+
+
+@pytest.mark.parametrize("name", ["", "pulse-0"])
+def test_a_limit_on_the_size_of_files_has_its_cause_wherever_it_is_met(name: str) -> None:
+    """A log, as of a print, has no name."""
+    failure = failure_of(OSError(errno.EFBIG, "File too large", *([name] if name else [])), rank=0, step=3)
+    assert (failure.kind, failure.exit_code, failure.step) == ("SaveError", 3, 3)
+    assert failure.said["where"] == name and "`ulimit -f`" in failure.said["cause"]
+    assert failure.said["hint"] == "ulimit -f unlimited"
+    assert failure_of(OSError(errno.ENOENT, "no"), rank=0).exit_code == 1
 
 
 @pytest.mark.parametrize("name", ["consolidated", "checkpoints/best", "weights.json"])

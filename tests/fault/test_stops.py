@@ -1,5 +1,6 @@
 """Asked to stop by whatever way, with a rank that does not answer, or with no terminal left to say it to."""
 
+import json
 import os
 import pty
 import select
@@ -137,6 +138,8 @@ def test_a_killed_starter_is_said_to_be_that_and_no_rank(shop: Shop) -> None:
     )
     assert "rank--1.log" not in err and f"What the ranks said: {log(shop).parent.relative_to(shop.path)}" in err
     assert err.splitlines()[-1].startswith("Go on: paceline train job.py")
+    told = json.loads((log(shop).parent / "first-failure.json").read_text())
+    assert told["rank"] == -1 and told["step"] > 20
 
 
 def rank_pid(launcher: int, *, rank: int) -> int:

@@ -72,8 +72,14 @@ def test_a_run_tells_what_it_decided_and_had_ended(shop: Shop) -> None:
 def test_evaluating_afterwards_leaves_the_curves_alone(shop: Shop) -> None:
     assert shop.run("train", "job.py", "--run-dir", "run", "--train.steps", "2").code == 0
     curves = {path.name: path.stat().st_size for path in (shop.path / "run" / "tb").iterdir()}
+    story = {name: (shop.path / "run" / name).read_bytes() for name in ("metrics.jsonl", "events.jsonl")}
     assert curves and shop.run("evaluate", "run").code == 0
     assert {path.name: path.stat().st_size for path in (shop.path / "run" / "tb").iterdir()} == curves
+    assert {name: (shop.path / "run" / name).read_bytes() for name in story} == story
+    for saved in (shop.path / "run" / "checkpoints").glob("step-*/manifest.json"):
+        saved.write_text("{")
+    ended = shop.run("evaluate", "run")
+    assert ended.code == 2 and "none of the 1 checkpoints can be used; the newest: " in ended.err, ended.text
 
 
 def test_a_run_that_stands_at_its_end_says_so_and_saves_nothing(

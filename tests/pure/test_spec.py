@@ -21,6 +21,8 @@ from paceline.spec.read import Asked, as_toml, merge, read_asked
 from paceline.spec.task import Task
 from paceline.spec.update import Update, parse_update
 from paceline.verbs.again import command_again
+from paceline.verbs.config import config
+from paceline.verbs.plan import plan
 
 
 def test_settings_come_from_file_then_command_line(tmp_path: Path) -> None:
@@ -415,3 +417,40 @@ def test_a_secret_is_not_said_again() -> None:
                 origins=dict.fromkeys(("job.api_key", "job.lr"), "command line"))  # fmt: skip
     words = command_again(task)
     assert "hush" not in words and "--job.api_key" in words and "--job.lr 1" in words
+
+
+def test_the_dots_of_a_secret_are_no_value_of_any_option(tmp_path: Path) -> None:
+    """What the line to go on with shows for a secret would else be what the job gets."""
+    file = tmp_path / "run.toml"
+    file.write_text('[job]\napi_key = "•••"\n')
+    for words, source in ((["--job.api_key", "•••"], None), (["--run_dir=•••"], None), ([], file)):
+        with pytest.raises(UsageError, match="stands for a secret that is not printed") as refused:
+            read_asked(file=source, overrides=words)
+        assert refused.value.exit_code == 2 and "VALUE" in refused.value.hint
+    assert read_asked(file=None, overrides=["--job.api_key", "hush"]).values == {"job.api_key": "hush"}
+
+
+def test_config_shows_no_secret(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import paceline as pl\ndef make_job(api_key='', lr=0.1, token='t0'):\n    return pl.Job(model=lambda: None, "
+        "train_data=[1], optimizer=lambda named: None, loss=lambda o, b: o, global_batch_size=1)\n"
+    )
+    shown = {one.name: one.value for one in config(str(job), overrides=["--job.api_key=hush", "--job.lr=3"])}
+    assert (shown["job.api_key"], shown["job.lr"], shown["job.token"]) == ("•••", "3", "•••")
+
+
+def test_a_module_that_is_nowhere_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("nosuchcfg", "nosuchcfg:make_job", "no.such.cfg"):
+        with pytest.raises(UsageError, match="there is no such file, folder or module") as refused:
+            parse_jobref(name)
+        hints = ("config.json", "transformers:", "job.py")
+        assert refused.value.exit_code == 2 and all(word in refused.value.hint for word in hints)
+    with pytest.raises(UsageError, match="nosuchcfg"):
+        plan("nosuchcfg", cluster="8xH100-80G")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine.py").write_text("")
+    assert [parse_jobref(name).module for name in ("mine", "json:tool", "mine:make")] == ["mine", "json", "mine"]

@@ -1,8 +1,10 @@
 """Where a job is: `job.py`, `job.py:name` or `pkg.module:name`; checked early, without importing it."""
 
 import ast
+import sys
 import tokenize
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from paceline.errors import JobError, UsageError
@@ -48,6 +50,7 @@ def parse_jobref(text: str) -> JobRef:
         )
     if not place.endswith(".py") and "/" not in place and not Path(place).exists():
         if all(part.isidentifier() for part in place.split(".")) and place:
+            _check_module(text, place.partition(".")[0])
             return JobRef(module=place, name=name or None)
         raise UsageError(f"{text!r} is no job.", hint="job.py, job.py:name or pkg.module:name")
     path = Path(place)
@@ -64,6 +67,19 @@ def parse_jobref(text: str) -> JobRef:
     ref = JobRef(path=path, name=name or None)
     _check(ref)
     return ref
+
+
+def _check_module(text: str, package: str) -> None:
+    """Refuse a package that neither Python's path nor this folder has; nothing is imported for it."""
+    here = Path(package)
+    if here.is_dir() or here.with_suffix(".py").is_file() or package in sys.modules or find_spec(package) is not None:
+        return
+    raise UsageError(
+        f"{text!r} is no job: there is no such file, folder or module.",
+        where=str(Path.cwd()),
+        hint="job.py, job.py:name or pkg.module:name; for `plan` and `simulate` also config.json, the folder with it, "
+        "or transformers:SomeConfig",
+    )
 
 
 def _folder(path: Path) -> UsageError:

@@ -89,7 +89,7 @@ def _check_space(folder: Path, num_bytes: int) -> None:
     free = free_bytes(folder)
     if free < needed:
         raise SaveError(
-            f"a checkpoint needs {size(needed)}, {size(free)} are free.",
+            f"a checkpoint needs {size(num_bytes)} and {size(_SPARE_BYTES)} to spare, {size(free)} are free.",
             where=str(folder),
             hint="free some space, or --run-dir on another disk; older checkpoints are untouched",
         )

@@ -171,12 +171,16 @@ class Agent:
             self._failed_at = self._failed_at or time.monotonic()
 
     def _failure(self, rank: int, status: int) -> Failure:
-        beat = read_pulse(self._attempt.folder / f"pulse-{rank}")
         written = read_failure(self._attempt.folder, rank, slate=self._slate)
-        step, kills = beat.step + 1 if beat and beat.monotonic_ns else 0, killed_for_memory()
+        step, kills = self._step_of(rank), killed_for_memory()
         for_memory = kills is not None and kills > (self._killed_for_memory or 0)
         written = written or (without_log(rank, log=self._attempt.folder / f"rank-{rank}.log") if status > 0 else None)
         return written or from_status(rank, status=status, step=step, for_memory=for_memory)
+
+    def _step_of(self, rank: int) -> int:
+        """Return the step that a rank was at; 0 before it has said any."""
+        beat = read_pulse(self._attempt.folder / f"pulse-{rank}")
+        return beat.step + 1 if beat and beat.monotonic_ns else 0
 
     def _after_failure(self) -> None:
         """Give the others a moment to write down what they saw, then end them: they wait for a dead peer."""
@@ -297,7 +301,8 @@ class Agent:
         if first is None and self._stops > int(self._saves):
             return int(ExitCode.INTERRUPTED), None
         if first is None and len(attempt.statuses) < attempt.ranks:
-            return 1, starter_ended(nursery_status, pid=self._nursery, said=_tail(attempt.folder / "nursery.log"))
+            step, said = max(map(self._step_of, range(attempt.ranks))), _tail(attempt.folder / "nursery.log")
+            return 1, starter_ended(nursery_status, pid=self._nursery, step=step, said=said)
         return exit_code(attempt.statuses, first), first
 
 

@@ -1,5 +1,6 @@
 """What a failing rank leaves behind before it goes: one small file, whole or not there."""
 
+import errno
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from paceline.errors import (
     PacelineError,
     Problems,
     RunError,
+    SaveError,
     on_a_screen,
     user_line,
 )
@@ -236,13 +238,13 @@ def left_alone(rank: int, *, waiter: Failure) -> Failure:
     )  # fmt: skip
 
 
-def starter_ended(status: int, *, pid: int, said: str) -> Failure:
+def starter_ended(status: int, *, pid: int, step: int = 0, said: str) -> Failure:
     """The process that starts the ranks has gone before them, and took them with it; `said` is its own log's end."""
     how = from_status(STARTER, status=status)
     end = f"was ended by {how.message}" if how.kind == "signal" else f"left with exit code {status}"
     what = f"the process that starts the ranks (PID {pid}) {end}; the ranks went with it."
     screen = "\n".join([what, *(f"  {line}" for line in said.splitlines())])
-    return Failure(rank=STARTER, kind=how.kind, message=what, screen=screen, monotonic_ns=how.monotonic_ns)
+    return Failure(rank=STARTER, kind=how.kind, message=what, screen=screen, step=step, monotonic_ns=how.monotonic_ns)
 
 
 def print_traceback(error: BaseException) -> None:
@@ -272,7 +274,7 @@ def _text(error: BaseException) -> str:
 
 def _in_our_words(error: BaseException) -> BaseException:
     """torch tells of a dead data worker from a signal handler, wherever the rank happens to be; of memory everybody
-    tells otherwise."""
+    tells otherwise; a limit on the size of files meets whatever is written first, as a log."""
     if isinstance(error, RuntimeError) and "DataLoader worker" in _text(error):
         cause, hint = explain_lack(_text(error)) or (
             "it was killed, perhaps for memory, or a library in it crashed",
@@ -288,6 +290,13 @@ def _in_our_words(error: BaseException) -> BaseException:
         )
         wants.__notes__ = list(getattr(error, "__notes__", ()))
         return wants.with_traceback(error.__traceback__)
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        cause, hint = explain_refusal(error, Path())
+        full = SaveError(
+            f"a file could not be written: {error.strerror}.", where=str(error.filename or ""), cause=cause, hint=hint
+        )
+        full.__notes__ = list(getattr(error, "__notes__", ()))
+        return full.with_traceback(error.__traceback__)
     if is_shortage(error) and not isinstance(error, OutOfMemory):
         room = tightest_room()
         return out_of_memory(error, held={"this process": own_of(room)}, room=room)

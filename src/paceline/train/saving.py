@@ -246,13 +246,17 @@ def find_checkpoint(folder: Path, *, asked: Path | None, world: World) -> tuple[
     if chosen is None:
         whole = [path for path, reason in refused if "interrupted" not in reason]
         if whole:
-            raise CheckpointError(
-                f"none of the {len(whole)} checkpoints can be used; the newest: {refused[0][1]}",
-                where=str(folder),
-                hint="paceline ckpt ls, or start anew with another --run-dir",
-            )
+            raise all_refused(folder, refused, hint="paceline ckpt ls, or start anew with another --run-dir")
         return None, events
     return load(Path(chosen)), events
+
+
+def all_refused(folder: Path, refused: Sequence[tuple[str, str]], *, hint: str) -> CheckpointError:
+    """Return what is said where none of the checkpoints can be used; interrupted ones do not count as checkpoints."""
+    whole = [reason for _, reason in refused if "interrupted" not in reason]
+    return CheckpointError(
+        f"none of the {len(whole)} checkpoints can be used; the newest: {whole[0]}", where=str(folder), hint=hint
+    )
 
 
 def began_as(loaded: Loaded) -> Mapping[str, Any]:

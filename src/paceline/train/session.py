@@ -205,7 +205,7 @@ class Session:
             return Stream()
         to = self.ready.settings.watch.to
         if self.ready.task.verb == "evaluate":
-            to = tuple(name for name in to if name not in CURVES)  # they have this step's point since it was trained
+            to = tuple(name for name in to if name not in {*CURVES, "jsonl"})  # what tells how the run was trained
         sinks, left_out = make_sinks(to, run=self.run)
         stream = Stream(sinks)
         for note in left_out:

@@ -14,7 +14,7 @@ from paceline.store.disk import write_json
 from paceline.store.runs import RunFolder
 from paceline.train.leased import Home
 from paceline.train.run import Run
-from paceline.train.saving import restore_weights
+from paceline.train.saving import all_refused, restore_weights
 
 
 def train(payload: Mapping[str, Any]) -> int:
@@ -42,9 +42,7 @@ def evaluate(payload: Mapping[str, Any]) -> int:
     session = asked.open()
     task = session.ready.task
     run = RunFolder(Path(task.run))
-    path = Path(task.options["checkpoint"]) if task.options.get("checkpoint") else newest_good(run.checkpoints)[0]
-    if path is None:
-        raise CheckpointError("the run has no checkpoint to evaluate.", where=str(run.checkpoints))
+    path = Path(task.options["checkpoint"]) if task.options.get("checkpoint") else _newest(run.checkpoints)
     loaded = load(path)
     restore_weights(loaded, built=session.built)
     session.loop.cursor = type(session.loop.cursor)(step=loaded.step)
@@ -61,6 +59,21 @@ def evaluate(payload: Mapping[str, Any]) -> int:
         write_json(Path(task.options["answer"]), answer)
     session.close()
     return 0
+
+
+def _newest(folder: Path) -> Path:
+    """Return the newest good checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or none of them can be used.
+    """
+    path, bad = newest_good(folder)
+    if path is not None:
+        return path
+    refused = [(str(one.path), one.reason) for one in bad]
+    if any("interrupted" not in reason for _, reason in refused):
+        raise all_refused(folder, refused, hint="paceline ckpt ls")
+    raise CheckpointError("the run has no checkpoint to evaluate.", where=str(folder))
 
 
 def _leave_out_training(run: Run) -> None:

@@ -9,11 +9,12 @@ from paceline.errors import JobError, PacelineError, called_exit, user_line
 from paceline.plugins import resolve
 from paceline.spec.jobref import JobRef, job_defaults, parse_jobref
 from paceline.spec.read import JOB, JOB_SETTINGS, Asked, default_of, known_settings, merge, read_asked
+from paceline.spec.secret import HIDDEN, holds_secret
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting, its value and where that came from."""
+    """One setting, its value (dots for a secret) and where that came from."""
 
     name: str
     value: Any
@@ -37,10 +38,11 @@ def config(job: str, *, file: Path | None = None, overrides: Sequence[str] = ())
     ]
     for name, source in (job_defaults(ref) or {}).items():
         dotted = f"job.{name}"
+        value = asked.values.get(dotted, source)
         found.append(
             Setting(
                 name=dotted,
-                value=asked.values.get(dotted, source),
+                value=HIDDEN if value and holds_secret([dotted]) else value,
                 origin=asked.origins.get(dotted, f"{ref.short}.py"),
             )
         )

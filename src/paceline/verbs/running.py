@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
@@ -264,10 +265,13 @@ def _joined(task: Task, entry: str, joined: Joined, one_thread: bool, *, is_name
     threads = settle_threads(cluster=cluster, one=exact, asked=settings.train.threads)
     knows = task.verb == "train" and (joined.rank == 0 or is_named)  # a folder that it chose rank 0 alone knows
     go_on = command_again(task, joined) if knows else ""
-    here = Path.cwd()
+    here, began = Path.cwd(), time.monotonic()
     ended = child(entry, payload, threads=threads)
     os.chdir(here)  # where a job has gone elsewhere, the answer is still here
-    answer = Answer(exit_code=int(ended.code), run=Path(task.run), tells=joined.rank == 0, error=ended.error)
+    answer = Answer(
+        exit_code=int(ended.code), run=Path(task.run), seconds=time.monotonic() - began, tells=joined.rank == 0,
+        error=ended.error,
+    )  # fmt: skip
     if ended.error is not None:
         failure = failure_of(ended.error, rank=joined.rank)
         go_on = go_on if can_go_on(answer.run, answer.exit_code, failure) else ""
