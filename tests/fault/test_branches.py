@@ -126,6 +126,8 @@ def test_the_newest_run_that_has_saved_is_gone_on_with(tmp_path: Path) -> None:
     assert newest_saved_run("job", root=tmp_path) is None
     for name in ("1", "2", "3"):
         (tmp_path / "job" / name).mkdir(parents=True)
+        write_json(RunFolder(tmp_path / "job" / name).task, {"verb": "train"})
+    (tmp_path / "job" / "4").mkdir()  # of a verb that does not train
     newest = newest_saved_run("job", root=tmp_path)
     assert newest is not None and newest.path.name == "3"
     save(RunFolder(tmp_path / "job" / "2").checkpoints, step=3, files={}, state=STATE)

@@ -87,7 +87,8 @@ def cut_model(
     program = cache(lambda num_micro: program_of(asked, mesh, num_micro=num_micro))
     some = read(asked.schedule) if is_file(asked.schedule) else program(1)
     own = some.stages_of(world.rank)
-    found = _chain(model, num_stages=some.num_stages, call=call, how=how, seconds=seconds, late=late)
+    compares = not world.is_imagined  # there are no numbers
+    found = _chain(model, num_stages=some.num_stages, call=call, how=how, seconds=seconds, late=late, compares=compares)
     stages: Stages | GraphStages
     if isinstance(found, Cut):
         _refuse_counted(found, some)
@@ -129,6 +130,7 @@ def _chain(
     how: Place,
     seconds: Seconds | None,
     late: Late | None,
+    compares: bool,
 ) -> Cut | NoChain | None:
     """The first way; why it can't be gone, or None where it was not asked for."""
     if how.cut == "export":
@@ -142,7 +144,7 @@ def _chain(
         if late is not None:  # a whole forward, stage by stage, would hold what nobody may hold
             return late.planned(plan)
         cut = plan()
-        rehearse(model, cut=cut, call=call)
+        rehearse(model, cut=cut, call=call, compares=compares)
         return cut
     except NoChain as error:
         if how.cut == "chain":
