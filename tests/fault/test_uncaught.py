@@ -154,6 +154,7 @@ def test_json_under_torchrun_is_one_answer(
     ended = torchrun(shop, *launch)
     found = json.loads(ended.out)
     assert found[key] == value and found.get("exit_code", code) == code, ended.text
+    assert "seconds" not in found or found["seconds"] > 0, ended.text
     assert len(said(ended)) < 20 and "paceline/" not in "\n".join(said(ended))
 
 

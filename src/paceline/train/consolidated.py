@@ -1,5 +1,7 @@
 """The weights as the folder that transformers and vLLM open, a tensor at a time from whoever holds it."""
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ def consolidate(listing: Listing, folder: Path, *, config: Any, world: World, mo
             if not folder.parent.is_dir():
                 raise SaveError(f"the run folder {folder.parent} was moved or removed.", where=str(folder))
             with written("the consolidated weights", folder):
+                if folder.exists() and not folder.is_dir():
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))  # it is the user's, and stays
                 write_folder(folder, _tensors(listing, wholes), config=_as_json(config), most_bytes=most_bytes)
         except CheckpointError as error:
             problem = error
