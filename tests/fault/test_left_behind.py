@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -45,12 +47,11 @@ def make_job():
 
 
 @pytest.fixture
-def place(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the command, and what it starts by itself, has its temporary files."""
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the command, and what it starts by itself, has its temporary files; a socket's path has 107 characters."""
     monkeypatch.delenv("PACELINE_STARTER", raising=False)
-    found = shop.path / "tmp"
-    found.mkdir()
-    return found
+    with tempfile.TemporaryDirectory(prefix="left-") as found:
+        yield Path(found)
 
 
 def left(place: Path) -> list[str]:
