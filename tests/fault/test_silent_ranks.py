@@ -82,6 +82,7 @@ def test_the_console_has_one_screen_of_it(shop: Shop, line: str, says: str) -> N
     assert "breakpoint" in line or line_of(job) in ended.err  # a debugger stops at the line below
 
 
+@pytest.mark.cold
 def test_a_job_with_the_name_of_a_module_is_that_job(shop: Shop) -> None:
     shop.write("random.py", SMALL_JOB)
     command = [sys.executable, "-P", "-W", "ignore", "-m", "paceline"]  # as the console script, without this folder
