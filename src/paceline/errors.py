@@ -106,9 +106,13 @@ class DataError(RunError):
 
 
 class NonFiniteError(RunError):
-    """Loss or gradients are not finite, and the run was told to stop then. `step` is the one they were of."""
+    """Loss or gradients are not finite, and the run was told to stop then. `step` is the one they were of.
+
+    `no_target`: a loss term had none, which is the cause whatever the inputs hold.
+    """
 
     step: int | None = None
+    no_target: bool = False
 
 
 class DesyncError(RunError):

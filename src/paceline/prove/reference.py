@@ -31,6 +31,7 @@ class Spec:
     `is_cut`: the layout computes a microbatch in slices (tp, cp, ep, sync_bn), whose every result is rounded otherwise.
     `own_kernels`: attention or normalisation is computed by another formula than in one process (cp, sync_bn).
     `loss_scale`: what backward runs on is this many times the loss, so that fp16 holds small gradients.
+    `on_empty`: what a loss term without a target does: `stop`, or `zero`, which gives nothing to loss and gradient.
     """
 
     seed: int
@@ -49,6 +50,7 @@ class Spec:
     workers: int = 0
     is_cut: bool = False
     own_kernels: bool = False
+    on_empty: str = "stop"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +91,8 @@ class Gradient:
     term_counts: dict[str, list[float]] = field(default_factory=dict)
     """Of each term, by microbatch."""
     largest: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def empty(self) -> list[str]:
-        """The terms of which the step has no target: `train` stops there, or leaves the step out."""
-        return [name for name, counts in self.term_counts.items() if not sum(counts)]
+    empty: list[str] = field(default_factory=list)
+    """The terms without a target that give no step: `train` stops there, or leaves the step out."""
 
     @property
     def counts_in_words(self) -> str:
@@ -199,13 +198,15 @@ class Reference:
         buffers: list[dict[str, Tensor]] = []
         counts, losses = [0.0] * len(given), [0.0] * len(given)
         term_counts: dict[str, list[float]] = {}
+        sums: dict[str, float] = {}
         largest: dict[str, float] = {}
         whole = self.job.loss_over == "batch"
         among = len(given) if whole else 1  # each pass then gives the loss of the whole batch
         order = range(len(given))[:: -1 if backwards else 1]
         for index, terms in self._passes(given, order, lambda index: self._draw_from(at.step, stream(index))):
             self.model.zero_grad(set_to_none=True)
-            for name, (_, count) in terms.items():
+            for name, (value, count) in terms.items():
+                sums[name] = sums.get(name, 0.0) + float(value.detach())
                 term_counts.setdefault(name, [0.0] * len(given))[index] = float(count) / among
             if whole:
                 known = {name: float(count) for name, (_, count) in terms.items()}
@@ -217,17 +218,20 @@ class Reference:
             if keep:
                 buffers.append({name: b.detach().clone() for name, b in self.model.named_buffers()})
         self.model.zero_grad(set_to_none=True)
-        divisor = 1.0 if known else sum(counts)
+        gives_nothing = self.spec.on_empty == "zero"  # a term without a target, unless its sum is something
+        empty = [n for n, each in term_counts.items() if not sum(each) and not (gives_nothing and sums[n] == 0.0)]
+        divisor = 1.0 if known else sum(counts) or float(gives_nothing)
         return Gradient(
             total={name: value / divisor for name, value in total.items()},
             counts=counts,
             divisor=divisor,
-            loss=sum(losses) / divisor if divisor and all(map(sum, term_counts.values())) else float("nan"),
+            loss=sum(losses) / divisor if divisor and not empty else float("nan"),
             samples=[micro.samples for micro in given],
             parts=parts if keep else [],
             buffers=buffers,
             term_counts=term_counts,
             largest={name: value / divisor for name, value in largest.items()} if divisor else {},
+            empty=empty,
         )
 
     @alone()

@@ -147,6 +147,7 @@ def reference(
         workers=JobData(ready.job, settings).workers,
         is_cut=max(plan.mesh.tp, plan.mesh.cp, plan.mesh.ep) > 1 or is_joined,
         own_kernels=plan.mesh.cp > 1 or is_joined,
+        on_empty=settings.train.on_empty,
         loss_scale=scale if dtype is not torch.float64 and settings.train.precision == "fp16" else 1.0,
     )
     job = job_in(ready.job, dtype)

@@ -156,11 +156,13 @@ class Update:
     def _refusal(self, step: int, loss: float, counts: Mapping[str, float]) -> NonFiniteError:
         empty = [name for name, count in counts.items() if count == 0]
         if empty:
-            return NonFiniteError(
+            error = NonFiniteError(
                 f"step {step}: the count of {', '.join(empty)} is 0 over the whole global batch.",
                 cause="every target of the batch is masked, as may happen in a short last batch",
                 hint="--train.on_empty zero: such a term gives nothing; or --train.on_nonfinite skip: no step is taken",
             )
+            error.no_target = self.on_empty == "stop"
+            return error
         bad = [
             member.name
             for member in self.named

@@ -18,8 +18,11 @@ _MOST_SHOWN = 4
 def name_inputs(error: NonFiniteError, given: StepInput, *, world: World) -> NonFiniteError:
     """The same error, which also says whether the batch itself held NaN or infinity, on whichever rank.
 
-    Every rank calls this: loss and gradient are the same on all.
+    Every rank calls this: loss and gradient are the same on all. Where a term has no target, NaN may be how the data
+    says so, and the error has its cause already.
     """
+    if error.no_target:
+        return error
     mine = sorted({sample for micro in given.micro for sample in _bad_samples(micro)})
     everywhere = [mine]
     with suppress(Exception):  # another rank may have left for a reason of its own

@@ -155,11 +155,17 @@ def _check_whole(job: Job, settings: Settings, plan: Plan) -> list[PacelineError
     if job.loss is None:
         found.append(JobError('loss_over="batch" needs loss=: the model\'s own sees its microbatch only.'))
     if plan.num_micro > plan.replicas:
+        train, cause = settings.train, "the loss needs the outputs of the whole batch at once"
+        hint = "leave --train.micro_batch_size out, or more --ranks"
+        if not train.micro_batch_size and not train.gradient_accumulation_steps:
+            cause += f"; this run was started in microbatches of {plan.micro_batch_size}"
+            share = -(-plan.global_batch_size // plan.replicas)
+            hint = f"--train.micro_batch_size {share} --allow micro_batch_size, or more --ranks"
         found.append(
             UsageError(
                 f'loss_over="batch" refuses accumulation: {plan.num_micro} microbatches for {plan.replicas} replicas.',
-                cause="the loss needs the outputs of the whole batch at once",
-                hint="leave --train.micro_batch_size out, or more --ranks",
+                cause=cause,
+                hint=hint,
             )
         )
     for is_on, name in ((settings.train.exact, "--train.exact"), (settings.train.buffers == "sync_bn", "sync_bn")):
