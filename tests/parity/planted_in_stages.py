@@ -11,6 +11,7 @@ IN_STAGES = [
         says=(r"blocks\.2", "no gradient|never|not run|skip|drop|missing", "stage 1|border"),
         quick=True,
         code="""
+import torch
 from paceline.place.stage.stages import Stages
 _block_gate = Stages._block_gate
 
@@ -19,7 +20,7 @@ def block_gate(self, number, dummy):
 
     def skipping(call, *args, **kwargs):
         run = self._run
-        if run is not None and run.part.start == number > 0:
+        if run is not None and run.part.start == number > 0 and torch.is_grad_enabled():  # the cut tries it without
             run.called += 1  # or the stage itself would miss it
             return args[0]
         return gate(call, *args, **kwargs)

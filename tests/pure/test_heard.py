@@ -16,10 +16,11 @@ EACH = 0.02
 def lines(*, lag: int, steps: int, every: int) -> list[StepDone]:
     """What is logged of steps that take `EACH` seconds, of 8 samples and 24 tokens."""
     told: list[Any] = []
+    parts = SimpleNamespace(buffers=SimpleNamespace(new_notes=list), contract=SimpleNamespace(note=""))
     built: Any = SimpleNamespace(
         settings=SimpleNamespace(log=SimpleNamespace(every=every, statistics=False)),
         job=SimpleNamespace(best=None, early_stopping=None, metrics={}, eval_data=None),
-        step=SimpleNamespace(lag=lag, sent_bytes=None, parts=SimpleNamespace(buffers=SimpleNamespace(new_notes=list))),
+        step=SimpleNamespace(lag=lag, sent_bytes=None, parts=parts),
         update=SimpleNamespace(lr=0.1, refuse_empty=lambda **given: None),
         world=SimpleNamespace(device=SimpleNamespace(type="cpu")),
         named=[],

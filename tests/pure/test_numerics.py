@@ -56,11 +56,13 @@ def test_an_option_says_what_to_type_what_it_gains_and_what_becomes_of_the_numbe
     for option, typed, said in zip(options, lines[::2], lines[1::2], strict=True):
         assert typed == f"  with {option.words}: {option.command}"
         ratio = best.step_seconds / option.estimate.step_seconds
-        assert ratio > 1 and f" (forecast): {ratio:.2f} times as fast as the recommended one; " in said
+        speed = f"{ratio:.2f} times as fast as" if ratio > 1 else f"{1 / ratio:.2f} times as long as"
+        assert f" (forecast): {speed} the recommended one; " in said
         assert said.endswith(option.changes) and f"MFU {option.estimate.mfu:.1%}" in said
         told = option.as_json()
         assert told["option"] == option.words and told["recommended_step_seconds"] == best.step_seconds
         assert told["step_seconds"] == option.estimate.step_seconds and told["mfu"] == option.estimate.mfu
+    assert any(best.step_seconds > option.estimate.step_seconds for option in options)
     assert "params=bf16" in options[0].command and " --train.compile true" in options[1].command
     slower = [replace(option, seconds=0.5 * option.estimate.step_seconds) for option in options]
     assert ": 2.00 times as long as the recommended one; " in "\n".join(option_lines(slower))

@@ -17,8 +17,9 @@ from paceline.survive.signals import die_with
 
 ENTRIES = ("paceline.train.worker:train", "paceline.prove.worker:verify", "paceline.train.plan_run:plan")
 NUMBERS = ("ATEN_", "CUDA", "DNNL_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "ONEDNN_", "PYTHON", "TORCH_")
-USED = tuple(
-    f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert", "t5", "vit", "mixtral")
+USED = (
+    "sklearn.datasets",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert", "t5", "vit", "mixtral")),
 )
 """What jobs of the tests import: seconds in each rank, where it is not here already."""
 _MOST_FILES, _HIGH = 64, 512
@@ -40,10 +41,14 @@ class Mother:
         for module in USED:
             with suppress(ImportError):
                 importlib.import_module(module)
-        self._own = numbers_of(before)
         self._added = {name: value for name, value in os.environ.items() if name not in before}  # by what was imported
+        self._own = self._numbers(before)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._born)
+
+    def _numbers(self, environ: dict[str, str]) -> dict[str, str]:
+        """A test's process may have imported what sets variables here, as sklearn does, and hand them on, or not."""
+        return numbers_of({**self._added, **environ})
 
     def live(self) -> NoReturn:
         """Until its parent dies."""
@@ -58,7 +63,7 @@ class Mother:
         is_taken = False
         with suppress(OSError):  # killed while it spoke
             told = received(starter, files)
-            if told is not None and numbers_of(told["environ"]) == self._own:
+            if told is not None and self._numbers(told["environ"]) == self._own:
                 starter.sendall(b"y")
                 self._fork(starter, told, files)
                 is_taken = True

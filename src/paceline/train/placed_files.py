@@ -1,7 +1,7 @@
 """What `pl.place` saves: whole tensors in plain safetensors, written one after another, read back in parts."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ def save_folder(
     shares = Shares(named=placed.named, kept=placed.kept, world=world)
     aside = folder.with_name(f".{folder.name}.saving")
     weights = list_model(model, weights=placed.weights, world=world)
-    held, scalars = together(world, lambda: _states(optimizers, shares))
+    single = _single(optimizers, shares)
+    held, scalars = together(world, lambda: _states(optimizers, shares, single))
     states = Holding(world=world, held=held)
     plain = [_plain(said) for said in plains(optimizers, shares, scalars)]
     listed = Listing(entries=states.mine, weights=states)
@@ -59,11 +60,35 @@ def _end(aside: Path, folder: Path, plain: Sequence[Any]) -> None:
         aside.rename(folder)
 
 
-def _states(optimizers: Sequence[Optimizer], shares: Shares) -> tuple[list[Held], list[dict[str, Any]]]:
+def _single(optimizers: Sequence[Optimizer], shares: Shares) -> frozenset[str]:
+    """Return which tensors of the state are one number for the whole of a parameter, as Adam's `step`.
+
+    A parameter of one element has moments of one element too, and no elements on the other ranks: one rank alone can't
+    tell the number from a moment, so that all ranks say what they see. Every rank calls this.
+    """
+    found = [
+        _stored_name(index, name, key)
+        for index, optimizer in enumerate(optimizers)
+        for parameter, name in _named(optimizer, shares)
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor) and value.numel() == 1 and (key == "step" or value.shape != parameter.shape)
+    ]
+    if shares.kept.is_whole:
+        return frozenset(found)
+    return frozenset(name for said in shares.world.gather_json(found) for name in said)
+
+
+def _stored_name(index: int, name: str, key: Any) -> str:
+    return f"{index}/{name}/{key}"
+
+
+def _states(
+    optimizers: Sequence[Optimizer], shares: Shares, single: frozenset[str]
+) -> tuple[list[Held], list[dict[str, Any]]]:
     """Return the tensors of every optimizer's state, and the rest of it as JSON by the name of its parameter.
 
-    A tensor is cut as its parameter is, or, where parameters are whole, has any shape. A tensor of one element is the
-    same for all parts of a parameter.
+    A tensor is cut as its parameter is, or, where parameters are whole, has any shape. Those named in `single` are the
+    same for all parts of a parameter, and become JSON.
 
     Raises:
         CheckpointError: something of it can't be written, or how it is cut is not known.
@@ -74,13 +99,14 @@ def _states(optimizers: Sequence[Optimizer], shares: Shares) -> tuple[list[Held]
         scalars.append({})
         kind = type(optimizer).__name__
         for parameter, name in _named(optimizer, shares):
-            tensors, plain = split_state(
-                optimizer.state.get(parameter, {}), name=name, kind=kind, takes=partial(_is_stored, parameter.shape)
-            )
+            state = optimizer.state.get(parameter, {})
+            alone = {id(value) for key, value in state.items() if _stored_name(index, name, key) in single}
+            takes = partial(_is_stored, parameter.shape, alone)
+            tensors, plain = split_state(state, name=name, kind=kind, takes=takes)
             for key, value in tensors.items():
                 part = _part_of(value, parameter, name=name, key=key, kind=kind, shares=shares)
                 find = partial(Tensor.detach, value)
-                held.append(Held(name=f"{index}/{name}/{key}", part=part, dtype=value.dtype, find=find))
+                held.append(Held(name=_stored_name(index, name, key), part=part, dtype=value.dtype, find=find))
             if plain:
                 scalars[-1][name] = plain
         shared, inner = shared_state(optimizer, shares)
@@ -97,8 +123,8 @@ def _named(optimizer: Optimizer, shares: Shares) -> list[tuple[nn.Parameter, str
     return [(p, names[id(p)]) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _is_stored(shape: torch.Size, value: Tensor) -> bool:
-    return value.shape == shape or value.numel() != 1
+def _is_stored(shape: torch.Size, alone: Container[int], value: Tensor) -> bool:
+    return id(value) not in alone and (value.shape == shape or value.numel() != 1)
 
 
 def _part_of(value: Tensor, parameter: Tensor, *, name: str, key: str, kind: str, shares: Shares) -> Part:
