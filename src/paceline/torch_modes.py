@@ -5,6 +5,7 @@ resizing of storages, by which `fully_shard` lets gathered weights go; the group
 that are handed back as an operation's result.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -152,8 +153,13 @@ def _written(operation: Any) -> tuple[tuple[int, str], ...]:
 
 @contextmanager
 def nobody_there(ranks: int) -> Iterator[None]:
-    """A default group of so many ranks, of which this process is the first and the only one."""
+    """A default group of so many ranks, of which this process is the first and the only one.
+
+    torch then prefixes every traceback with `[rank0]`: the hook that was there before is put back.
+    """
+    hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    sys.excepthook = hook
     try:
         yield
     finally:

@@ -60,7 +60,8 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Process:
 
 @pytest.fixture(autouse=True)
 def own_hook() -> Iterator[None]:
-    before = sys.excepthook
+    """Each test finds Python's hook; one before it may have let an error of ours out, whose hook stays."""
+    before, sys.excepthook = sys.excepthook, sys.__excepthook__
     yield
     sys.excepthook = before
 

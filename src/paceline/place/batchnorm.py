@@ -5,6 +5,9 @@ all microbatches in order therefore needs nothing. Where several ranks share the
 values before the step, and what stands there after each call goes to a tape. Such a write is a line, new = (1 - w) *
 old + w * batch, so that its value on the values of one process is known from its value on others. At the end all
 rows meet on every rank and are folded in index order: neither the number of ranks nor the dealing changes a bit.
+
+A forward that uses or moves what earlier microbatches have left is none of a line. Its step is begun again, and ranks
+run their forwards one after another (`norm_relay`).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,15 +16,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import DesyncError, JobError
+from paceline.errors import DesyncError
 from paceline.place.norm_calls import Call, KernelWatch, is_standard, statistics_of
+from paceline.place.norm_order import OrderNeed
+from paceline.place.norm_relay import StatisticsRelay
 from paceline.place.stand_in import is_stand_in
 from paceline.place.views import same
 from paceline.torch_private import BatchNormBase, NormBase, in_backward, version
 from paceline.world import World
 
-_RESTS, _TRAINS, _READS, _MOVES = range(4)
-_FLAGS = 4
+_RESTS, _TRAINS, _READS, _MOVES, _MOVES_ON, _REPEATS, _BYPASSED = range(7)
+_FLAGS = 7
 
 
 @dataclass
@@ -34,6 +39,9 @@ class _Layer:
     rows: dict[int, list[Call]] = field(default_factory=dict)
     bumps: dict[int, int] = field(default_factory=dict)
     is_read: bool = False
+    is_repeated: bool = False
+    is_moved: bool = False
+    is_bypassed: bool = False
     moves: int = 0
     started: list[float | None] = field(default_factory=list)
     watches: list[KernelWatch] = field(default_factory=list)
@@ -56,7 +64,8 @@ class _Layer:
     def end_momentum(self) -> None:
         """Count the microbatches in a row that have left another momentum than they found."""
         if self.started:
-            self.moves = self.moves + 1 if self.started[0] != self.module.momentum else 0
+            moved = self.started[0] != self.module.momentum
+            self.is_moved, self.moves = self.is_moved or moved, self.moves + 1 if moved else 0
             self.started = []
 
     def look(self) -> None:
@@ -91,20 +100,34 @@ class _Calls:
     layer: _Layer
     by_microbatch: list[int]
     bumps: list[int]
+    need: OrderNeed
 
 
 class StatisticsTape:
-    """The tape of one model. `begin`, then `at(j)` before each microbatch, then `fold`.
+    """The tape of one model. `begin`, then `at(j)` before and `left(j)` after each forward, then `fold`.
 
-    `in_order`: this process runs the microbatches that it has one after another, each forward and backward. `exact`:
-    one rank folds as several do, for the same bits. Outside a step (an evaluation, a checkpoint that is loaded, code
-    of the user's that sets statistics) nothing is taped and nothing is refused.
+    `in_order`: this process runs the microbatches that it has one after another, each forward and backward. `can_wait`:
+    a forward may wait for another rank's, since none of them meets another inside. `exact`: one rank folds as several
+    do, for the same bits. Outside a step (an evaluation, a checkpoint that is loaded, code of the user's that sets
+    statistics) nothing is taped and nothing is refused.
     """
 
     def __init__(
-        self, *, model: nn.Module, world: World, enabled: bool = True, exact: bool = False, in_order: bool = True
+        self,
+        *,
+        model: nn.Module,
+        world: World,
+        enabled: bool = True,
+        exact: bool = False,
+        in_order: bool = True,
+        can_wait: bool = False,
     ) -> None:
         self._world = world
+        self._can_wait = can_wait
+        self._relay: StatisticsRelay | None = None
+        self._is_relayed = False
+        self.notes: list[str] = []
+        self._is_told = False
         self._now, self._counts = 0, True
         self._has_run = self._is_checked = False
         self._layers = [_layer(name, module) for name, module in running(model)] if enabled else []
@@ -118,32 +141,59 @@ class StatisticsTape:
             )
         ]
 
-    def begin(self) -> None:
-        """Start a step, or start it again: the statistics are those before it."""
+    @property
+    def waits(self) -> bool:
+        """Whether forwards run in the order of one process, each after the one before it."""
+        return self._relay is not None
+
+    def begin(self, *, num_micro: int = 0) -> None:
+        """Start a step, or start it again: the statistics are those before it.
+
+        `num_micro`: on all ranks; without it no forward waits for another.
+        """
         for layer in self._layers:
             if self._has_run:
                 layer.write(layer.before, 0)
                 layer.module.momentum = layer.momentum
             elif layer.module.running_mean is not None:
                 layer.before, layer.count = statistics_of(layer.module), _tracked(layer.module)
-            layer.momentum, layer.is_read = layer.module.momentum, False
+            layer.momentum = layer.module.momentum
+            layer.is_read = layer.is_repeated = layer.is_moved = False
             layer.rows.clear()
             layer.bumps.clear()
             layer.look()
         self._has_run = False
+        self._is_relayed = self._relay is not None and num_micro > 0
+        if self._relay is not None:
+            self._relay.begin(num_micro=num_micro)
 
     def at(self, microbatch: int, *, counts: bool = True) -> None:
         """The next forward or backward is of this microbatch, or of one that leaves no trace."""
         is_other = not self._has_run or (counts and microbatch != self._now)
-        if self._records and is_other and counts:
+        if self._is_relayed and counts:
+            assert self._relay is not None
+            self._relay.receive(microbatch)
+            for layer in self._layers:
+                layer.started = [layer.module.momentum]
+        elif self._records and is_other and counts:
             for layer in self._layers:
                 self._leave(layer)
                 self._enter(layer, microbatch)
         self._has_run = True
         self._now, self._counts = microbatch if counts else self._now, counts
 
-    def fold(self, *, num_micro: int) -> None:
+    def left(self, microbatch: int) -> None:
+        """The forward of this microbatch has ended."""
+        if self._is_relayed and self._counts:
+            assert self._relay is not None
+            for layer in self._layers:
+                layer.end_momentum()
+            self._relay.send(microbatch)
+
+    def fold(self, *, num_micro: int) -> bool:
         """Leave in every normalisation what one process would have after `num_micro` microbatches.
+
+        False where nobody can tell, on all ranks alike: the step has to be begun again, and forwards wait.
 
         Raises:
             DesyncError: a layer is in training mode on some ranks and in eval mode on others.
@@ -154,16 +204,29 @@ class StatisticsTape:
                 self._leave(layer, by_value=not self._is_checked)
                 layer.end_momentum()
             self._is_checked = True
-            uses = [calls for calls in self._calls(num_micro) if any(calls.by_microbatch + calls.bumps)]
-            for calls, tape in zip(uses, self._meet(uses), strict=True):
-                calls.layer.write(_folded(calls, tape), sum(calls.bumps))
+            calls = self._calls(num_micro)
+            needs = [one.need for one in calls if one.need.is_any and (num_micro > 1 or one.need.is_bypassed)]
+            if not self._can_wait or any(need.is_repeated for need in needs):
+                for need in needs:
+                    need.refuse()
+            elif needs and not self._is_relayed:
+                self._relay = StatisticsRelay([layer.module for layer in self._layers], world=self._world)
+                self._tell(needs[0])
+                return False
+            self._meet(calls, still_ordered=bool(needs))
         self._has_run = False
+        return True
 
     def undo(self) -> None:
         """Leave what was there before the step: it was not taken."""
         for layer in self._layers:
             layer.write(layer.before, 0)
         self._has_run = False
+
+    def new_notes(self) -> list[str]:
+        """What is to be told and was not yet."""
+        notes, self.notes = self.notes, []
+        return notes
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -179,21 +242,21 @@ class StatisticsTape:
             layer.started = [layer.module.momentum]
 
     def _leave(self, layer: _Layer, *, by_value: bool = False) -> None:
-        """Follow what code around the norm has done: it may put back what it had before a call, and nothing else.
+        """Follow what code around the norm has done: it may put back what it had before a call.
+
+        What else it writes only one process's order can follow.
 
         `by_value`: look closely, since `F.batch_norm` leaves no trace. In the first step only, for what it costs.
         """
-        if not layer.is_there or not (by_value or layer.was_touched()):
+        if self._is_relayed or not layer.is_there or not (by_value or layer.was_touched()):
             return
         now, states = statistics_of(layer.module), layer.states(self._now)
         kept = next((place for place in reversed(range(len(states))) if same(states[place], now)), None)
-        if kept is None:
-            raise JobError(
-                f"the running statistics of {layer.name} were written by something else than its own forward.",
-                cause="F.batch_norm(x, layer.running_mean, ...), or code that assigns to them in a forward",
-                hint="call the layer itself, or --train.buffers broadcast",
-            )
-        if kept < len(states) - 1:
+        if kept is None and self._can_wait:
+            layer.is_bypassed = True  # from here on: it leaves no trace, and is looked for once
+        elif kept is None:
+            OrderNeed(name=layer.name, is_bypassed=True).refuse()
+        elif kept < len(states) - 1:
             del layer.rows[self._now][kept:]
             if layer.count is not None and layer.module.num_batches_tracked is not None:
                 layer.bumps[self._now] = int(layer.module.num_batches_tracked) - int(layer.count)
@@ -205,7 +268,9 @@ class StatisticsTape:
         for layer, row in zip(self._layers, told, strict=True):
             flags = row[2 * num_micro :]
             flags[_TRAINS if layer.module.training else _RESTS] = 1
-            flags[_READS], flags[_MOVES] = int(layer.is_read), layer.moves
+            flags[_READS], flags[_REPEATS] = int(layer.is_read), int(layer.is_repeated)
+            flags[_MOVES], flags[_MOVES_ON] = int(layer.is_moved), int(layer.moves > 1)
+            flags[_BYPASSED] = int(layer.is_bypassed)
             for index, calls in layer.rows.items():
                 row[index], row[num_micro + index] = len(calls), layer.bumps.get(index, 0)
         if self._world.world_size > 1:
@@ -215,10 +280,31 @@ class StatisticsTape:
             flags = row[2 * num_micro :]
             if flags[_RESTS] and flags[_TRAINS]:
                 self._refuse_modes(layer)
-            if sum(row[:num_micro]) and num_micro > 1:
-                _refuse_order(layer, is_read=bool(flags[_READS]), moves=flags[_MOVES] > 1)
-            found.append(_Calls(layer, row[:num_micro], row[num_micro : 2 * num_micro]))
+            ran = sum(row[:num_micro]) > 0
+            need = OrderNeed(
+                name=layer.name,
+                reads=ran and flags[_READS] > 0,
+                moves=ran and flags[_MOVES] > 0,
+                moves_on=ran and flags[_MOVES_ON] > 0,
+                is_bypassed=flags[_BYPASSED] > 0,
+                is_repeated=flags[_REPEATS] > 0,
+            )
+            found.append(_Calls(layer, row[:num_micro], row[num_micro : 2 * num_micro], need))
         return found
+
+    def _meet(self, calls: Sequence[_Calls], *, still_ordered: bool) -> None:
+        if self._is_relayed and self._relay is not None:
+            self._relay.spread()
+            self._relay = self._relay if still_ordered else None
+            return
+        uses = [one for one in calls if any(one.by_microbatch + one.bumps)]
+        for one, tape in zip(uses, self._gathered(uses), strict=True):
+            one.layer.write(_folded(one, tape), sum(one.bumps))
+
+    def _tell(self, need: OrderNeed) -> None:
+        if not self._is_told and self._world.world_size > 1:
+            self._is_told = True
+            self.notes.append(f"{need.why}: ranks run their forwards one after another, as one process does")
 
     def _refuse_modes(self, layer: _Layer) -> None:
         modes = self._world.gather_json(layer.module.training)
@@ -229,7 +315,7 @@ class StatisticsTape:
             hint="the same mode on every rank; to freeze its statistics, eval() on all",
         )
 
-    def _meet(self, uses: Sequence[_Calls]) -> list[Tensor]:
+    def _gathered(self, uses: Sequence[_Calls]) -> list[Tensor]:
         """Every row on every rank. Each row is one rank's alone, so that the sum adds only zeros."""
         if not uses:
             return []
@@ -271,6 +357,7 @@ class StatisticsTape:
             calls, bumps, reads = _standard(layer.module) if watch is None else (watch.calls, watch.bumps, watch.reads)
             layer.is_read = layer.is_read or reads
             if calls:
+                layer.is_repeated = layer.is_repeated or in_backward()
                 layer.rows.setdefault(self._now, []).extend(calls)
                 layer.bumps[self._now] = layer.bumps.get(self._now, 0) + bumps
                 if not torch.compiler.is_compiling():
@@ -326,24 +413,6 @@ def _folded(calls: _Calls, tape: Tensor) -> Tensor:
             there = after
         earlier += bumps
     return now
-
-
-def _refuse_order(layer: _Layer, *, is_read: bool, moves: bool) -> None:
-    """What depends on the microbatches before it, which other ranks run at the same time."""
-    if is_read:
-        raise JobError(
-            f"{layer.name} runs in eval mode and in training mode in one step: what it shows in eval mode depends on "
-            "the microbatches before it, which other ranks run at the same time.",
-            cause="a pass in eval mode within a training forward (pseudo-labels, an adversarial step)",
-            hint="--train.buffers sync_bn, which has the same statistics on every rank at every moment, or --ranks 1",
-        )
-    if moves:
-        raise JobError(
-            f"the forward moves the momentum of {layer.name} from call to call: on several ranks it would have moved "
-            "another number of times than in one process.",
-            cause="a momentum that decays in the forward",
-            hint="set it by step or epoch (Job(on_eval=...)), --train.buffers sync_bn, or --ranks 1",
-        )
 
 
 def _layer(name: str, module: NormBase) -> _Layer:

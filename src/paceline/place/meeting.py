@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import RunError
-from paceline.world import Op, World
+from paceline.world import Op, Sending, World
 
 
 class PeerLeft(Exception):
@@ -36,11 +36,13 @@ class Meeting:
         self._changed = threading.Condition()
         self._rounds: dict[int, _Round] = {}
         self._next = [0] * replicas
+        self._mail: dict[tuple[int, int, int], Any] = {}
         self._is_over = False
 
     def begin(self) -> None:
         """A new step; nobody is here."""
         self._rounds = {}
+        self._mail = {}
         self._next = [0] * self.replicas
         self._is_over = False
 
@@ -63,18 +65,48 @@ class Meeting:
                 self._changed.notify_all()
         return lambda: self._collect(place)
 
+    def send(self, value: Any, *, address: tuple[int, int, int]) -> None:
+        """Leave something for one other: `address` is who sends it, who takes it, and its number between them."""
+        with self._changed:
+            self._mail[address] = value
+            self._changed.notify_all()
+
+    def receive(self, *, address: tuple[int, int, int]) -> Any:
+        """Wait for what is sent to this address."""
+        with self._changed:
+            came = self._changed.wait_for(lambda: self._is_over or address in self._mail, self._timeout)
+            if address in self._mail:
+                return self._mail.pop(address)
+        raise PeerLeft if came else self._late(f"replica {address[0]} has sent nothing")
+
     def _collect(self, place: _Round) -> list[Any]:
         with self._changed:
             came = self._changed.wait_for(lambda: self._is_over or place.present == self.replicas, self._timeout)
             if place.present == self.replicas:
                 return place.values
-        if came:
-            raise PeerLeft
-        raise RunError(
-            f"only {place.present} of {self.replicas} replicas came within {self._timeout:g} s.",
+        raise PeerLeft if came else self._late(f"only {place.present} of {self.replicas} replicas came")
+
+    def _late(self, what: str) -> RunError:
+        return RunError(
+            f"{what} within {self._timeout:g} s.",
             cause="a thread is stuck in the model, the loss or a lock that another thread holds",
             hint="--layout ddp, where each replica is a process of its own",
         )
+
+
+@dataclass(frozen=True)
+class _Delivery:
+    """A message to a replica; waiting ends when it has arrived."""
+
+    arrive: Callable[[], object] = lambda: None
+
+    def is_completed(self) -> bool:
+        """Nothing is under way by itself."""
+        return False
+
+    def wait(self) -> object:
+        """Until it is here."""
+        return self.arrive()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +128,16 @@ class ThreadWorld(World):
         """Give a copy of it now; call what is returned to have the result in it."""
         collect = self.meeting.post(tensor.detach().clone(), replica=self.rank)
         return lambda: tensor.detach().copy_(_reduced(collect(), op, tensor.device))
+
+    def start_send(self, tensor: Tensor, *, to: int, tag: int) -> Sending:
+        """Leave a copy of it for one replica."""
+        self.meeting.send(tensor.detach().clone(), address=(self.rank, to, tag))
+        return _Delivery()
+
+    def start_receive(self, tensor: Tensor, *, source: int, tag: int) -> Sending:
+        """Wait for what is returned, to have in the tensor what one replica has left."""
+        address = (source, self.rank, tag)
+        return _Delivery(lambda: tensor.detach().copy_(self.meeting.receive(address=address)))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
         """Copy `source`'s tensor over everybody's, in place."""

@@ -43,17 +43,23 @@ class Floors:
 
 
 class Kept:
-    """A model's weights and buffers at one moment."""
+    """A model's weights and buffers at one moment, and the numbers among its modules' attributes.
+
+    A forward may move a momentum or count its calls: a step that is run again starts from the same numbers.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.tensors = {name: t.detach().clone() for name, t in _tensors(model).items()}
+        self._numbers = [(module, _numbers(module)) for module in model.modules()]
 
     def put_back(self) -> None:
         """Give them back to the model."""
         with torch.no_grad():
             for name, tensor in _tensors(self._model).items():
                 tensor.copy_(self.tensors[name])
+        for module, numbers in self._numbers:
+            vars(module).update(numbers)
 
 
 def margin_of(value: Tensor) -> float:
@@ -155,6 +161,12 @@ def _floors(right: Mapping[str, Tensor], others: Sequence[Mapping[str, Tensor]])
     for name, value in right.items():
         moved = [distance(value, other[name]) for other in others if name in other]
         found[name] = margin_of(value) * max(*moved, 0.0, _ULPS * eps_of(value) * size(value))
+    return found
+
+
+def _numbers(module: nn.Module) -> dict[str, float]:
+    found = {name: value for name, value in vars(module).items() if isinstance(value, int | float)}
+    found.pop("training", None)
     return found
 
 

@@ -25,9 +25,13 @@ Own = Mapping[int, Tensor]
 
 
 def can_replay(built: Built) -> bool:
-    """Not where layers meet other ranks in the forward, or ranks hold or see parts, nor where the loss is scaled."""
-    everybody = built.worlds.data.world_size == built.world.world_size
-    return not built.step.parts.meets and built.update.scaler is None and built.kept.is_whole and everybody
+    """Whether every rank can run its own microbatches alone.
+
+    Not where a forward meets or waits for other ranks', where ranks hold or see parts, nor where the loss is scaled.
+    """
+    parts, everybody = built.step.parts, built.worlds.data.world_size == built.world.world_size
+    is_apart = not (parts.meets or parts.tape.waits)
+    return is_apart and built.update.scaler is None and built.kept.is_whole and everybody
 
 
 def own_gradients(

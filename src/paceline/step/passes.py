@@ -202,7 +202,9 @@ def forward(parts: Parts, portion: Portion, *, step: int, index: int, num_sample
             output = parts.contract.forward(parts.model, portion.data)
         terms = parts.contract.terms(output, portion.data, num_samples=num_samples)
         parts.contract.answer_mean(output, portion.data, terms)
-        return terms
+    if num_samples > 0:
+        parts.tape.left(index)
+    return terms
 
 
 def _output(parts: Parts, batch: Any, *, step: int, index: int) -> Any:

@@ -90,7 +90,7 @@ class SpmdStep:
         """Leave the global gradient in every `.grad`, and update nothing but running statistics."""
         started = time.perf_counter()
         for _ in range(MOST_ATTEMPTS):
-            self.parts.tape.begin()
+            self.parts.tape.begin(num_micro=given.num_micro)
             self.parts.reducer.begin()
             before = self._versions()
             try:
@@ -102,11 +102,13 @@ class SpmdStep:
                 raise
             waiting = time.perf_counter()
             self._refuse_writes(before)
-            if self.parts.reducer.finish(divisor=joint.divisor() if divide else None):
+            if not self.parts.reducer.finish(divisor=joint.divisor() if divide else None):
+                continue
+            if self.parts.tape.fold(num_micro=given.num_micro):
                 break
+            self.parts.take_back()
         else:
             raise no_grid(step=self.step + 1, attempts=MOST_ATTEMPTS)
-        self.parts.tape.fold(num_micro=given.num_micro)
         self._settle_buffers(joint)
         ended = time.perf_counter()
         return StepResult(

@@ -27,7 +27,7 @@ from paceline.place.start.tensors import refuse_tensors
 from paceline.place.sync_bn import synchronise
 from paceline.place.threads import Mirror, shared_gpu
 from paceline.place.units import Named, trainable
-from paceline.plan.mesh import DATA
+from paceline.plan.mesh import DATA, Mesh
 from paceline.plan.settle import Plan
 from paceline.spec.settings import Settings
 from paceline.spec.update import Kind
@@ -304,6 +304,7 @@ def _parts(
             enabled=train.buffers == "fold",
             exact=train.exact,
             in_order=worlds.mesh.pp == 1,
+            can_wait=_can_wait(worlds.mesh) and not contract.over_batch,
         ),
         buffers=BufferPolicy(model=model, world=worlds.data, policy=train.buffers, exact=train.exact),
         update=update,
@@ -314,6 +315,12 @@ def _parts(
         turns=turns or ALONE,
         take_back=placed.reducer.undo if isinstance(placed.reducer, HeldReducer) else nothing,
     )
+
+
+def _can_wait(mesh: Mesh) -> bool:
+    """Whether a replica's forward may wait for another replica's: inside it meets none, and it runs as a whole."""
+    gathers = mesh.zero == 3 and mesh.dp_shard > 1
+    return not (gathers or mesh.sites) and mesh.pp == mesh.ep == 1
 
 
 def _own(plan: Plan, settings: Settings, worlds: Worlds) -> list[Worlds]:

@@ -109,8 +109,9 @@ class Heard:
     def _warn(self, *, first: bool) -> None:
         """What the user would want to know and has not asked."""
         text = untouched(self._built.named) if first else ""
-        mean = self._built.step.parts.contract.note if first else ""
-        for note in [*filter(None, (text, mean)), *self._built.step.parts.buffers.new_notes()]:
+        parts = self._built.step.parts
+        mean = parts.contract.note if first else ""
+        for note in [*filter(None, (text, mean)), *parts.buffers.new_notes(), *parts.tape.new_notes()]:
             self._stream.emit(Note(text=note, level="warning"))
 
     def _epoch(self, cursor: Cursor) -> float:

@@ -1,0 +1,66 @@
+"""Why what a norm does can be known only in the order of one process, and what to say where ranks can't keep it."""
+
+from dataclasses import dataclass
+
+from paceline.errors import JobError
+
+_WAIT = "--layout ddp, zero1 or zero2, whose ranks then run their forwards one after another"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderNeed:
+    """What any rank has seen of the norm called `name` in a step.
+
+    `reads`: it ran in eval mode beside training mode. `moves`: a forward left another momentum than it found, and
+    `moves_on`: the next one too. `is_bypassed`: its statistics were written past it. `is_repeated`: a backward ran it
+    again.
+    """
+
+    name: str
+    reads: bool = False
+    moves: bool = False
+    moves_on: bool = False
+    is_bypassed: bool = False
+    is_repeated: bool = False
+
+    @property
+    def is_any(self) -> bool:
+        """Whether the order of microbatches matters."""
+        return self.reads or self.moves or self.is_bypassed
+
+    @property
+    def why(self) -> str:
+        """In a sentence."""
+        if self.reads:
+            return f"{self.name} runs in eval mode and in training mode in one step"
+        if self.moves:
+            return f"the forward moves the momentum of {self.name}"
+        return f"the running statistics of {self.name} were written by something else than its own forward"
+
+    def refuse(self) -> None:
+        """Where microbatches run at the same time; a momentum that moved once is the same on all ranks.
+
+        Raises:
+            JobError: each rank would have other statistics than one process.
+        """
+        way = "no checkpointing around it" if self.is_repeated else _WAIT
+        if self.reads:
+            raise JobError(
+                f"{self.why}: what it shows in eval mode depends on the microbatches before it, which other ranks run "
+                "at the same time.",
+                cause="a pass in eval mode within a training forward (pseudo-labels, an adversarial step)",
+                hint=f"{way}; or --train.buffers sync_bn, which has the same statistics on every rank at every moment",
+            )
+        if self.moves_on:
+            raise JobError(
+                f"{self.why} from call to call: on several ranks it would have moved another number of times than in "
+                "one process.",
+                cause="a momentum that decays in the forward",
+                hint=f"{way}; or set it by step or epoch (Job(on_eval=...)), or --train.buffers sync_bn",
+            )
+        if self.is_bypassed:
+            raise JobError(
+                f"{self.why}.",
+                cause="F.batch_norm(x, layer.running_mean, ...), or code that assigns to them in a forward",
+                hint=f"call the layer itself; or {way}; or --train.buffers broadcast",
+            )
