@@ -77,6 +77,11 @@ def make_job(samples: int = 50, batch: int = 12, norm: bool = False, dropout: fl
 """
 
 
+def no_process(*words: object, **options: object) -> None:
+    """Stands in for `subprocess.Popen` where nothing may be started."""
+    raise AssertionError(f"a process was started: {words}")
+
+
 @dataclass
 class Ended:
     """A command that ended."""

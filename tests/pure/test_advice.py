@@ -185,6 +185,7 @@ def test_differences_name_what_changed_and_what_it_did() -> None:
     assert differences(one, one)[1] == "changed: nothing" and "(+0.0%)" in differences(one, one)[2]
 
 
+@pytest.mark.clock
 def test_a_plan_of_thousands_of_ranks_is_quick() -> None:
     import time
 

@@ -3,6 +3,7 @@
 import time
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,6 +42,7 @@ def test_it_looks_uniform() -> None:
     assert chi_square < 50.0  # 19 degrees of freedom: p = 0.0001
 
 
+@pytest.mark.clock
 def test_a_resume_in_the_middle_of_two_billion_costs_nothing() -> None:
     began = time.process_time()
     order = Permutation(num_samples=2 * 10**9, seed=1, epoch=0)

@@ -254,6 +254,7 @@ def test_replicas_are_counted_and_not_followed(monkeypatch: pytest.MonkeyPatch) 
     assert len(calls) == 7, "a hundred replicas that are slow in the same way are followed once"
 
 
+@pytest.mark.clock
 def test_64_ranks_and_256_microbatches_take_less_than_2_seconds() -> None:
     def once() -> float:
         start = process_time()

@@ -124,6 +124,7 @@ def test_mfu_counts_the_models_operations_once() -> None:
     assert again.flops == plain.flops and again.seconds["again"] > 0 and again.mfu < plain.mfu
 
 
+@pytest.mark.clock
 def test_thousands_of_ranks_take_seconds() -> None:
     sizes = Decoder(layers=126, width=16384, hidden=53248, heads=128, kv_heads=8, vocabulary=128256)
     drawn = made("2048x8xH100-80G", batch=2048, sizes=sizes)
