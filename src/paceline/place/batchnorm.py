@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import DesyncError
+from paceline.place.module_numbers import ModuleNumbers
 from paceline.place.norm_calls import Call, KernelWatch, is_standard, statistics_of
 from paceline.place.norm_order import OrderNeed
 from paceline.place.norm_relay import StatisticsRelay
@@ -35,7 +36,6 @@ class _Layer:
     module: NormBase
     before: Tensor
     count: Tensor | None
-    momentum: float | None
     rows: dict[int, list[Call]] = field(default_factory=dict)
     bumps: dict[int, int] = field(default_factory=dict)
     is_read: bool = False
@@ -131,6 +131,7 @@ class StatisticsTape:
         self._now, self._counts = 0, True
         self._has_run = self._is_checked = False
         self._layers = [_layer(name, module) for name, module in running(model)] if enabled else []
+        self._numbers = ModuleNumbers(model)
         self._records = world.world_size > 1 or exact or not in_order
         self._handles = [
             handle
@@ -147,17 +148,19 @@ class StatisticsTape:
         return self._relay is not None
 
     def begin(self, *, num_micro: int = 0) -> None:
-        """Start a step, or start it again: the statistics are those before it.
+        """Start a step, or start it again: statistics and numbers in attributes of modules are those before it.
 
         `num_micro`: on all ranks; without it no forward waits for another.
         """
+        if self._has_run:
+            self._numbers.put_back()
+        else:
+            self._numbers.keep()
         for layer in self._layers:
             if self._has_run:
                 layer.write(layer.before, 0)
-                layer.module.momentum = layer.momentum
             elif layer.module.running_mean is not None:
                 layer.before, layer.count = statistics_of(layer.module), _tracked(layer.module)
-            layer.momentum = layer.module.momentum
             layer.is_read = layer.is_repeated = layer.is_moved = False
             layer.rows.clear()
             layer.bumps.clear()
@@ -177,7 +180,7 @@ class StatisticsTape:
                 layer.started = [layer.module.momentum]
         elif self._records and is_other and counts:
             for layer in self._layers:
-                self._leave(layer)
+                self._leave(layer, by_value=not self._is_checked)
                 self._enter(layer, microbatch)
         self._has_run = True
         self._now, self._counts = microbatch if counts else self._now, counts
@@ -210,7 +213,8 @@ class StatisticsTape:
                 for need in needs:
                     need.refuse()
             elif needs and not self._is_relayed:
-                self._relay = StatisticsRelay([layer.module for layer in self._layers], world=self._world)
+                modules = [layer.module for layer in self._layers]
+                self._relay = StatisticsRelay(modules, numbers=self._numbers, world=self._world)
                 self._tell(needs[0])
                 return False
             self._meet(calls, still_ordered=bool(needs))
@@ -416,7 +420,7 @@ def _folded(calls: _Calls, tape: Tensor) -> Tensor:
 
 
 def _layer(name: str, module: NormBase) -> _Layer:
-    return _Layer(name, module, statistics_of(module), _tracked(module), module.momentum)
+    return _Layer(name, module, statistics_of(module), _tracked(module))
 
 
 def _tracked(module: NormBase) -> Tensor | None:

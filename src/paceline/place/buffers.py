@@ -42,6 +42,9 @@ class BufferPolicy:
             for name, tensor in model.named_buffers()
             if not any(name.startswith(prefix) for prefix in folded) and not tensor.is_meta
         ]
+        self._can_restart = bool(folded) and policy == "fold" and world.world_size > 1
+        self._moving: set[str] = set()
+        self._before: dict[str, Tensor] = {}
         self._versions: list[int] = []
         self._first: list[Tensor] | None = None
         self._traceless: list[str] = []
@@ -58,6 +61,18 @@ class BufferPolicy:
         """Whether this rank's forward wrote to a watched buffer since the last step."""
         return bool(self.written())
 
+    def undo(self) -> None:
+        """Give back what the step's forwards have changed: it is begun again.
+
+        Only of a buffer that changes for the first time, in a step after the first, nothing was remembered.
+        """
+        pairs = zip(self._watched, self._first or (), strict=False)
+        before = {name: old for (name, _), old in pairs} or self._before
+        with torch.no_grad():
+            for name, tensor in self._watched:
+                if name in before:
+                    write(tensor, before[name])
+
     def trust(self) -> None:
         """What writes without a trace would have shown by now."""
         self._first = None
@@ -69,10 +84,13 @@ class BufferPolicy:
             UsageError: exact mode, where no rule gives one process's values.
         """
         if changed:
-            self._tell(self.written())
+            written = self.written()
+            self._tell(written)
+            self._moving.update(written if self._can_restart else ())
             for _, tensor in self._watched:
                 self._spread(tensor)
         self._versions, self._first = self._now(), None
+        self._before = {name: tensor.detach().clone() for name, tensor in self._watched if name in self._moving}
 
     def new_notes(self) -> list[str]:
         """What is to be told and was not yet."""

@@ -2,28 +2,30 @@
 
 Needed where a forward shows or moves what earlier microbatches have left: a pass in eval mode inside a training step,
 a momentum that decays from call to call. A rank waits for the forward of the microbatch before its own and for no
-backward, so that backwards still run at the same time.
+backward, so that backwards still run at the same time. Numbers in attributes of modules go along, of which a forward
+may compute a momentum.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from paceline.place.module_numbers import WIDTH, ModuleNumbers
 from paceline.torch_private import NormBase
 from paceline.world import Sending, World
 
 
 class StatisticsRelay:
-    """Running mean, variance, count and momentum of `modules`; microbatch j is run by rank j % world_size of `world`.
+    """Running mean, variance and count of `modules`, and `numbers`; rank j % world_size of `world` runs microbatch j.
 
     `begin` a step, then on each rank `receive(j)` before and `send(j)` after each of its forwards, in order, and
     `spread` at the end, which every rank calls.
     """
 
-    def __init__(self, modules: Sequence[NormBase], *, world: World) -> None:
+    def __init__(self, modules: Sequence[NormBase], *, numbers: ModuleNumbers, world: World) -> None:
         self._modules = modules
+        self._numbers = numbers
         self._world = world
         self._num_micro = 0
         self._sent: Tensor | None = None
@@ -67,19 +69,16 @@ class StatisticsRelay:
 
     def _packed(self) -> Tensor:
         """In float64, which holds each of them exactly."""
-        numbers = [part.detach().reshape(-1).double() for module in self._modules for part in _held(module)]
-        momenta = [math.nan if module.momentum is None else float(module.momentum) for module in self._modules]
-        return torch.cat([*numbers, torch.tensor(momenta, dtype=torch.float64, device=self._world.device)])
+        parts = [part.detach().reshape(-1).double() for part in self._parts()]
+        return torch.cat([*parts, torch.tensor(self._numbers.moved(), dtype=torch.float64, device=self._world.device)])
 
     def _unpack(self, values: Tensor) -> None:
-        parts = [(module, part) for module in self._modules for part in _held(module)]
-        *found, momenta = values.split([*(part.numel() for _, part in parts), len(self._modules)])
-        for (_, part), value in zip(parts, found, strict=True):
+        parts = self._parts()
+        *found, moved = values.split([*(part.numel() for part in parts), WIDTH * len(self._numbers)])
+        for part, value in zip(parts, found, strict=True):
             part.data.copy_(value.view_as(part))  # past autograd: a backward that is still to come takes none of them
-        for module, momentum in zip(self._modules, momenta.tolist(), strict=True):
-            module.momentum = None if math.isnan(momentum) else momentum
+        self._numbers.take(moved.tolist())
 
-
-def _held(module: NormBase) -> list[Tensor]:
-    parts = (module.running_mean, module.running_var, module.num_batches_tracked)
-    return [part for part in parts if part is not None]
+    def _parts(self) -> list[Tensor]:
+        each = [(module.running_mean, module.running_var, module.num_batches_tracked) for module in self._modules]
+        return [part for parts in each for part in parts if part is not None]

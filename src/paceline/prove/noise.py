@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from paceline.place.module_numbers import ModuleNumbers
 from paceline.prove.amount import distance, eps_of, size
 from paceline.prove.reference import At, Gradient, Micro, Reference
 
@@ -51,15 +52,14 @@ class Kept:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.tensors = {name: t.detach().clone() for name, t in _tensors(model).items()}
-        self._numbers = [(module, _numbers(module)) for module in model.modules()]
+        self._numbers = ModuleNumbers(model)
 
     def put_back(self) -> None:
         """Give them back to the model."""
         with torch.no_grad():
             for name, tensor in _tensors(self._model).items():
                 tensor.copy_(self.tensors[name])
-        for module, numbers in self._numbers:
-            vars(module).update(numbers)
+        self._numbers.put_back()
 
 
 def margin_of(value: Tensor) -> float:
@@ -161,12 +161,6 @@ def _floors(right: Mapping[str, Tensor], others: Sequence[Mapping[str, Tensor]])
     for name, value in right.items():
         moved = [distance(value, other[name]) for other in others if name in other]
         found[name] = margin_of(value) * max(*moved, 0.0, _ULPS * eps_of(value) * size(value))
-    return found
-
-
-def _numbers(module: nn.Module) -> dict[str, float]:
-    found = {name: value for name, value in vars(module).items() if isinstance(value, int | float)}
-    found.pop("training", None)
     return found
 
 

@@ -107,6 +107,7 @@ class SpmdStep:
             if self.parts.tape.fold(num_micro=given.num_micro):
                 break
             self.parts.take_back()
+            self.parts.buffers.undo()
         else:
             raise no_grid(step=self.step + 1, attempts=MOST_ATTEMPTS)
         self._settle_buffers(joint)
