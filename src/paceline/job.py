@@ -18,7 +18,7 @@ from paceline.job_fields import unfit_fields, unknown_fields
 from paceline.job_parameters import missing_parameters, typed_parameters
 from paceline.scalar import as_count, as_number
 from paceline.spec.jobref import JobRef
-from paceline.user_code import script_words
+from paceline.user_code import is_users, script_words
 
 _MAKES = "def make_job() -> pl.Job: return pl.Job(...)"
 
@@ -155,10 +155,10 @@ def imported(ref: JobRef) -> ModuleType:
             sys.path.insert(0, str(Path.cwd()))
         return importlib.import_module(str(ref.module))
     path = Path(ref.path).resolve()
-    is_pythons = path.stem in sys.stdlib_module_names  # a random.py as a job leaves Python's own to everybody else
-    name = f"{path.stem}_job" if is_pythons else path.stem
+    is_taken = _is_taken(path)  # a random.py or a torch.py as a job leaves the other one to everybody else
+    name = f"{path.stem}_job" if is_taken else path.stem
     if str(path.parent) not in sys.path:
-        sys.path.insert(len(sys.path) if is_pythons else 0, str(path.parent))
+        sys.path.insert(len(sys.path) if is_taken else 0, str(path.parent))
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     spec = importlib.util.spec_from_file_location(name, path)
@@ -168,6 +168,18 @@ def imported(ref: JobRef) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def _is_taken(path: Path) -> bool:
+    """Return whether Python's library, ours or an installed one has a module with the name of this file."""
+    if path.stem in sys.stdlib_module_names:
+        return True
+    if not path.stem.isidentifier():
+        return False
+    there = sys.modules.get(path.stem)
+    spec = importlib.util.find_spec(path.stem) if there is None else None
+    origin = spec.origin if spec is not None else getattr(there, "__file__", None)
+    return origin is not None and not is_users(origin) and Path(origin).resolve() != path
 
 
 def _pick(ref: JobRef, module: ModuleType) -> Any:

@@ -386,7 +386,12 @@ def test_the_name_of_a_jobs_runs(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xef\xbb\xbfdef make_job(): ...\n", b"# coding: latin-1\n# \xe9\ndef make_job(): ...\n"]
+    "content",
+    [
+        b"\xef\xbb\xbfdef make_job(): ...\n",
+        b"# coding: latin-1\n# \xe9\ndef make_job(): ...\n",
+        b"#!/usr/bin/python\n# -*- coding: cp1252 -*-\n# \x80\ndef make_job(): ...\n",
+    ],
 )
 def test_a_job_is_read_as_python_reads_it(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "job.py").write_bytes(content)

@@ -33,6 +33,12 @@ def own_environ(environ: Mapping[str, str]) -> Mapping[str, str]:
     return {name: value for name, value in environ.items() if name not in inherited}
 
 
+def own_rank(environ: Mapping[str, str]) -> int:
+    """Return the rank that the environment gives this process; 0 where it gives none, or none that is a number."""
+    told = own_environ(environ).get("RANK", "")
+    return int(told) if told.isdecimal() else 0
+
+
 def drop_inherited(environ: MutableMapping[str, str]) -> None:
     """Take out of the environment what speaks of a rank that is another process."""
     own = own_environ(environ)

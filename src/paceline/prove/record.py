@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.feed.stream import checksum
-from paceline.launch.owner import own_environ
+from paceline.launch.owner import own_rank
 from paceline.prove.prints import UNIT, Print, digest_of, faint_size, signs_for
 
 _INSIDE = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -173,7 +173,7 @@ def _members(optimizers: Iterable[Optimizer]) -> set[int]:
 def _rank() -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return int(torch.distributed.get_rank())
-    return int(own_environ(os.environ).get("RANK", 0))
+    return own_rank(os.environ)
 
 
 def print_of(tensor: Tensor, *, unit: float = UNIT) -> Print:

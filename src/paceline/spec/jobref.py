@@ -11,6 +11,7 @@ from paceline.errors import JobError, UsageError
 from paceline.spec.words import closest, did_you_mean
 
 FACTORY, OBJECT = "make_job", "job"
+_OF_A_MODEL = ("config.json", "adapter_config.json", "model_index.json")
 GIVEN = "object"  # `object:NAME` stands for a job that was given as an object of Python
 
 
@@ -60,6 +61,8 @@ def parse_jobref(text: str) -> JobRef:
         raise UsageError(f"{place!r} is no path: {getattr(error, 'strerror', error)}.", hint="job.py") from None
     if is_folder:
         raise _folder(path)
+    if is_file and path.suffix in (".toml", ".json"):
+        raise _no_python(path)
     if not is_file:
         near = closest(path.stem, (one.stem for one in path.parent.glob("*.py")))
         hint = str(path.with_name(f"{near}.py")) if near else "paceline new text"
@@ -83,12 +86,25 @@ def _check_module(text: str, package: str) -> None:
 
 
 def _folder(path: Path) -> UsageError:
-    if (path / "config.json").is_file():
+    """Say what a folder that was given for a job is, and what to type for it."""
+    if (path / "task.json").is_file():
+        return UsageError(f"{path} is the folder of a run.", hint=f"--resume {path} goes on with it")
+    if any((path / name).is_file() for name in _OF_A_MODEL) or any(path.glob("*.safetensors")):
         return UsageError(
             f"{path} is the folder of a model, and a job has data, a loss and an optimizer as well.",
             hint=f"paceline new hf writes a job for it; paceline plan {path} needs no data",
         )
     return UsageError(f"{path} is a folder.", hint=f"{path}/job.py")
+
+
+def _no_python(path: Path) -> UsageError:
+    """Say what belongs where a file of settings or of a model was given for a job."""
+    if path.suffix == ".toml":
+        return UsageError(f"{path} is a file of settings, and no job.", hint=f"paceline train JOB --config {path}")
+    return UsageError(
+        f"{path} is no Python file, and a job is one: it has data, a loss and an optimizer.",
+        hint=f"paceline new hf writes a job for a model's folder; paceline plan {path} needs no data",
+    )
 
 
 def split_jobref(text: str) -> tuple[str, str, str]:
@@ -147,7 +163,7 @@ def _tree(path: Path) -> ast.Module:
         line = (error.text or "").strip()
         raise JobError(
             f"{path.name} is not valid Python: {error.msg}.",
-            where=f"{path}:{error.lineno}" + (f": {line}" if line else ""),
+            where=str(path) + (f":{error.lineno}" if error.lineno else "") + (f": {line}" if line else ""),
             hint=f"python -m py_compile {path}",
         ) from None
     except (UnicodeDecodeError, ValueError) as error:

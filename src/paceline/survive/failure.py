@@ -25,7 +25,7 @@ from paceline.errors import (
     on_a_screen,
     user_line,
 )
-from paceline.launch.owner import own_environ
+from paceline.launch.owner import own_rank
 from paceline.spec.words import size
 from paceline.store.disk import write_text
 from paceline.store.full import explain_refusal
@@ -309,4 +309,4 @@ def _path(folder: Path, rank: int) -> Path:
 
 def current_rank() -> int:
     """This process's rank, for what is written before a world exists."""
-    return int(own_environ(os.environ).get("RANK", 0))
+    return own_rank(os.environ)
