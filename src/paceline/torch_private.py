@@ -2,14 +2,14 @@
 
 Tried on torch 2.11 to 2.13: `torch._foreach_*` (used by every optimizer of torch itself), and
 `Tensor._version` (bumped by every write in place), and the common bases of
-BatchNorm, of all norms with running statistics, and of dropout; the data worker's note about itself; the default
-process group, set aside for a while; the number of the backward that a thread is in; what compiled modules are
-guarded by; how a loss scaler unscales gradients; the number of a storage, a tensor's class and a module's own dicts;
-what `Module.__call__` asks first (`_compiled_call_impl`, which `Module.compile` sets and copies leave out);
-setting dispatch modes aside for a few operations of our own; the group that a collective names; the resizing of
-storages, by which `fully_shard` lets gathered weights go; what a failing compiler raises, and when; a tensor without
-memory that stands for one cut over ranks; the hooks that a tensor has; what a processor can do; the call that
-`torch.autograd.backward` and `torch.autograd.grad` make of the engine.
+BatchNorm, of all norms with running statistics, and of dropout; the data worker's note about itself, and how a batch is
+pinned, and how a DataLoader's iterator ends; the default process group, set aside for a while; the number of the
+backward that a thread is in; what compiled modules are guarded by; how a loss scaler unscales gradients; the number of
+a storage, a tensor's class and a module's own dicts; what `Module.__call__` asks first (`_compiled_call_impl`, which
+`Module.compile` sets and copies leave out); setting dispatch modes aside for a few operations of our own; the group
+that a collective names; the resizing of storages, by which `fully_shard` lets gathered weights go; what a failing
+compiler raises, and when; a tensor without memory that stands for one cut over ranks; the hooks that a tensor has; what
+a processor can do; the call that `torch.autograd.backward` and `torch.autograd.grad` make of the engine.
 """
 
 import random
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data._utils import worker as _data_worker
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 __all__ = [
     "BatchNormBase",
@@ -37,6 +40,7 @@ __all__ = [
     "Interception",
     "JointScaler",
     "NormBase",
+    "abandon_data_workers",
     "add_all",
     "add_gradients",
     "become_worker",
@@ -57,6 +61,7 @@ __all__ = [
     "lerp_all",
     "mute",
     "of_type",
+    "pin_memory",
     "registries",
     "running_function",
     "stop_data_workers",
@@ -220,6 +225,14 @@ def stop_data_workers(iterator: Any) -> None:
         if process.is_alive():
             process.kill()
         process.join()
+
+
+def abandon_data_workers(error: BaseException) -> None:
+    """Let a DataLoader's iterator whose making failed with this error be forgotten: it has half of its attributes."""
+    for frame, _ in walk_tb(error.__traceback__):
+        made = frame.f_locals.get("self")
+        if isinstance(made, _BaseDataLoaderIter):
+            vars(made)["_shutdown"] = True
 
 
 def become_worker(dataset: Any, *, seed: int) -> None:

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 
 from paceline.errors import DataError, PacelineError
 from paceline.feed.fetch import checked, obey_rank, trouble, worker_init
+from paceline.feed.parcel import load
 from paceline.feed.source import Source
-from paceline.feed.workers import closed_at_exit, worker_died
+from paceline.feed.workers import closed_at_exit, starting, worker_died
 from paceline.streams import key
 from paceline.torch_private import become_worker, hide_worker
 
@@ -54,10 +55,11 @@ class DataProcess:
 
     def __init__(self, source: Source, *, make: Callable[[], Any], seed: int = 0) -> None:
         fork = multiprocessing.get_context("fork")
-        ours, theirs = fork.Pipe()
-        arguments = (source, make, key(seed, "apart") >> 16, os.getpid(), ours, theirs)
-        process = fork.Process(target=_answer, args=arguments, daemon=True)
-        process.start()
+        with starting(1):
+            ours, theirs = fork.Pipe()
+            arguments = (source, make, key(seed, "apart") >> 16, os.getpid(), ours, theirs)
+            process = fork.Process(target=_answer, args=arguments, daemon=True)
+            process.start()
         theirs.close()
         self._process: BaseProcess = process
         self._pipe: Connection = ours
@@ -75,7 +77,7 @@ class DataProcess:
             wait([self._pipe, self._process.sentinel])
             if not self._pipe.poll():
                 raise EOFError
-            is_found, value = pickle.loads(self._pipe.recv_bytes())
+            is_found, value = load(self._pipe.recv_bytes())
         except (EOFError, OSError) as error:
             self._process.join(1.0)
             raise worker_died(f"its exit code is {self._process.exitcode}") from error

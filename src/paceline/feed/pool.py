@@ -12,10 +12,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.feed.fetch import worker_init
+from paceline.feed.parcel import load, not_sent
 from paceline.feed.reader import Chunk, Record, ShardReader, Stand
 from paceline.feed.source import Source
 from paceline.feed.split import Split
-from paceline.feed.workers import closed_at_exit, guarded, kept_settings, worker_seeds
+from paceline.feed.workers import closed_at_exit, guarded, kept_settings, starting, worker_seeds
 from paceline.streams import key
 from paceline.torch_private import hide_worker, stop_data_workers
 
@@ -69,14 +70,15 @@ class Aside:
             generator=worker_seeds(key(first.seed or 0, "workers", first.epoch, first.shard)),
             **kept_settings(source),
         )
-        self._iterator: Any = iter(loader)
+        with starting(workers):
+            self._iterator: Any = iter(loader)
         self._rounds = guarded(self._iterator)
         closed_at_exit(self)
 
     def chunk(self, shard: int) -> Chunk:
         """The next rows of a shard."""
         while not self._waiting[shard]:
-            for number, chunk in pickle.loads(next(self._rounds)):
+            for number, chunk in load(next(self._rounds)):
                 if number in self._waiting:
                     self._waiting[number].append(_unpacked(chunk))
         return self._waiting[shard].popleft()
@@ -107,8 +109,16 @@ class _Rounds(IterableDataset[bytes]):
         portions: Mapping[int, int] = {wish.stand.shard: wish.portion for wish in mine}
         while readers:
             found = {shard: reader.chunk(portions[shard]) for shard, reader in readers.items()}
-            yield pickle.dumps([(shard, _packed(chunk)) for shard, chunk in found.items()], protocol=5)
+            yield _serialized(found)
             readers = {s: r for s, r in readers.items() if not found[s].ended and found[s].trouble is None}
+
+
+def _serialized(found: Mapping[int, Chunk]) -> bytes:
+    """Serialize the chunks of a round; where that fails, each says why in the place of its rows."""
+    try:
+        return pickle.dumps([(shard, _packed(chunk)) for shard, chunk in found.items()], protocol=5)
+    except Exception as error:
+        return pickle.dumps([(shard, Chunk(rows=[], trouble=not_sent(error))) for shard in found], protocol=5)
 
 
 _LIGHT = (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,

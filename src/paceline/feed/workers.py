@@ -4,6 +4,8 @@ import atexit
 import os
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import active_children
 from typing import Any
 
 import torch
@@ -11,8 +13,12 @@ from torch.utils.data import DataLoader, Sampler
 
 from paceline.errors import DataError
 from paceline.feed.fetch import Fetcher, Wanted, worker_init
+from paceline.feed.parcel import pack, unpack
 from paceline.feed.source import Source
-from paceline.torch_private import stop_data_workers
+from paceline.spec.words import many
+from paceline.survive.short import explain_lack
+from paceline.survive.sockets import short_temporary_folder
+from paceline.torch_private import abandon_data_workers, stop_data_workers
 
 _open: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
@@ -27,7 +33,7 @@ def kept_settings(source: Source) -> dict[str, Any]:
     given = source.loader
     return {
         "batch_size": None,
-        "collate_fn": _as_is,
+        "collate_fn": pack,
         "prefetch_factor": getattr(given, "prefetch_factor", None) or 2,
         "timeout": getattr(given, "timeout", 0),
         "multiprocessing_context": "fork",
@@ -65,17 +71,17 @@ class Workers:
             return None
         pinned = self._pin_memory or bool(getattr(self._source.loader, "pin_memory", False))
         start = worker_init(self._source, alone=False, parent=os.getpid())
-        self._iterator = iter(
-            DataLoader(
-                self._fetcher,
-                num_workers=self._source.workers,
-                sampler=_Asked(wanted),
-                pin_memory=pinned,
-                worker_init_fn=start,
-                generator=worker_seeds(self._seed),
-                **kept_settings(self._source),
-            )
+        loader = DataLoader(
+            self._fetcher,
+            num_workers=self._source.workers,
+            sampler=_Asked(wanted),
+            pin_memory=pinned,
+            worker_init_fn=start,
+            generator=worker_seeds(self._seed),
+            **kept_settings(self._source),
         )
+        with starting(self._source.workers):
+            self._iterator = iter(loader)
         return guarded(self._iterator)
 
     def close(self) -> None:
@@ -85,11 +91,35 @@ class Workers:
             stop_data_workers(iterator)
 
 
+@contextmanager
+def starting(workers: int) -> Iterator[None]:
+    """Start data workers inside: where not all can be started, none is left.
+
+    Raises:
+        DataError: the system gives no more processes, open files or memory.
+    """
+    before = set(active_children())
+    with suppress(OSError):  # whoever needs a socket says so
+        short_temporary_folder()
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        abandon_data_workers(error)
+        for process in set(active_children()) - before:
+            process.kill()
+            process.join()
+        cause, hint = explain_lack(str(error)) or (
+            "the system gives this user no more processes or memory: `ulimit -u`, or the limits of the container",
+            f"a smaller number than --data.workers {workers} of each rank, or fewer ranks",
+        )
+        raise DataError(f"{many(workers, 'data worker')} cannot be started: {error}", cause=cause, hint=hint) from error
+
+
 def guarded(iterator: Iterator[Any]) -> Iterator[Any]:
     """The same values; a data worker that dies is named."""
     while True:
         try:
-            value = next(iterator)
+            value = unpack(next(iterator))
         except StopIteration:
             return
         except (RuntimeError, OSError, EOFError) as error:
@@ -102,13 +132,9 @@ def worker_died(said: str) -> DataError:
     """Return the error of a data worker that is gone, with what is known of its end."""
     return DataError(
         f"a data worker died: {said}",
-        cause="it was killed, perhaps for memory, a library in it crashed, or its code called exit",
+        cause="it was killed, perhaps for memory, a library crashed, its code called exit, or too many files were open",
         hint="--data.workers 0 shows the error in the rank itself",
     )
-
-
-def _as_is(value: Any) -> Any:
-    return value
 
 
 @atexit.register

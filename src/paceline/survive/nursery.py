@@ -13,7 +13,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +25,7 @@ from paceline.survive.guard import guard
 from paceline.survive.served import Served
 from paceline.survive.signals import die_with, stop_flag
 from paceline.survive.slate import SLATE
+from paceline.survive.sockets import short_temporary_folder
 
 
 def main(argv: list[str]) -> int:
@@ -82,7 +82,7 @@ def _scratch() -> str:
     A data worker that has a folder of its own leaves it behind when it is killed.
     """
     with suppress(OSError):  # no place to write: whoever needs one says so
-        return str(get_temp_dir())
+        return short_temporary_folder()
     return ""
 
 
