@@ -432,7 +432,11 @@ def test_the_dots_of_a_secret_are_no_value_of_any_option(tmp_path: Path) -> None
         with pytest.raises(UsageError, match="stands for a secret that is not printed") as refused:
             read_asked(file=source, overrides=words)
         assert refused.value.exit_code == 2 and "VALUE" in refused.value.hint
-    assert read_asked(file=None, overrides=["--job.api_key", "hush"]).values == {"job.api_key": "hush"}
+    for mask in ("***", "********", "[REDACTED]", "<hidden>", "••••"):
+        with pytest.raises(UsageError, match="stands for a secret that is not printed"):
+            read_asked(file=None, overrides=[f"--job.token={mask}"])
+    for name, value in (("job.api_key", "hush"), ("job.api_key", "*"), ("job.glob", "***"), ("job.kind", "hidden")):
+        assert read_asked(file=None, overrides=[f"--{name}", value]).values == {name: value}
 
 
 def test_config_shows_no_secret(tmp_path: Path) -> None:

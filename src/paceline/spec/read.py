@@ -15,7 +15,7 @@ import msgspec
 
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.spec.given_text import given_text
-from paceline.spec.secret import HIDDEN
+from paceline.spec.secret import is_mask
 from paceline.spec.settings import MOST, Settings
 from paceline.spec.words import did_you_mean
 
@@ -230,9 +230,9 @@ def _problem(name: str, value: Any, origin: str, *, is_made: bool) -> UsageError
             cause="a name from a system of another encoding, as Latin-1, where one byte stands for a letter",
             hint="rename it (convmv), or make a link with a plain name: ln -s",
         )
-    if value == HIDDEN:
+    if is_mask(name, value):
         return UsageError(
-            f"{name} is {HIDDEN}, which stands for a secret that is not printed.",
+            f"{name} is {value}, which stands for a secret that is not printed.",
             where=origin,
             hint=f"--{name} VALUE, with the value itself",
         )

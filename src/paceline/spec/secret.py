@@ -8,6 +8,14 @@ HIDDEN = "•••"
 _SECRET = re.compile(
     r"(^|[._-])(password|passwd|secret|token|credential|api_?key|access_?key|private_?key)$", re.IGNORECASE
 )
+_MASK = re.compile(r"[*•●·]{2,}|[\[(<{]?(redacted|masked|hidden|secret)[\])>}]?", re.IGNORECASE)
+
+
+def is_mask(name: str, value: Any) -> bool:
+    """Whether this is what is shown for a secret: our dots, or in the place of a secret what logs and services show."""
+    if not isinstance(value, str):
+        return False
+    return value == HIDDEN or bool(_SECRET.search(name) and _MASK.fullmatch(value))
 
 
 def mask_value(name: str, value: Any) -> str:
