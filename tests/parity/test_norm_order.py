@@ -45,8 +45,13 @@ def make_job(way: str) -> pl.Job:
 MICRO = ("--train.micro_batch_size", "8")  # five: ranks have three and two
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "threads"])
-@pytest.mark.parametrize("way", ["adversarial", "decaying"])
+DAILY = [("adversarial", "ddp"), ("decaying", "zero1")]
+LONGER = [(way, layout) for way in ("adversarial", "decaying") for layout in ("ddp", "zero1", "zero2", "threads")]
+
+
+@pytest.mark.parametrize(
+    "way, layout", [*DAILY, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in LONGER if pair not in DAILY)]
+)
 def test_ranks_that_wait_train_as_one_process(shop: Shop, way: str, layout: str) -> None:
     shop.write("job.py", JOB)
     ended = shop.run("verify", "job.py", "--job.way", way, "--layout", layout, "--ranks", "2", *MICRO, "--json")
@@ -64,7 +69,13 @@ def test_what_it_costs_is_told_and_the_weights_are_the_same_bits_on_other_ranks(
     assert [ended.text.count(line) for ended in told] == [0, 1, 1], told[1].text
 
 
-@pytest.mark.parametrize("way, layout", [("adversarial", "fsdp"), ("decaying", "fsdp"), ("adversarial", "pp")])
+@pytest.mark.parametrize(
+    "way, layout",
+    [
+        ("adversarial", "fsdp"),
+        *(pytest.param(*pair, marks=pytest.mark.soak) for pair in (("decaying", "fsdp"), ("adversarial", "pp"))),
+    ],
+)
 def test_where_a_forward_can_not_wait_it_is_refused_by_name(shop: Shop, way: str, layout: str) -> None:
     shop.write("job.py", JOB)
     words = ("--job.way", way, "--layout", layout, "--ranks", "2", "--run-dir", "run", "--train.steps", "4", *MICRO)

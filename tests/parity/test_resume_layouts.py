@@ -48,7 +48,7 @@ TIED = {"nano": {"fsdp-pp": "dp_shard=2,pp=2,zero=2"}}  # what two modules use c
 CUT = [name for name in LAYOUTS if name.endswith("cp")]  # sequences: not of `nano`, whose attention is written out
 SPREAD = [name for name in LAYOUTS if name.endswith("ep")]  # experts: of `mixtral` alone
 NAMES = [name for name in LAYOUTS if name not in (*CUT, *SPREAD)]
-SOME = [("fsdp", "pp"), ("tp", "single")]
+SOME = [("fsdp", "pp")]
 MANY = [(a, NAMES[(i + k) % len(NAMES)]) for i, a in enumerate(NAMES) for k in (1, 3, 7)]
 
 
