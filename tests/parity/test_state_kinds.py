@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -483,8 +484,19 @@ def test_options_of_other_kinds_are_recorded() -> None:
     assert found["kind"]["is"] == "torch.float16" and found["lr"] == 0.1
 
 
-def test_a_checkpoint_with_more_names_says_what_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "last, says",
+    [
+        ((), "2.bias is float32[2] there and absent here"),
+        ((nn.Linear(6, 2), nn.Linear(2, 2)), "3.bias is absent there and float32[2] here"),
+        ((nn.Linear(6, 3),), "2.bias is float32[2] there and float32[3] here"),
+        ((nn.Linear(6, 2).double(),), "2.bias is float32[2] there and float64[2] here"),
+    ],
+)
+def test_a_checkpoint_of_another_model_says_what_is_there_and_here(
+    tmp_path: Path, last: tuple[nn.Module, ...], says: str
+) -> None:
     trained(job(eval_data=None), tmp_path, train_steps=2)
-    fewer = job(eval_data=None, model=lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)))
-    with pytest.raises(PacelineError, match=r"2.bias is float32\[2\] there and absent here"):
-        trained(fewer, tmp_path, train_steps=4)
+    other = job(eval_data=None, model=lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), *last))
+    with pytest.raises(PacelineError, match=re.escape(says)):
+        trained(other, tmp_path, train_steps=4)

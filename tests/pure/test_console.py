@@ -43,8 +43,11 @@ def test_what_libraries_log_stays_in_the_log(tmp_path: Path) -> None:
     assert (tmp_path / "rank-0.log").read_text().splitlines() == lines
 
 
-def test_a_file_is_no_terminal_whatever_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
+@pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_a_file_is_no_terminal_whatever_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     (tmp_path / "rank-0.log").write_text("step 1\n")
     with (tmp_path / "console.txt").open("w") as out:

@@ -34,6 +34,21 @@ def test_what_is_text_or_is_no_file(tmp_path: Path) -> None:
         given_text(tmp_path, what="it", hint="it")
 
 
+def refuse(*_: object, **__: object) -> str:
+    raise PermissionError(13, "Permission denied")
+
+
+@pytest.mark.parametrize("reader", [read_plan, read, read_settings])
+def test_what_somebody_has_no_right_to_read_is_looked_at_with_ls(
+    reader: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "given").write_text("a = 1")
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(PacelineError, match="Permission denied") as caught:
+        reader(tmp_path / "given")
+    assert caught.value.hint == f"ls -l {tmp_path / 'given'}"
+
+
 def test_an_index_of_weights_that_is_none(tmp_path: Path) -> None:
     for content in (b"\x9c\xff", b"{", b"{}", b"[]"):
         (tmp_path / "model.safetensors.index.json").write_bytes(content)

@@ -48,8 +48,11 @@ def test_where_there_is_no_home_there_is_a_cache_all_the_same(monkeypatch: pytes
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
+    assert cache_folder(environ={"XDG_CACHE_HOME": "a/folder"}) == cache_folder(environ={})
+    assert cache_folder(environ={"XDG_CACHE_HOME": "/a"}) == Path("/a/paceline")
     monkeypatch.setattr(Path, "home", no_home)
-    assert cache_folder(environ={}).is_absolute()
+    for environ in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "a/folder"}):
+        assert cache_folder(environ=environ).is_absolute()
 
 
 def test_numbers_that_a_shell_has_left_over_are_said_with_what_takes_them_away() -> None:
