@@ -94,3 +94,14 @@ def test_a_slate_carries_what_a_file_can_not(tmp_path: Path) -> None:
         os.close(slate)
     assert [failure and failure.rank for failure in found] == [None, 1, 2, None]
     assert found[2] is not None and found[2].message == "too much"
+
+
+@pytest.mark.parametrize("room", ["size=16k", "size=4m,nr_inodes=10", "size=4m,nr_inodes=14"])
+def test_a_disk_that_is_full_at_the_start_is_said(room: str, shop: Shop, small_disk: Path) -> None:
+    """An open log that takes no more has no name; a rank's first file; the settings of the run."""
+    subprocess.run(["mount", "-o", f"remount,{room}", str(small_disk)], check=True)
+    ended = shop.train(str(small_disk / "run"), steps=2)
+    assert ended.code == 3, ended.text
+    assert re.search(r"rank \d, SaveError: a file could not be written: No space left on device", ended.err), ended.text
+    assert f"where: {small_disk}/run" in ended.err and "to do: " in ended.err
+    assert ("all inodes are taken" in ended.err) == ("inodes" in room)

@@ -10,6 +10,7 @@ from paceline.errors import SaveError
 from paceline.spec.words import size
 from paceline.store.disk import free_bytes
 
+_SMALL_FILE_BYTES = 16 << 10
 _CAUSES = {
     errno.EROFS: ("the disk may only be read", "--run-dir on a disk that you may write"),
     errno.EACCES: ("you have no right to write there", "chmod or chown it, or --run-dir where you may write"),
@@ -59,6 +60,11 @@ def explain_refusal(error: OSError, folder: Path) -> tuple[str, str]:
     if error.errno in _CAUSES:
         return _CAUSES[error.errno]
     return f"{size(free_bytes(folder))} are free there", "free some space"
+
+
+def is_full(folder: Path) -> bool:
+    """Whether not even a small file can be written there."""
+    return _has_no_inodes(folder) or free_bytes(folder) < _SMALL_FILE_BYTES
 
 
 def _has_no_inodes(folder: Path) -> bool:

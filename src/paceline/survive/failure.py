@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,15 +26,17 @@ from paceline.errors import (
     on_a_screen,
     user_line,
 )
-from paceline.launch.owner import own_rank
+from paceline.launch.owner import ATTEMPT_FOLDER, own_rank
 from paceline.spec.words import size
 from paceline.store.disk import write_text
-from paceline.store.full import explain_refusal
+from paceline.store.full import explain_refusal, is_full
 from paceline.survive.short import explain_lack, is_shortage, out_of_memory, own_of, tightest_room
 from paceline.survive.slate import read_slate, write_slate
 from paceline.talk import flush
 from paceline.user_code import is_users_own
 
+_FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""What a disk says that takes no more, to whoever writes first; all else may be of the user's own doing."""
 END_OF_TALK = "\x1epaceline: a traceback follows\x1e"
 """On a line of its own in a rank's log, which the console shows until there; no job prints that by chance."""
 STARTER = -1
@@ -272,6 +275,24 @@ def _text(error: BaseException) -> str:
     return on_a_screen(text)
 
 
+def _place_of(error: OSError) -> tuple[Path, str]:
+    """Return the folder that took no more, and how it is told; a file that is open already has no name.
+
+    Then it is the run's where that has no room, else the temporary one.
+    """
+    if error.filename:
+        path = Path(os.fsdecode(error.filename))
+        return path.parent, str(path)
+    if error.errno == errno.EFBIG:
+        return Path(), ""
+    places = [Path(found) for found in (os.environ.get(ATTEMPT_FOLDER), tempfile.gettempdir(), "/dev/shm") if found]
+    for place in places:
+        with suppress(OSError):
+            if is_full(place):
+                return place, str(place)
+    return Path(), ""
+
+
 def _in_our_words(error: BaseException) -> BaseException:
     """torch tells of a dead data worker from a signal handler, wherever the rank happens to be; of memory everybody
     tells otherwise; a limit on the size of files meets whatever is written first, as a log."""
@@ -290,11 +311,10 @@ def _in_our_words(error: BaseException) -> BaseException:
         )
         wants.__notes__ = list(getattr(error, "__notes__", ()))
         return wants.with_traceback(error.__traceback__)
-    if isinstance(error, OSError) and error.errno == errno.EFBIG:
-        cause, hint = explain_refusal(error, Path())
-        full = SaveError(
-            f"a file could not be written: {error.strerror}.", where=str(error.filename or ""), cause=cause, hint=hint
-        )
+    if isinstance(error, OSError) and error.errno in _FULL:
+        folder, where = _place_of(error)
+        cause, hint = explain_refusal(error, folder)
+        full = SaveError(f"a file could not be written: {error.strerror}.", where=where, cause=cause, hint=hint)
         full.__notes__ = list(getattr(error, "__notes__", ()))
         return full.with_traceback(error.__traceback__)
     if is_shortage(error) and not isinstance(error, OutOfMemory):
