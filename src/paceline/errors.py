@@ -108,11 +108,13 @@ class DataError(RunError):
 class NonFiniteError(RunError):
     """Loss or gradients are not finite, and the run was told to stop then. `step` is the one they were of.
 
-    `no_target`: a loss term had none, which is the cause whatever the inputs hold.
+    `no_target`: a loss term had none, which is the cause whatever the inputs hold. `broken`: the microbatches and terms
+    whose loss was not finite, where the step knows them.
     """
 
     step: int | None = None
     no_target: bool = False
+    broken: tuple[tuple[int, str], ...] = ()
 
 
 class DesyncError(RunError):

@@ -10,7 +10,10 @@ from torch import nn
 
 import paceline as pl
 from paceline.place.units import trainable
+from paceline.step.joint import Joint
 from paceline.step.update import Update
+from paceline.train.inputs import place_of
+from paceline.world import World
 from tests.conftest import SMALL_JOB, Shop
 from tests.parity.test_found import job, trained
 
@@ -24,6 +27,39 @@ def test_a_sample_that_is_not_finite_is_named_by_whichever_rank_is_heard(shop: S
     ended = shop.train("run", "--job.samples", "24", steps=3)
     assert ended.code == 1
     assert "the inputs of this step hold NaN or infinity: sample 17 of train_data" in ended.err, ended.text
+
+
+@pytest.mark.parametrize(("sample", "micro", "rank"), [(17, 1, 0), (19, 2, 1)])
+def test_the_microbatch_whose_loss_is_not_finite_is_named_with_its_rank(
+    shop: Shop, sample: int, micro: int, rank: int
+) -> None:
+    """In order, twelve a step: whichever rank is heard first, the rank that had the sample is named."""
+    broken = f"generator) % 4\n    x[{sample}, 2], y[{sample}] = float('nan'), 0\n"
+    text = SMALL_JOB.replace("generator) % 4\n", broken).replace(OPTION, OPTION + "        order='sequential',\n")
+    shop.write("job.py", text)
+    ended = shop.train("run", "--job.samples", "24", steps=3)
+    assert ended.code == 1 and "step 2: loss is nan" in ended.err, ended.text
+    assert f"where: the loss of microbatch {micro} (rank {rank}), of 2 in this step" in ended.err, ended.text
+
+
+def test_the_terms_that_are_not_finite_are_told_with_their_microbatches() -> None:
+    joint = Joint(world=World.alone(), names=["main", "aux"], num_micro=5)
+    for index in range(5):
+        totals = {"main": 1.0, "aux": float("inf") if index in (1, 4) else 2.0}
+        joint.put(index, {name: (torch.tensor(value), 2.0) for name, value in totals.items()})
+    joint.start()
+    broken = joint.agreed().broken
+    assert broken == ((1, "aux"), (4, "aux"))
+    held = {0: [0, 2, 4], 1: [1, 3]}
+    assert (
+        place_of(broken, held, num_micro=5) == "the term aux of microbatches 2 (rank 1), 5 (rank 0), of 5 in this step"
+    )
+    both = (*((index, "main") for index in range(5)), (0, "aux"))
+    assert (
+        place_of(both, {}, num_micro=5)
+        == "the terms main, aux of microbatches 1, 2, 3, 4 and 1 more, of 5 in this step"
+    )
+    assert place_of((), held, num_micro=5) == ""
 
 
 def test_finite_inputs_are_not_accused_and_no_parameter_is_named_where_none_is_bad() -> None:

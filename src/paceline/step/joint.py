@@ -29,6 +29,8 @@ class Agreed:
     divided_by: dict[str, float]
     stop: bool
     buffers_changed: bool
+    broken: tuple[tuple[int, str], ...] = ()
+    """The microbatches and terms whose sum is not finite."""
 
     def check_counts(self) -> None:
         """A wrong count is a wrong gradient: it is what the sum of the loss was divided by.
@@ -125,13 +127,15 @@ class Joint:
 
     def _read(self, values: Sequence[float]) -> Agreed:
         self._check(values)
-        sums, counts = {}, {}
+        sums, counts, broken = {}, {}, []
         width = 2 * len(self.names)
         for place, name in enumerate(self.names):
             slots = values[_NUM_FLAGS + 2 * place :: width], values[_NUM_FLAGS + 2 * place + 1 :: width]
             for count in slots[1]:
                 refuse_count(name, count)
             sums[name], counts[name] = _total(slots[0]), _total(slots[1])
+            if not math.isfinite(sums[name]):
+                broken += [(index, name) for index, value in enumerate(slots[0]) if not math.isfinite(value)]
         terms = {name: _quotient(sums[name], counts[name], on_empty=self._on_empty) for name in self.names}
         return Agreed(
             loss=math.fsum(terms.values()) if all(map(math.isfinite, terms.values())) else math.nan,
@@ -140,6 +144,7 @@ class Joint:
             divided_by={name: float(count) for name, count in self._expected.items()},
             stop=values[STOP] > 0,
             buffers_changed=values[BUFFERS] > 0,
+            broken=tuple(sorted(broken)),
         )
 
     def _arrived(self) -> Tensor:

@@ -251,7 +251,8 @@ class ServerStep(SpmdStep):
             batch.joint.tell(pushes, stop=batch.stop, joins=True)
         loss = batch.result.loss if joins else pushes[0].loss
         counts = batch.result.agreed.counts if joins else None  # a share may have nothing of a term
-        norm, taken = update.commit(step=batch.number + 1, loss=loss, counts=counts, follow=joins)
+        broken = batch.result.agreed.broken if joins else ()
+        norm, taken = update.commit(step=batch.number + 1, loss=loss, counts=counts, broken=broken, follow=joins)
         batch.result.norm = None if norm is None else Later(norm)
         batch.result.lr = update.lr
         batch.result.skipped = not taken

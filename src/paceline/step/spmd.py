@@ -52,7 +52,8 @@ class SpmdStep:
     def _finish(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
         """The update; where nothing is known of its loss yet, the step before is looked at."""
         began = time.perf_counter()
-        norm, taken = self.parts.update.commit(step=self.step + 1, loss=loss, counts=counts)
+        broken = () if loss is None else result.agreed.broken
+        norm, taken = self.parts.update.commit(step=self.step + 1, loss=loss, counts=counts, broken=broken)
         if not taken:
             self.parts.tape.undo()
             self.parts.take_back()

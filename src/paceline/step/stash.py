@@ -191,7 +191,7 @@ class StashStep(SpmdStep):
             divide_all([p.grad for p in self._parameters if p.grad is not None], batch.joint.divisor())
         needed = self._stash.version(stage=self._stage, microbatch=self._forwards, stream=self._stream)
         self.versions.before_update(needed=needed)
-        self.parts.update.commit(step=batch.number + 1, loss=agreed.loss, counts=agreed.counts)
+        self.parts.update.commit(step=batch.number + 1, loss=agreed.loss, counts=agreed.counts, broken=agreed.broken)
         batch.result.lr = self.parts.update.lr
         self.versions.after_update(needed=needed)
         self._most = max(self._most, len(self.versions.numbers | {number for number, _ in self._used.values()}))

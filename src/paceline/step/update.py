@@ -60,6 +60,10 @@ class Ema:
             self.swap()
 
 
+Broken = tuple[tuple[int, str], ...]
+"""Microbatches and terms whose loss is not finite."""
+
+
 class Update:
     """The optimizer's side of a step."""
 
@@ -108,7 +112,13 @@ class Update:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def commit(
-        self, *, step: int, loss: float | None, counts: Mapping[str, float] | None = None, follow: bool = True
+        self,
+        *,
+        step: int,
+        loss: float | None,
+        counts: Mapping[str, float] | None = None,
+        broken: Broken = (),
+        follow: bool = True,
     ) -> tuple[Tensor | None, bool]:
         """Take the step; returns the gradient norm, if it was measured, and whether the step was taken.
 
@@ -123,7 +133,7 @@ class Update:
         norm = self._norm(gradients)
         if loss is not None and self._check and not self._finite(loss, norm):
             if not self._skip:
-                raise self.refusal(step=step, loss=loss, counts=counts)
+                raise self.refusal(step=step, loss=loss, counts=counts, broken=broken)
             self._after(follow)
             return norm, False
         if self._max_grad_norm is not None and norm is not None:
@@ -147,10 +157,12 @@ class Update:
         if 0 in counts.values() and not self.skips and self.on_empty == "stop":
             raise self.refusal(step=step, loss=loss, counts=counts)
 
-    def refusal(self, *, step: int, loss: float, counts: Mapping[str, float] | None = None) -> NonFiniteError:
+    def refusal(
+        self, *, step: int, loss: float, counts: Mapping[str, float] | None = None, broken: Broken = ()
+    ) -> NonFiniteError:
         """Name the term whose count is zero, or the first parameters whose gradient is not finite."""
         error = self._refusal(step, loss, counts or {})
-        error.step = step
+        error.step, error.broken = step, broken
         return error
 
     def _refusal(self, step: int, loss: float, counts: Mapping[str, float]) -> NonFiniteError:
@@ -264,7 +276,8 @@ class LateCheck:
         """
         last, self._last = self._last, result
         if last is not None and not last.finite:
-            raise self._update.refusal(step=last.step, loss=last.loss, counts=last.agreed.counts)
+            agreed = last.agreed
+            raise self._update.refusal(step=last.step, loss=last.loss, counts=agreed.counts, broken=agreed.broken)
 
 
 def numbers(gradient: Tensor) -> Tensor:
