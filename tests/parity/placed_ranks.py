@@ -157,12 +157,51 @@ def gan(layout: str) -> dict[str, Any]:
     return {"apart": max(apart(maker.whole(), plain_maker), apart(judge.whole(), plain_judge))}
 
 
-def files(layout: str) -> dict[str, Any]:
+class Few(nn.Module):
+    """Parameters of which a rank holds one element or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, 2)
+        self.shapes = nn.ParameterList(torch.full(shape, 0.7) for shape in ((), (1,), (1, 1), (1, 2), (2,), (4,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scalar, one, matrix, row, pair, four = self.shapes
+        return torch.cat([self.enter(x) * row * pair * scalar * one * matrix, four.sum().expand(len(x), 1)], dim=1)
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD with momentum whose state has numbers of no dimension and of one, and a moment."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                if not state:
+                    state |= {"count": torch.zeros(()), "decay": torch.ones(1), "moment": torch.zeros_like(p)}
+                state["count"] += 1
+                state["decay"] *= 0.9
+                state["moment"].mul_(0.5).add_(p.grad)
+                p.add_(state["moment"], alpha=-0.1 * float(state["decay"]) / float(state["count"]))
+
+
+def counting(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return Counting([p for _, p in named], {})
+
+
+def numbers(layout: str) -> dict[str, Any]:
+    """Files of an optimizer whose numbers look like the moments of what a rank holds."""
+    return files(layout, build=Few, make=counting)
+
+
+def files(layout: str, *, build: Callable[[], nn.Module] = Net, make: Any = adam) -> dict[str, Any]:
     """Saved under this layout, loaded under another, two steps there: as two steps more here."""
     other = {"fsdp": "zero1", "zero1": "ddp", "ddp": "fsdp"}.get(layout, "fsdp")
-    one, _ = made(layout)
-    optimizer = one.optimizer(adam)
+    one, _ = made(layout, build)
+    optimizer = one.optimizer(make)
     steps = list(batches())
+    folder = FOLDER / f"saved-{getattr(make, '__name__', '')}-{layout}"
 
     def train(placed: Any, optimizer: Any, those: Any) -> None:
         for x, y in those:
@@ -170,11 +209,11 @@ def files(layout: str) -> dict[str, Any]:
             optimizer.step()
 
     train(one, optimizer, steps[:2])
-    one.save(FOLDER / f"saved-{layout}")
+    one.save(folder)
     train(one, optimizer, steps[2:])
-    two, right = made(other)
-    again = two.optimizer(adam)
-    two.load(FOLDER / f"saved-{layout}")
+    two, right = made(other, build)
+    again = two.optimizer(make)
+    two.load(folder)
     train(two, again, steps[2:])
     with torch.no_grad():
         whole = one.whole()
@@ -340,7 +379,15 @@ def told(layout: str) -> dict[str, Any]:
     return found
 
 
-CASES = {"plain": plain_loop, "counted": counted_loop, "gan": gan, "files": files, "large": large, "handed": handed}
+CASES = {
+    "plain": plain_loop,
+    "counted": counted_loop,
+    "gan": gan,
+    "files": files,
+    "numbers": numbers,
+    "large": large,
+    "handed": handed,
+}
 CASES |= {"dropped": dropped, "frozen": frozen, "changed": changed, "told": told}
 
 

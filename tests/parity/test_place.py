@@ -38,7 +38,17 @@ def check_words(found: dict[str, Any], cases: list[str]) -> None:
 
 def test_weights_are_those_of_one_process(tmp_path: Path) -> None:
     cases = [f"{case}:{layout}" for layout in ("ddp", "zero1", "zero2", "fsdp") for case in ("plain", "counted")]
-    cases += ["gan:ddp", "gan:fsdp", "gan:tp=2", "handed:fsdp", "files:fsdp", "files:ddp"]
+    cases += [
+        "gan:ddp",
+        "gan:fsdp",
+        "gan:tp=2",
+        "handed:fsdp",
+        "files:fsdp",
+        "files:ddp",
+        "numbers:fsdp",
+        "numbers:ddp",
+        "numbers:zero1",
+    ]
     cases += ["dropped:zero1", "dropped:fsdp", "frozen:fsdp", "changed:fsdp"]
     found = started(tmp_path, ranks=2, cases=[*cases, "told:ddp", "told:fsdp"])
     check_words(found, ["told:ddp", "told:fsdp"])
@@ -70,6 +80,7 @@ def test_one_process_alone_gives_the_bits_of_plain_torch(tmp_path: Path) -> None
 def test_on_meshes_of_four(tmp_path: Path) -> None:
     layouts = ("hsdp", "fsdp,tp=2", "dp=2,tp=2", "zero1,tp=2", "zero1", "zero2", "fsdp")
     cases = [f"{case}:{layout}" for layout in layouts for case in ("plain", "counted", "gan", "files")]
+    cases += [f"numbers:{layout}" for layout in ("hsdp", "zero1", "zero2", "fsdp", "ddp")]
     check(started(tmp_path, ranks=4, cases=cases), cases)
 
 

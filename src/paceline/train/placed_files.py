@@ -63,19 +63,23 @@ def _end(aside: Path, folder: Path, plain: Sequence[Any]) -> None:
 def _single(optimizers: Sequence[Optimizer], shares: Shares) -> frozenset[str]:
     """Return which tensors of the state are one number for the whole of a parameter, as Adam's `step`.
 
-    A parameter of one element has moments of one element too, and no elements on the other ranks: one rank alone can't
-    tell the number from a moment, so that all ranks say what they see. Every rank calls this.
+    Where a rank holds one element of a parameter, its moments have one element too: such a tensor alone doesn't tell.
+    It is a number where another rank sees that, which holds more or nothing, or where all tensors of its key are
+    numbers. Every rank calls this.
     """
-    found = [
-        _stored_name(index, name, key)
+    seen = [
+        (_stored_name(index, name, key), f"{index}/{key}", value, key != "step" and value.shape == parameter.shape)
         for index, optimizer in enumerate(optimizers)
         for parameter, name in _named(optimizer, shares)
         for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor) and value.numel() == 1 and (key == "step" or value.shape != parameter.shape)
+        if isinstance(value, Tensor)
     ]
-    if shares.kept.is_whole:
-        return frozenset(found)
-    return frozenset(name for said in shares.world.gather_json(found) for name in said)
+    numbers = {name: key for name, key, value, may_be_cut in seen if value.numel() == 1 and not may_be_cut}
+    others = sorted({key for _, key, value, _ in seen if value.numel() != 1})
+    said = [(numbers, others)] if shares.kept.is_whole else shares.world.gather_json((numbers, others))
+    names = {name for found, _ in said for name in found}
+    keys = {key for found, _ in said for key in found.values()} - {key for _, found in said for key in found}
+    return frozenset(names | {name for name, key, _, _ in seen if key in keys})
 
 
 def _stored_name(index: int, name: str, key: Any) -> str:
