@@ -83,3 +83,11 @@ def test_where_a_forward_can_not_wait_it_is_refused_by_name(shop: Shop, way: str
     assert ended.code not in (0, 1), ended.text[-2000:]
     if layout == "fsdp":
         assert "one after another" in ended.text and "zero2" in ended.text, ended.text[-2000:]
+
+
+def test_under_a_loss_over_the_batch_the_way_out_is_one_that_works(shop: Shop) -> None:
+    """Neither another layout nor sync_bn is one there."""
+    shop.write("job.py", JOB.replace("global_batch_size=40", 'global_batch_size=40, loss_over="batch"'))
+    ended = shop.run("train", "job.py", "--job.way", "adversarial", "--train.steps", "2", "--ranks", "2")
+    assert ended.code == 2 and "--ranks 1, or a loss over the samples of a microbatch" in ended.text, ended.text[-2000:]
+    assert "--layout ddp" not in ended.text and "sync_bn" not in ended.text

@@ -107,9 +107,9 @@ class StatisticsTape:
     """The tape of one model. `begin`, then `at(j)` before and `left(j)` after each forward, then `fold`.
 
     `in_order`: this process runs the microbatches that it has one after another, each forward and backward. `can_wait`:
-    a forward may wait for another rank's, since none of them meets another inside. `exact`: one rank folds as several
-    do, for the same bits. Outside a step (an evaluation, a checkpoint that is loaded, code of the user's that sets
-    statistics) nothing is taped and nothing is refused.
+    a forward may wait for another rank's, since none of them meets another inside. `over_batch`: none may, since the
+    loss is over the whole batch. `exact`: one rank folds as several do, for the same bits. Outside a step (an
+    evaluation, a checkpoint that is loaded, code of the user's that sets statistics) nothing is taped or refused.
     """
 
     def __init__(
@@ -121,9 +121,10 @@ class StatisticsTape:
         exact: bool = False,
         in_order: bool = True,
         can_wait: bool = False,
+        over_batch: bool = False,
     ) -> None:
         self._world = world
-        self._can_wait = can_wait
+        self._can_wait, self._over_batch = can_wait and not over_batch, over_batch
         self._relay: StatisticsRelay | None = None
         self._is_relayed = False
         self.notes: list[str] = []
@@ -211,7 +212,7 @@ class StatisticsTape:
             needs = [one.need for one in calls if one.need.is_any and (num_micro > 1 or one.need.is_bypassed)]
             if not self._can_wait or any(need.is_repeated for need in needs):
                 for need in needs:
-                    need.refuse()
+                    need.refuse(over_batch=self._over_batch)
             elif needs and not self._is_relayed:
                 modules = [layer.module for layer in self._layers]
                 self._relay = StatisticsRelay(modules, numbers=self._numbers, world=self._world)
@@ -259,7 +260,7 @@ class StatisticsTape:
         if kept is None and self._can_wait:
             layer.is_bypassed = True  # from here on: it leaves no trace, and is looked for once
         elif kept is None:
-            OrderNeed(name=layer.name, is_bypassed=True).refuse()
+            OrderNeed(name=layer.name, is_bypassed=True).refuse(over_batch=self._over_batch)
         elif kept < len(states) - 1:
             del layer.rows[self._now][kept:]
             if layer.count is not None and layer.module.num_batches_tracked is not None:

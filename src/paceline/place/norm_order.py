@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from paceline.errors import JobError
 
 _WAIT = "--layout ddp, zero1 or zero2, whose ranks then run their forwards one after another"
+_ALONE = "--ranks 1, or a loss over the samples of a microbatch, whose forwards can wait for others"
+_SYNC = "; or --train.buffers sync_bn, which has the same statistics on every rank at every moment"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,26 +39,29 @@ class OrderNeed:
             return f"the forward moves the momentum of {self.name}"
         return f"the running statistics of {self.name} were written by something else than its own forward"
 
-    def refuse(self) -> None:
+    def refuse(self, *, over_batch: bool = False) -> None:
         """Where microbatches run at the same time; a momentum that moved once is the same on all ranks.
+
+        `over_batch`: the loss is over the whole batch, so that no layout and no meeting of norms is a way out.
 
         Raises:
             JobError: each rank would have other statistics than one process.
         """
-        way = "no checkpointing around it" if self.is_repeated else _WAIT
+        way = "no checkpointing around it" if self.is_repeated else _ALONE if over_batch else _WAIT
+        meet = "" if over_batch else _SYNC
         if self.reads:
             raise JobError(
                 f"{self.why}: what it shows in eval mode depends on the microbatches before it, which other ranks run "
                 "at the same time.",
                 cause="a pass in eval mode within a training forward (pseudo-labels, an adversarial step)",
-                hint=f"{way}; or --train.buffers sync_bn, which has the same statistics on every rank at every moment",
+                hint=f"{way}{meet}",
             )
         if self.moves_on:
             raise JobError(
                 f"{self.why} from call to call: on several ranks it would have moved another number of times than in "
                 "one process.",
                 cause="a momentum that decays in the forward",
-                hint=f"{way}; or set it by step or epoch (Job(on_eval=...)), or --train.buffers sync_bn",
+                hint=f"{way}; or set it by step or epoch (Job(on_eval=...)){meet}",
             )
         if self.is_bypassed:
             raise JobError(
