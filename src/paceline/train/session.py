@@ -42,6 +42,7 @@ from paceline.train.length import Length, Progress, length_of, often
 from paceline.train.loop import Loop
 from paceline.train.ready import Ready, as_first_cut
 from paceline.train.saving import Saver, began_as, find_checkpoint, goes_on, identity, restore, write_final
+from paceline.train.schedule_units import schedules_in_epochs
 from paceline.train.schedules import refuse_short
 from paceline.train.shortage import Before, naming_memory
 from paceline.train.wishes import (
@@ -94,7 +95,16 @@ class Session:
             self.built.step.parts.contract.ask_mean()
             refuse_short(self.built.update.schedules, total_steps=self.loop.total_steps)
             refuse_large_batch(self.built.plan, num_samples=self._feed.num_samples)
+            events += self._notes_of_schedules() if not cursor.step else []
         self._announce(cursor, loaded, events)
+
+    def _notes_of_schedules(self) -> list[Note]:
+        batch, samples = self.ready.plan.global_batch_size, self._feed.num_samples
+        drop_last = self.ready.settings.data.drop_last
+        epoch_steps = None if samples is None else max(1, samples // batch if drop_last else -(-samples // batch))
+        schedules, total = self.built.update.schedules, self.loop.total_steps
+        found = schedules_in_epochs(schedules, total_steps=total, epoch_steps=epoch_steps)
+        return [Note(text=text, level="warning") for text in found]
 
     def finish(self) -> int:
         """Save, consolidate, and answer with the exit code."""
