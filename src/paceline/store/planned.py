@@ -1,13 +1,15 @@
 """plan.json: what was decided for a run, and beside it the advice that `plan` gave, in one file."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.store.disk import read_json, write_json
+from paceline.store.disk import read_json, read_regular, write_json, write_text
 
 NAME = "plan.json"
+_DOING = "doing.txt"
 ADVICE = ("case", "recommended", "plans", "limits", "facts", "efficiency", "cluster")
 
 
@@ -45,6 +47,23 @@ def read_advice(path: Path) -> dict[str, Any]:
             hint="paceline plan job.py --run-dir FOLDER writes one",
         )
     return {key: value for key, value in found.items() if key in ADVICE}
+
+
+def write_doing(folder: Path, doing: str) -> None:
+    """Say what a plan is at, for whoever waits for it; nothing once it is done."""
+    with suppress(OSError):
+        if doing:
+            write_text(folder / _DOING, doing)
+        else:
+            (folder / _DOING).unlink(missing_ok=True)
+
+
+def read_doing(folder: Path) -> str:
+    """Return what `write_doing` said last, or that processes begin."""
+    try:
+        return read_regular(folder / _DOING).decode(errors="replace")
+    except (OSError, ValueError):
+        return "processes begin"
 
 
 def _is_list_of_plans(plans: Any) -> bool:

@@ -17,9 +17,9 @@ from paceline.plan.hardware import Fleet, fleet_of
 from paceline.plan.judged import Judged
 from paceline.plan.numerics import numerics_options, option_lines
 from paceline.spec.task import Task
-from paceline.spec.words import size
+from paceline.spec.words import many, size
 from paceline.store.disk import write_json
-from paceline.store.planned import write_advice
+from paceline.store.planned import write_advice, write_doing
 from paceline.train import timed_here
 from paceline.train.beside import Helper, helped
 from paceline.train.context import is_small
@@ -53,6 +53,7 @@ def _chain_of(ready: Ready) -> Chain:
 def _plan(task: Task, ready: Ready, helper: Helper | None) -> None:
     names = list(task.options.get("layouts", ()))
     began = time.monotonic()
+    write_doing(Path(task.run), "what the model computes and holds is found out, and which layouts can have it")
     if "here" in task.options:
         found = chosen_here(ready, Here(**task.options["here"]), layouts=names)
         began = time.monotonic()  # what it has taken was given for it
@@ -62,6 +63,8 @@ def _plan(task: Task, ready: Ready, helper: Helper | None) -> None:
         forecast = Forecast(facts=learnt.facts, fleet=fleet)
         found = Chosen(learnt=learnt, forecast=forecast, grid=grid, options=())
     if found is not None:
+        ranks = found.forecast.fleet.ranks
+        write_doing(Path(task.run), f"layouts of {many(ranks, 'rank')} are searched, and the best replayed")
         until = began + _MOST_SECONDS
         decided = partial(_judged, layouts=names) if names else _decided
         found, advice, seen = decided(found, helper=helper, until=until)
@@ -73,6 +76,7 @@ def _plan(task: Task, ready: Ready, helper: Helper | None) -> None:
         counted = {name: (one.peak_bytes, one.parts or {}) for name, one in seen.items() if not one.error}
         keep(ready, found.forecast.facts, found.forecast.fleet, replayed=counted)
         timed_here.keep(ready, found.forecast, found.options, disturbed=found.others > 0)
+        write_doing(Path(task.run), "")
 
 
 def numbers(payload: Mapping[str, Any]) -> int:

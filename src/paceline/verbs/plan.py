@@ -5,8 +5,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event, Thread
 from typing import Annotated, Any
 
 import tyro
@@ -23,7 +25,7 @@ from paceline.plan.told import differences_told
 from paceline.spec.layout import parse_layout
 from paceline.spec.task import Task
 from paceline.store.disk import refuse_place, writing
-from paceline.store.planned import NAME, read_advice
+from paceline.store.planned import NAME, read_advice, read_doing
 from paceline.talk import say
 from paceline.verbs.bare import as_job
 from paceline.verbs.layouts import page_line
@@ -31,6 +33,7 @@ from paceline.verbs.running import Answer, Common, execute, make_task, read_answ
 from paceline.watch.planned import write_plan
 
 ENTRY = "paceline.train.plan_run:plan"
+_LIFE_SECONDS = 10.0
 _CALIBRATION_SECONDS = 60.0  # the probe and layouts that are timed, where nobody says how long
 
 
@@ -124,7 +127,8 @@ def plan(
     task = with_run(replace(task, options={**options, "layouts": named}), resume=None)
     if not common.quiet:
         _say_what_comes(seconds=options.get("here", {}).get("seconds", 0.0))
-    answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
+    with nullcontext() if common.quiet else signs_of_life(Path(task.run)):
+        answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
     value = read_answer(task, "plan")
     if value is None:
         return answer
@@ -154,6 +158,24 @@ def _read_before(path: Path) -> dict[str, Any]:
 def _say_what_comes(*, seconds: float) -> None:
     more = f", and layouts timed for {seconds:.0f} s at most" if seconds else ""
     say(f"planning: the model's numbers, the search, the best ones replayed{more}", sys.stderr)
+
+
+@contextmanager
+def signs_of_life(run: Path, *, every: float = _LIFE_SECONDS) -> Iterator[None]:
+    """Say now and then on standard error what the plan in this folder is doing, and for how long it has run."""
+    over, began = Event(), time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(every):
+            say(f"planning: {read_doing(run)}; {time.monotonic() - began:.0f} s so far", sys.stderr)
+
+    teller = Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
 
 
 def refuse_ranks(common: Common, fleet: Fleet, *, cluster: str) -> None:
