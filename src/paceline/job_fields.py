@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -152,8 +153,29 @@ def _unfit_metrics(metrics: Any) -> Iterator[PacelineError]:
         yield _is_a("metrics", metrics, "a dict of functions by name", hint)
         return
     for name, metric in metrics.items():
-        if not callable(metric) and not hasattr(metric, "compute"):
+        if isinstance(metric, type):
+            yield JobError(
+                f"metrics[{name!r}] is the class {metric.__name__}, not an object of it.",
+                hint=f"metrics={{{name!r}: {metric.__name__}(...)}} where it has update() and compute(); else {hint}",
+            )
+        elif not callable(metric) and not hasattr(metric, "compute"):
             yield JobError(f"metrics[{name!r}] is not callable: {_short(metric)}.", hint=hint)
+        elif not hasattr(metric, "compute") and not _takes_two(metric):
+            yield JobError(
+                f"metrics[{name!r}] can't be called with the output and the batch: it is {name}{signature(metric)}.",
+                hint=hint,
+            )
+
+
+def _takes_two(function: Any) -> bool:
+    """Whether it can be called with two arguments, as far as Python knows."""
+    try:
+        signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # one of C, which has no signature
+        return True
+    return True
 
 
 def _unfit_order(order: Any) -> Iterator[PacelineError]:

@@ -1,7 +1,9 @@
 """A job's fields and the parameters of `make_job`: each in its type, or refused by name with the line to write."""
 
 import copy
+import functools
 import pickle
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +20,7 @@ import paceline as pl
 from paceline.errors import JobError, PacelineError, Problems, called_exit
 from paceline.feed.source import read_source
 from paceline.job import load_job, refuse_job
-from paceline.job_fields import unfit_data, whole_indices
+from paceline.job_fields import _unfit_metrics, unfit_data, whole_indices
 from paceline.job_parameters import typed_parameters
 from paceline.spec.jobref import parameter_sources, parse_jobref
 from paceline.spec.read import Asked
@@ -255,3 +257,25 @@ def test_a_subclass_takes_words_of_its_own() -> None:
             )
 
     assert Wide(3).model().in_features == 3 and Wide(width=4).model().in_features == 4  # type: ignore[union-attr]
+
+
+def test_a_metric_that_can_not_take_output_and_batch_is_refused_before_the_first_step() -> None:
+    """What it returns is seen at the first evaluation; how it is called is known before."""
+    bad: dict[str, tuple[Any, str]] = {
+        "one": (
+            lambda output: (output.sum(), 1),
+            r"can't be called with the output and the batch: it is acc\(output\)",
+        ),
+        "three": (lambda output, batch, model: (1, 1), r"acc\(output, batch, model\)"),
+        "named": (lambda output, *, batch: (1, 1), r"acc\(output, \*, batch\)"),
+        "class": (torch.nn.L1Loss, "is the class L1Loss, not an object of it"),
+    }
+    for metric, said in bad.values():
+        (problem,) = _unfit_metrics({"acc": metric})
+        assert re.search(said, problem.what) and "metrics={" in problem.hint
+    good: list[Any] = [
+        lambda output, batch: (1, 1), lambda output, batch, k=3: (1, 1), lambda *both: (1, 1), max,
+        functools.partial(lambda k, output, batch: (1, 1), 3), torch.nn.L1Loss(),
+        type("Own", (), {"update": None, "compute": None})(),
+    ]  # fmt: skip
+    assert not list(_unfit_metrics({str(place): metric for place, metric in enumerate(good)}))
