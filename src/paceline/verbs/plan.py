@@ -127,8 +127,7 @@ def plan(
     task = with_run(replace(task, options={**options, "layouts": named}), resume=None)
     if not common.quiet:
         _say_what_comes(seconds=options.get("here", {}).get("seconds", 0.0))
-    with nullcontext() if common.quiet else signs_of_life(Path(task.run)):
-        answer = execute(task, entry=ENTRY, common=replace(common, quiet=True))
+    answer = _executed(task, common)
     value = read_answer(task, "plan")
     if value is None:
         return answer
@@ -158,6 +157,11 @@ def _read_before(path: Path) -> dict[str, Any]:
 def _say_what_comes(*, seconds: float) -> None:
     more = f", and layouts timed for {seconds:.0f} s at most" if seconds else ""
     say(f"planning: the model's numbers, the search, the best ones replayed{more}", sys.stderr)
+
+
+def _executed(task: Task, common: Common) -> Answer:
+    with nullcontext() if common.quiet else signs_of_life(Path(task.run)):
+        return execute(task, entry=ENTRY, common=replace(common, quiet=True))
 
 
 @contextmanager
