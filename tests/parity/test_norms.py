@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -251,6 +252,28 @@ def test_a_step_that_is_begun_again_gives_back_what_it_wrote_to_other_buffers() 
     """Every rank gets rank 0's value of them, which has three of six microbatches in each step."""
     made = trained(built(job_of("eval after, counted"), 2, micro=MICRO), micro=MICRO)
     assert made["seen"].tolist() == [3 * STEPS] * 3
+
+
+def test_a_model_that_rests_a_part_of_itself_does_so_from_the_first_step() -> None:
+    """As in a loop that begins with `model.train()`: what only `__init__` has put into eval mode is woken, and told."""
+
+    class Resting(Net):
+        def train(self, mode: bool = True) -> Net:
+            super().train(mode)
+            self.norm.eval()
+            return self
+
+    def woken() -> nn.Module:
+        net = Net("plain", norm)
+        net.norm.eval()
+        return net
+
+    for model, is_told in ((lambda: Resting("plain", norm), False), (woken, True)):
+        job = replace(job_of("plain"), model=model)
+        made = built(job, 1, micro=MICRO)
+        assert any("gave norm in eval mode" in note for note in made.notes) == is_told
+        found, right = trained(made, micro=MICRO), plain(job, micro=MICRO)
+        assert [name for name, value in right.items() if not torch.equal(value, found[name])] == []
 
 
 def test_between_steps_statistics_are_whoever_s_that_sets_them() -> None:

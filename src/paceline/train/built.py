@@ -46,6 +46,7 @@ from paceline.train.example import Example
 from paceline.train.feeds import JobData
 from paceline.train.fit import refuse_unfit
 from paceline.train.loss_notes import loss_notes
+from paceline.train.modes import put_into_training
 from paceline.train.options import Options
 from paceline.train.refuse import refuse_asked, refuse_foreign, unheard_placing
 from paceline.train.served import among_servers
@@ -176,6 +177,7 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     refuse_foreign(models[0], plan)
     named = [trainable(model) for model in models]
     notes = [*unheard_placing(settings.place, plan), *begun[0].notes]
+    notes += [note for told in map(put_into_training, models) for note in told][:1]
     notes += _equal_start(models[0], world) if begun[0].is_whole else []
     notes += [] if world.is_imagined else loss_notes(job.loss, model=models[0], world=world)
     shared = SharedModel(models[0], world=world) if plan.rule.kind is Kind.HOGWILD else None
