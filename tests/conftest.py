@@ -211,6 +211,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Workers share the cores, and threads of torch that wait for each other would take all of them."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
 @pytest.fixture
 def shop(tmp_path: Path) -> Iterator[Shop]:
     """A fresh folder with the small job."""

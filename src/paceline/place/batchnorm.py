@@ -11,6 +11,7 @@ run their forwards one after another (`norm_relay`).
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -20,14 +21,15 @@ from paceline.errors import DesyncError
 from paceline.place.module_numbers import ModuleNumbers
 from paceline.place.norm_calls import Call, KernelWatch, is_standard, statistics_of
 from paceline.place.norm_order import OrderNeed
+from paceline.place.norm_reads import StatisticsReads
 from paceline.place.norm_relay import StatisticsRelay
 from paceline.place.stand_in import is_stand_in
 from paceline.place.views import same
 from paceline.torch_private import BatchNormBase, NormBase, in_backward, version
 from paceline.world import World
 
-_RESTS, _TRAINS, _READS, _MOVES, _MOVES_ON, _REPEATS, _BYPASSED = range(7)
-_FLAGS = 7
+_RESTS, _TRAINS, _READS, _MOVES, _MOVES_ON, _REPEATS, _BYPASSED, _SHOWS = range(8)
+_FLAGS = 8
 
 
 @dataclass
@@ -42,6 +44,8 @@ class _Layer:
     is_repeated: bool = False
     is_moved: bool = False
     is_bypassed: bool = False
+    is_shown: bool = False
+    is_inside: bool = False
     moves: int = 0
     started: list[float | None] = field(default_factory=list)
     watches: list[KernelWatch] = field(default_factory=list)
@@ -108,8 +112,9 @@ class StatisticsTape:
 
     `in_order`: this process runs the microbatches that it has one after another, each forward and backward. `can_wait`:
     a forward may wait for another rank's, since none of them meets another inside. `over_batch`: none may, since the
-    loss is over the whole batch. `exact`: one rank folds as several do, for the same bits. Outside a step (an
-    evaluation, a checkpoint that is loaded, code of the user's that sets statistics) nothing is taped or refused.
+    loss is over the whole batch. `compiles`: what a forward looks at can't be watched. `exact`: one rank folds as
+    several do, for the same bits. Outside a step (an evaluation, a checkpoint that is loaded, code of the user's that
+    sets statistics) nothing is taped or refused.
     """
 
     def __init__(
@@ -122,8 +127,10 @@ class StatisticsTape:
         in_order: bool = True,
         can_wait: bool = False,
         over_batch: bool = False,
+        compiles: bool = False,
     ) -> None:
         self._world = world
+        self._can_look = not compiles
         self._can_wait, self._over_batch = can_wait and not over_batch, over_batch
         self._relay: StatisticsRelay | None = None
         self._is_relayed = False
@@ -186,6 +193,17 @@ class StatisticsTape:
         self._has_run = True
         self._now, self._counts = microbatch if counts else self._now, counts
 
+    def watching(self) -> AbstractContextManager[object]:
+        """Around a forward and its loss: in the first step, see who looks at the statistics of a norm."""
+        if not (self._records and self._can_look) or self._is_checked or self._is_relayed:
+            return nullcontext()
+        layers = {layer.module: layer for layer in self._layers if layer.is_there}
+
+        def seen(norm: NormBase) -> None:
+            layers[norm].is_shown = True  # from here on: later steps are not watched
+
+        return StatisticsReads(layers, is_inside=lambda norm: layers[norm].is_inside, seen=seen)
+
     def left(self, microbatch: int) -> None:
         """The forward of this microbatch has ended."""
         if self._is_relayed and self._counts:
@@ -213,10 +231,11 @@ class StatisticsTape:
             if not self._can_wait or any(need.is_repeated for need in needs):
                 for need in needs:
                     need.refuse(over_batch=self._over_batch)
+                    self._tell(need.stale)
             elif needs and not self._is_relayed:
                 modules = [layer.module for layer in self._layers]
                 self._relay = StatisticsRelay(modules, numbers=self._numbers, world=self._world)
-                self._tell(needs[0])
+                self._tell(f"{needs[0].why}: ranks run their forwards one after another, as one process does")
                 return False
             self._meet(calls, still_ordered=bool(needs))
         self._has_run = False
@@ -275,7 +294,7 @@ class StatisticsTape:
             flags[_TRAINS if layer.module.training else _RESTS] = 1
             flags[_READS], flags[_REPEATS] = int(layer.is_read), int(layer.is_repeated)
             flags[_MOVES], flags[_MOVES_ON] = int(layer.is_moved), int(layer.moves > 1)
-            flags[_BYPASSED] = int(layer.is_bypassed)
+            flags[_BYPASSED], flags[_SHOWS] = int(layer.is_bypassed), int(layer.is_shown)
             for index, calls in layer.rows.items():
                 row[index], row[num_micro + index] = len(calls), layer.bumps.get(index, 0)
         if self._world.world_size > 1:
@@ -291,6 +310,7 @@ class StatisticsTape:
                 reads=ran and flags[_READS] > 0,
                 moves=ran and flags[_MOVES] > 0,
                 moves_on=ran and flags[_MOVES_ON] > 0,
+                is_shown=ran and flags[_SHOWS] > 0,
                 is_bypassed=flags[_BYPASSED] > 0,
                 is_repeated=flags[_REPEATS] > 0,
             )
@@ -306,10 +326,10 @@ class StatisticsTape:
         for one, tape in zip(uses, self._gathered(uses), strict=True):
             one.layer.write(_folded(one, tape), sum(one.bumps))
 
-    def _tell(self, need: OrderNeed) -> None:
-        if not self._is_told and self._world.world_size > 1:
+    def _tell(self, note: str) -> None:
+        if note and not self._is_told and self._world.world_size > 1:
             self._is_told = True
-            self.notes.append(f"{need.why}: ranks run their forwards one after another, as one process does")
+            self.notes.append(note)
 
     def _refuse_modes(self, layer: _Layer) -> None:
         modes = self._world.gather_json(layer.module.training)
@@ -340,9 +360,10 @@ class StatisticsTape:
 
     def _before(self, layer: _Layer) -> Callable[[nn.Module, object], None]:
         def hook(module: nn.Module, _: object) -> None:
-            if module is not layer.module or not layer.is_there:
+            if module is not layer.module:
                 return
-            if not self._has_run:
+            layer.is_inside = True
+            if not (self._has_run and layer.is_there):
                 return
             if self._counts and not torch.compiler.is_compiling():
                 self._leave(layer)
@@ -353,22 +374,25 @@ class StatisticsTape:
 
     def _after(self, layer: _Layer) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, _: object, output: object) -> None:
-            if module is not layer.module:  # a copy of the model has the hooks of the first
-                return
-            watch = layer.watches.pop().ended() if layer.watches else None
-            has_run = output is not None or in_backward()  # checkpointing leaves a repeated one once it has written
-            if not (self._has_run and has_run and self._counts and layer.is_there):
-                return
-            calls, bumps, reads = _standard(layer.module) if watch is None else (watch.calls, watch.bumps, watch.reads)
-            layer.is_read = layer.is_read or reads
-            if calls:
-                layer.is_repeated = layer.is_repeated or in_backward()
-                layer.rows.setdefault(self._now, []).extend(calls)
-                layer.bumps[self._now] = layer.bumps.get(self._now, 0) + bumps
-                if not torch.compiler.is_compiling():
-                    layer.look()
+            if module is layer.module:  # a copy of the model has the hooks of the first
+                self._take_down(layer, has_output=output is not None)
+                layer.is_inside = False
 
         return hook
+
+    def _take_down(self, layer: _Layer, *, has_output: bool) -> None:
+        watch = layer.watches.pop().ended() if layer.watches else None
+        has_run = has_output or in_backward()  # checkpointing leaves a repeated one once it has written
+        if not (self._has_run and has_run and self._counts and layer.is_there):
+            return
+        calls, bumps, reads = _standard(layer.module) if watch is None else (watch.calls, watch.bumps, watch.reads)
+        layer.is_read = layer.is_read or reads
+        if calls:
+            layer.is_repeated = layer.is_repeated or in_backward()
+            layer.rows.setdefault(self._now, []).extend(calls)
+            layer.bumps[self._now] = layer.bumps.get(self._now, 0) + bumps
+            if not torch.compiler.is_compiling():
+                layer.look()
 
 
 def running(model: nn.Module) -> list[tuple[str, NormBase]]:

@@ -14,21 +14,22 @@ class OrderNeed:
     """What any rank has seen of the norm called `name` in a step.
 
     `reads`: it ran in eval mode beside training mode. `moves`: a forward left another momentum than it found, and
-    `moves_on`: the next one too. `is_bypassed`: its statistics were written past it. `is_repeated`: a backward ran it
-    again.
+    `moves_on`: the next one too. `is_shown`: other code than its own looked at its statistics, and `is_bypassed`: wrote
+    to them. `is_repeated`: a backward ran it again.
     """
 
     name: str
     reads: bool = False
     moves: bool = False
     moves_on: bool = False
+    is_shown: bool = False
     is_bypassed: bool = False
     is_repeated: bool = False
 
     @property
     def is_any(self) -> bool:
         """Whether the order of microbatches matters."""
-        return self.reads or self.moves or self.is_bypassed
+        return self.reads or self.moves or self.is_shown or self.is_bypassed
 
     @property
     def why(self) -> str:
@@ -37,6 +38,8 @@ class OrderNeed:
             return f"{self.name} runs in eval mode and in training mode in one step"
         if self.moves:
             return f"the forward moves the momentum of {self.name}"
+        if not self.is_bypassed:
+            return f"the forward or the loss looks at the running statistics of {self.name}"
         return f"the running statistics of {self.name} were written by something else than its own forward"
 
     def refuse(self, *, over_batch: bool = False) -> None:
@@ -69,3 +72,10 @@ class OrderNeed:
                 cause="F.batch_norm(x, layer.running_mean, ...), or code that assigns to them in a forward",
                 hint=f"call the layer itself; or {way}; or --train.buffers broadcast",
             )
+
+    @property
+    def stale(self) -> str:
+        """What to say where other code looks at statistics that are not one process's; empty where none does."""
+        if not self.is_shown:
+            return ""
+        return f"{self.why}: each rank has those from before the step, and of its own microbatches in it"

@@ -197,7 +197,7 @@ def forward(parts: Parts, portion: Portion, *, step: int, index: int, num_sample
     """One microbatch's terms; it draws from its own stream. Without samples it leaves no trace."""
     parts.tape.at(index, counts=num_samples > 0)
     enter = partial(parts.streams.enter, step=step, microbatch=index)
-    with forward_runs(), parts.turns.forward(enter), parts.autocast():
+    with forward_runs(), parts.turns.forward(enter), parts.autocast(), parts.tape.watching():
         with portion.inside():
             output = parts.contract.forward(parts.model, portion.data)
         terms = parts.contract.terms(output, portion.data, num_samples=num_samples)

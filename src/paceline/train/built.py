@@ -306,6 +306,7 @@ def _parts(
             enabled=train.buffers == "fold",
             exact=train.exact,
             in_order=worlds.mesh.pp == 1,
+            compiles=train.compile,
             can_wait=_can_wait(worlds.mesh),
             over_batch=contract.over_batch,
         ),
