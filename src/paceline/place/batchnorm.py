@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from paceline.errors import DesyncError
 from paceline.place.module_numbers import ModuleNumbers
-from paceline.place.norm_calls import Call, KernelWatch, is_standard, statistics_of
+from paceline.place.norm_calls import Call, KernelWatch, is_standard, standard_calls, statistics_of
 from paceline.place.norm_order import OrderNeed
 from paceline.place.norm_reads import StatisticsReads
 from paceline.place.norm_relay import StatisticsRelay
 from paceline.place.stand_in import is_stand_in
 from paceline.place.views import same
-from paceline.torch_private import BatchNormBase, NormBase, in_backward, version
+from paceline.torch_private import NormBase, in_backward, version
 from paceline.world import World
 
 _RESTS, _TRAINS, _READS, _MOVES, _MOVES_ON, _REPEATS, _BYPASSED, _SHOWS = range(8)
@@ -385,7 +385,7 @@ class StatisticsTape:
         has_run = has_output or in_backward()  # checkpointing leaves a repeated one once it has written
         if not (self._has_run and has_run and self._counts and layer.is_there):
             return
-        calls, bumps, reads = _standard(layer.module) if watch is None else (watch.calls, watch.bumps, watch.reads)
+        calls, bumps, reads = standard_calls(layer.module) if watch is None else (watch.calls, watch.bumps, watch.reads)
         layer.is_read = layer.is_read or reads
         if calls:
             layer.is_repeated = layer.is_repeated or in_backward()
@@ -402,23 +402,6 @@ def running(model: nn.Module) -> list[tuple[str, NormBase]]:
         for name, module in model.named_modules()
         if isinstance(module, NormBase) and module.running_mean is not None and not module.running_mean.is_meta
     ]
-
-
-def _standard(module: NormBase) -> tuple[list[Call], int, bool]:
-    """What a call of one of torch's own has just written, how far it counted, and whether it used what was there.
-
-    A weight below zero is one that is counted: the share of this call among all so far.
-    """
-    counts, tracks = isinstance(module, BatchNormBase), module.track_running_stats
-    takes_batch = module.training or not (counts or tracks)
-    if not takes_batch or (counts and not tracks):
-        return [], 0, not takes_batch
-    weight = 0.0 if module.momentum is None else module.momentum
-    if not counts or module.num_batches_tracked is None:
-        return [(statistics_of(module), weight)], 0, False
-    if module.momentum is None:
-        weight = -1.0 / float(module.num_batches_tracked)
-    return [(statistics_of(module), weight)], 1, False
 
 
 def _folded(calls: _Calls, tape: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from paceline.place.views import same
-from paceline.torch_private import NormBase, storage_key
+from paceline.torch_private import BatchNormBase, NormBase, storage_key
 
 Call = tuple[Tensor, float]
 """Mean and variance, flat, after a write, and the weight of the batch in it."""
@@ -26,6 +26,23 @@ def statistics_of(module: NormBase) -> Tensor:
     """A copy of mean and variance, one after the other."""
     assert module.running_mean is not None and module.running_var is not None
     return torch.cat([module.running_mean.detach().reshape(-1), module.running_var.detach().reshape(-1)])
+
+
+def standard_calls(module: NormBase) -> tuple[list[Call], int, bool]:
+    """What a call of one of torch's own has just written, how far it counted, and whether it used what was there.
+
+    A weight below zero is one that is counted: the share of this call among all so far.
+    """
+    counts, tracks = isinstance(module, BatchNormBase), module.track_running_stats
+    takes_batch = module.training or not (counts or tracks)
+    if not takes_batch or (counts and not tracks):
+        return [], 0, not takes_batch
+    weight = 0.0 if module.momentum is None else module.momentum
+    if not counts or module.num_batches_tracked is None:
+        return [(statistics_of(module), weight)], 0, False
+    if module.momentum is None:
+        weight = -1.0 / float(module.num_batches_tracked)
+    return [(statistics_of(module), weight)], 1, False
 
 
 class KernelWatch(TorchFunctionMode):

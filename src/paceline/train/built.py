@@ -176,8 +176,7 @@ def build(*, job: Job, settings: Settings, plan: Plan, world: World) -> Built:
     refuse_unfit(job, models[0], takes_sparse=plan.rule.has_servers)
     refuse_foreign(models[0], plan)
     named = [trainable(model) for model in models]
-    notes = [*unheard_placing(settings.place, plan), *begun[0].notes]
-    notes += [note for told in map(put_into_training, models) for note in told][:1]
+    notes = [*unheard_placing(settings.place, plan), *begun[0].notes, *put_into_training(models)]
     notes += _equal_start(models[0], world) if begun[0].is_whole else []
     notes += [] if world.is_imagined else loss_notes(job.loss, model=models[0], world=world)
     shared = SharedModel(models[0], world=world) if plan.rule.kind is Kind.HOGWILD else None

@@ -1,18 +1,20 @@
 """Training mode, from the first step on: a loop that calls `model.train()` begins in it too."""
 
+from collections.abc import Sequence
+
 from torch import nn
 
 
-def put_into_training(model: nn.Module) -> list[str]:
-    """Call `model.train()`; return what to say of modules that the job had put into eval mode, and that it wakes."""
-    resting = [name for name, module in model.named_modules() if name and not module.training]
-    was_training = model.training
-    model.train()
-    woken = [name for name in resting if model.get_submodule(name).training]
-    if not (was_training and woken):
+def put_into_training(models: Sequence[nn.Module]) -> list[str]:
+    """Call `train()` of each copy of a model; return what to say of a part that `model=` put into eval mode."""
+    first = models[0]
+    resting = [name for name, module in first.named_modules() if first.training and not module.training]
+    for model in models:
+        model.train()
+    woken = next((name for name in resting if first.get_submodule(name).training), None)
+    if woken is None:
         return []
-    first = woken[0]
     return [
-        f"warning: model= gave {first} in eval mode, and training wakes it, as model.train() does; to keep it so, "
-        f"override train() of the model and call self.{first}.eval() there"
+        f"warning: model= gave {woken} in eval mode, and training wakes it, as model.train() does; to keep it so, "
+        f"override train() of the model and call self.{woken}.eval() there"
     ]
