@@ -112,6 +112,7 @@ def fold(self, *, num_micro):
                 now, there = after + (1.0 - weight) * (now - there), after
         layer.write(now, sum(layer.bumps.values()))
     self._has_run = False
+    return True
 
 StatisticsTape.fold = fold
 """,

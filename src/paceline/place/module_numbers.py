@@ -3,7 +3,7 @@
 A forward may move them as it moves a buffer, and no `state_dict` has them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,14 +19,15 @@ class ModuleNumbers:
 
     `keep` remembers them, `put_back` restores them. `moved` and `take` carry those that have changed since to a model
     built alike: a value that differs between ranks, such as a rank, stays each rank's own while no forward moves it.
+    `but` names the attributes of a module that are left alone.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, but: Callable[[nn.Module], Container[str]] = lambda _: ()) -> None:
         self._places = [
             (vars(module), name)
-            for module in model.modules()
+            for module, left_alone in ((module, but(module)) for module in model.modules())
             for name, value in vars(module).items()
-            if name not in _TORCHS and isinstance(value, _KINDS)
+            if name not in _TORCHS and name not in left_alone and isinstance(value, _KINDS)
         ]
         self._kept: list[Any] = []
         self._has_moved: set[int] = set()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from paceline.place.module_numbers import ModuleNumbers
 from paceline.prove.amount import distance, eps_of, size
+from paceline.prove.dropout import rates
 from paceline.prove.reference import At, Gradient, Micro, Reference
 
 MARGIN = 16.0
@@ -46,13 +47,14 @@ class Floors:
 class Kept:
     """A model's weights and buffers at one moment, and the numbers among its modules' attributes.
 
-    A forward may move a momentum or count its calls: a step that is run again starts from the same numbers.
+    A forward may move a momentum or count its calls: a step that is run again starts from the same numbers. Rates of
+    dropout are left alone, which may be zero for a while (`dropout.quiet`).
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.tensors = {name: t.detach().clone() for name, t in _tensors(model).items()}
-        self._numbers = ModuleNumbers(model)
+        self._numbers = ModuleNumbers(model, but=_rates)
 
     def put_back(self) -> None:
         """Give them back to the model."""
@@ -60,6 +62,10 @@ class Kept:
             for name, tensor in _tensors(self._model).items():
                 tensor.copy_(self.tensors[name])
         self._numbers.put_back()
+
+
+def _rates(module: nn.Module) -> set[str]:
+    return {name for name, _ in rates(module)}
 
 
 def margin_of(value: Tensor) -> float:
