@@ -1,6 +1,7 @@
 """What Python does in a forward beside its operations is in no graph: stages along one refuse it by name, or keep it."""
 
 from collections import deque
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,9 @@ class Part(nn.Module):
         self.calls += 1
         found: Tensor = self.line(x) * self.scale
         return found
+
+
+HEARD: ContextVar[list[Tensor]] = ContextVar("heard")
 
 
 class Model(nn.Module):
@@ -77,6 +81,11 @@ class Model(nn.Module):
             self.a.requires_grad_(self.what == "thaws")
         if self.what == "hooks":
             self.a.register_forward_hook(lambda _, __, output: output * 2)
+        HEARD.set([])
+        if self.what in ("hears", "hooks once") and not hasattr(self, "is_hooked"):  # transformers: hidden states
+            self.is_hooked = True
+            says = self.what == "hooks once"
+            self.a.register_forward_hook(lambda _, __, y: y * 2 if says else HEARD.get().append(y))
         x = self.norm(self.a(x))
         if self.what == "sets":
             self.b.scale = 0.5
@@ -88,7 +97,7 @@ class Model(nn.Module):
         if self.what == "sets afterwards":
             self.b.scale *= 0.5
         found: Tensor = self.c(x)
-        return found
+        return found + HEARD.get()[0] if HEARD.get() else found
 
 
 BLOCKS = ["a", "norm", "b", "c"]
@@ -104,6 +113,7 @@ REFUSED = {
     "thaws": r"sets self.a.line.weight.requires_grad between",
     "freezes": r"sets self.a.line.weight.requires_grad between",
     "hooks": r"sets self.a.register_hook between",
+    "hooks once": r"sets self.a.register_hook between",
     "sets": r"sets self.b.scale between",
     "sets afterwards": r"sets self.b.scale between",
     "other weights": r"sets self.b.line.weight between",
@@ -123,7 +133,7 @@ def test_what_python_does_beside_the_operations_is_refused_by_name(what: str) ->
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("what", ["plain", "kept once", "own weights", "a buffer", "prints"])
+@pytest.mark.parametrize("what", ["plain", "kept once", "own weights", "a buffer", "prints", "hears"])
 def test_what_a_graph_keeps_or_does_not_need_is_one_process_s_training(
     what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,8 @@
 """What a forward sets on its modules between their calls: a graph keeps the calls alone, not what is set."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,8 +52,7 @@ class Toggles:
             LayoutError: the first module and attribute.
         """
         self.close()
-        hooked = [name for name, number in _hooks(self._modules).items() if number != self._hooks.get(name)]
-        self._found = self._found or (f"{hooked[0]}.register_hook".lstrip(".") if hooked else "")
+        self._found = self._found or self.hooked
         if self._found:
             raise LayoutError(
                 f"the forward sets self.{self._found} between calls of its modules, and stages along a graph make the "
@@ -61,6 +61,42 @@ class Toggles:
                 "layers that it freezes or thaws; functional_call with other parameters; a value left on a module",
                 hint="give the module what it needs as an argument; or --layout ddp or fsdp",
             )
+
+    @property
+    def hooked(self) -> str:
+        """The first module that the forward has hooked or unhooked, now that it is over."""
+        hooked = [name for name, hooks in _hooks(self._modules).items() if hooks != self._hooks.get(name)]
+        return f"{hooked[0]}.register_hook".lstrip(".") if hooked else ""
+
+    @contextmanager
+    def only_hearing(self) -> Iterator[None]:
+        """Around the next forward: the hooks that this one has added may hear what goes in and out, and change nothing.
+
+        A graph has the flow of what they hear; on a stage they are not there.
+
+        Raises:
+            LayoutError: one of them changes something, or runs in the backward.
+        """
+        hooked, changing = self.hooked, list[object]()
+
+        def heard(hook: Callable[..., Any]) -> Callable[..., Any]:
+            def only(*args: Any, **kwargs: Any) -> Any:
+                given = hook(*args, **kwargs)
+                changing.extend([] if given is None else [hook])
+                return given
+
+            return only
+
+        for name, module in self._modules.items():
+            before = self._hooks.get(name, frozenset())
+            changing += [key for key in module._backward_hooks if key not in before]
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                for key in hooks.keys() - before:
+                    hooks[key] = heard(hooks[key])
+        yield
+        if changing:
+            self._found = hooked
+            self.refuse()
 
     @property
     def changed(self) -> str:
@@ -149,9 +185,9 @@ def _state(module: nn.Module) -> dict[str, Any]:
     return found | {f"{name}.requires_grad": p.requires_grad for name, p in module._parameters.items() if p is not None}
 
 
-def _hooks(modules: Mapping[str, nn.Module]) -> dict[str, int]:
-    """How many hooks each has."""
+def _hooks(modules: Mapping[str, nn.Module]) -> dict[str, frozenset[int]]:
+    """The numbers of those that each has."""
     return {
-        name: len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+        name: frozenset([*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks])
         for name, module in modules.items()
     }
