@@ -31,6 +31,7 @@ class Part(nn.Module):
         return found
 
 
+HOOKS_ONCE = ("hears", "hears, and sets once", "hooks once")
 HEARD: ContextVar[list[Tensor]] = ContextVar("heard")
 
 
@@ -82,8 +83,10 @@ class Model(nn.Module):
         if self.what == "hooks":
             self.a.register_forward_hook(lambda _, __, output: output * 2)
         HEARD.set([])
-        if self.what in ("hears", "hooks once") and not hasattr(self, "is_hooked"):  # transformers: hidden states
+        if self.what in HOOKS_ONCE and not hasattr(self, "is_hooked"):  # transformers: hidden states
             self.is_hooked = True
+            if self.what == "hears, and sets once":
+                self.b.scale = 0.5
             says = self.what == "hooks once"
             self.a.register_forward_hook(lambda _, __, y: y * 2 if says else HEARD.get().append(y))
         x = self.norm(self.a(x))
@@ -114,6 +117,7 @@ REFUSED = {
     "freezes": r"sets self.a.line.weight.requires_grad between",
     "hooks": r"sets self.a.register_hook between",
     "hooks once": r"sets self.a.register_hook between",
+    "hears, and sets once": r"sets self.b.scale between",
     "sets": r"sets self.b.scale between",
     "sets afterwards": r"sets self.b.scale between",
     "other weights": r"sets self.b.line.weight between",

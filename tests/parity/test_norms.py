@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import JobError
@@ -324,6 +325,16 @@ def test_forwards_that_can_not_wait_are_refused_by_name(way: str) -> None:
     words = r"norm (runs in eval mode and in training mode|were written by something else)|momentum of norm"
     with pytest.raises(JobError, match=words):
         trained(that_can_not_wait(way), micro=MICRO, steps=1)
+
+
+def test_forwards_are_watched_in_the_first_step_alone_and_only_where_norms_keep_statistics() -> None:
+    for model, is_watched in ((nn.BatchNorm1d(2), True), (nn.LayerNorm(2), False)):
+        world = thread_worlds(replicas=2, world=World.alone(), timeout_seconds=30)[0]
+        tape = StatisticsTape(model=model, world=world, can_wait=True)
+        assert isinstance(tape.watching(), TorchFunctionMode) == is_watched
+        tape._is_checked = True
+        assert not isinstance(tape.watching(), TorchFunctionMode)
+        tape.close()
 
 
 @pytest.mark.parametrize("way", ["looked at", "plain"])

@@ -114,7 +114,7 @@ class _Rounds(IterableDataset[bytes]):
 
 
 def _serialized(found: Mapping[int, Chunk]) -> bytes:
-    """Serialize the chunks of a round; where that fails, each says why in the place of its rows."""
+    """Serialize the chunks of a round; if that fails, each chunk carries the reason instead of its rows."""
     try:
         return pickle.dumps([(shard, _packed(chunk)) for shard, chunk in found.items()], protocol=5)
     except Exception as error:

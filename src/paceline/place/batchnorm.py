@@ -139,8 +139,8 @@ class StatisticsTape:
         self._now, self._counts = 0, True
         self._has_run = self._is_checked = False
         self._layers = [_layer(name, module) for name, module in running(model)] if enabled else []
-        self._numbers = ModuleNumbers(model)
         self._records = world.world_size > 1 or exact or not in_order
+        self._numbers = ModuleNumbers(model) if exact or (self._records and self._layers) else None
         self._handles = [
             handle
             for layer in (self._layers if self._records else [])
@@ -160,10 +160,8 @@ class StatisticsTape:
 
         `num_micro`: on all ranks; without it no forward waits for another.
         """
-        if self._has_run:
-            self._numbers.put_back()
-        else:
-            self._numbers.keep()
+        if self._numbers is not None:
+            self._numbers.put_back() if self._has_run else self._numbers.keep()
         for layer in self._layers:
             if self._has_run:
                 layer.write(layer.before, 0)
@@ -195,7 +193,7 @@ class StatisticsTape:
 
     def watching(self) -> AbstractContextManager[object]:
         """Around a forward and its loss: in the first step, see who looks at the statistics of a norm."""
-        if not (self._records and self._can_look) or self._is_checked or self._is_relayed:
+        if not (self._layers and self._records and self._can_look) or self._is_checked or self._is_relayed:
             return nullcontext()
         layers = {layer.module: layer for layer in self._layers if layer.is_there}
 
@@ -222,6 +220,7 @@ class StatisticsTape:
             JobError: statistics were written or used in a way that no rank alone can follow.
         """
         if self._records and self._layers:
+            assert self._numbers is not None
             for layer in self._layers:
                 self._leave(layer, by_value=not self._is_checked)
                 layer.end_momentum()

@@ -88,7 +88,7 @@ def _check_module(text: str, package: str) -> None:
 def _folder(path: Path) -> UsageError:
     """Say what a folder that was given for a job is, and what to type for it."""
     if (path / "task.json").is_file():
-        return UsageError(f"{path} is the folder of a run.", hint=f"--resume {path} goes on with it")
+        return UsageError(f"{path} is the folder of a run.", hint=f"paceline train --resume {path} continues it")
     if any((path / name).is_file() for name in _OF_A_MODEL) or any(path.glob("*.safetensors")):
         return UsageError(
             f"{path} is the folder of a model, and a job has data, a loss and an optimizer as well.",

@@ -12,7 +12,7 @@ _MASK = re.compile(r"[*•●·]{2,}|[\[(<{]?(redacted|masked|hidden|secret)[\])
 
 
 def is_mask(name: str, value: Any) -> bool:
-    """Whether this is what is shown for a secret: our dots, or in the place of a secret what logs and services show."""
+    """Return whether the value is a mask: the dots that we print, or for a secret one that logs and services print."""
     if not isinstance(value, str):
         return False
     return value == HIDDEN or bool(_SECRET.search(name) and _MASK.fullmatch(value))

@@ -42,7 +42,9 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
                 cause="stochastic depth or augmentation by Python's own generators",
                 hint="draw with torch, and compute with what was drawn: x * (torch.rand(()) > 0.5)",
             )
-        if toggles.hooked:  # once, as transformers does to hear hidden states: the next forward finds them there
+        if (
+            toggles.hooked and not toggles.found
+        ):  # once, as transformers does to hear hidden states: the next forward finds them there
             toggles.settle()
             with toggles.only_hearing():
                 program, toggles = _program(model, args, kwargs, units)

@@ -63,6 +63,11 @@ class Toggles:
             )
 
     @property
+    def found(self) -> str:
+        """The first attribute that the forward has set between calls."""
+        return self._found
+
+    @property
     def hooked(self) -> str:
         """The first module that the forward has hooked or unhooked, now that it is over."""
         hooked = [name for name, hooks in _hooks(self._modules).items() if hooks != self._hooks.get(name)]
