@@ -1,10 +1,7 @@
 """Ranks that live and say nothing are named with the line of the job that they are in, on one screen."""
 
-import subprocess
 import sys
-import time
 
-import psutil
 import pytest
 
 from tests.conftest import SMALL_JOB, Shop
@@ -88,21 +85,3 @@ def test_a_job_with_the_name_of_a_module_is_that_job(shop: Shop) -> None:
     command = [sys.executable, "-P", "-W", "ignore", "-m", "paceline"]  # as the console script, without this folder
     ended = shop.call([*command, "train", "random.py", "--ranks", "2", "--train.steps", "3", "--run-dir", "run"])
     assert ended.code == 0 and "done at step 3" in ended.out, ended.text
-
-
-@pytest.mark.soak
-def test_ranks_of_torchrun_end_with_it(shop: Shop) -> None:
-    run = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "paceline"]
-    words = ["train", "job.py", "--run-dir", "run", "--train.steps", "100000"]
-    environ = shop.environ({"PAUSE": "0.02"})
-    launcher = subprocess.Popen([*run, *words], cwd=shop.path, env=environ, stdout=subprocess.DEVNULL)
-    try:
-        until = time.monotonic() + 90
-        while not (shop.path / "run" / "metrics.jsonl").exists() and time.monotonic() < until:
-            time.sleep(0.05)
-        ranks = psutil.Process(launcher.pid).children(recursive=True)
-        assert len(ranks) >= 2
-    finally:
-        launcher.kill()
-        launcher.wait()
-    assert not psutil.wait_procs(ranks, timeout=20)[1]

@@ -19,7 +19,8 @@ from paceline.spec.jobref import split_jobref
 from paceline.survive.ending import end_python, leave, run_finish
 from paceline.survive.failure import current_rank, print_traceback, write_failure
 from paceline.survive.kept import keep_freed
-from paceline.survive.signals import die_with, stop_flag
+from paceline.survive.launcher_death import die_with_launcher
+from paceline.survive.signals import stop_flag
 from paceline.survive.slate import read_stop, write_end
 from paceline.survive.stacks import answer_with_stack
 from paceline.user_code import script_words
@@ -129,8 +130,7 @@ class JoinedEnd:
 
 def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int) -> JoinedEnd:
     """Run `entry` in a process that another launcher made."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with(os.getppid())  # torchrun that is killed leaves its workers alone with the run folder
+    die_with_launcher(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
     keep_freed(os.environ)

@@ -38,6 +38,7 @@ from paceline.store.disk import read_json
 from paceline.store.hold import Hold
 from paceline.survive.ending import run_finish
 from paceline.survive.kept import keep_freed
+from paceline.survive.launcher_death import die_with_launcher, outlive_launcher
 from paceline.survive.signals import is_main_thread, stop_flag
 from paceline.survive.uncaught import UncaughtHook, report_exit, watch_uncaught
 from paceline.talk import say
@@ -136,6 +137,7 @@ class Run:
     _ready: Ready | None = None
     _hold: Hold | None = None
     _listens = False
+    _asked_before: int | None = None  # of the kernel, for when the launcher dies, before this run has asked it
     _threads = 0  # of torch, before this run has set them
 
     def open(self) -> Session:
@@ -267,9 +269,11 @@ class Run:
             self._hold.close()
         if self._listens:
             stop_flag.remove()
+        if self._asked_before is not None:
+            outlive_launcher(self._asked_before)
         if self._threads:
             torch.set_num_threads(self._threads)
-        self._listens, self._threads = False, 0
+        self._listens, self._asked_before, self._threads = False, None, 0
 
     def _join_or_start(self) -> None:
         """In a worker, or one process: go on. In a plain process with several ranks: start them and leave.
@@ -305,7 +309,7 @@ class Run:
                 torch.set_num_threads(threads_of(self._task, exact=self._exact))
             keep_freed(os.environ)
             stop_flag.install(ends_process=False)
-            self._listens = True
+            self._listens, self._asked_before = True, die_with_launcher(os.environ) if joined else None
             return
         sys.exit(self._start_again(script))
 
