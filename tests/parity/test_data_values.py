@@ -1,14 +1,23 @@
 """What a feed gives, by values: other numbers in each epoch and microbatch, the epoch that a dataset is told."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, StackDataset, Subset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    StackDataset,
+    Subset,
+    default_collate,
+)
 
 from paceline.errors import DataError, DesyncError, JobError
 from paceline.feed.checksum import checksum
@@ -66,14 +75,21 @@ def with_number(rows: list[Any]) -> Any:
 
 
 def fed(
-    data: Any, *, replicas: int = 1, workers: int = 0, epochs: int = 2, cursor: Cursor | None = None, **more: Any
+    data: Any,
+    *,
+    replicas: int = 1,
+    workers: int = 0,
+    epochs: int = 2,
+    cursor: Cursor | None = None,
+    seed: int = 5,
+    **more: Any,
 ) -> dict[tuple[int, int, int], Any]:
     """The data of every microbatch of all replicas, by epoch, step in the run and place in the batch."""
     found = {}
     for replica in range(replicas):
         cut = Cut(global_batch_size=8, micro_batch_size=2, replica=replica, replicas=replicas)
         options = {"collate": as_given, "order": None, **more}
-        feed = make_feed(data=data, seed=5, cut=cut, cursor=cursor or Cursor(), workers=workers, **options)
+        feed = make_feed(data=data, seed=seed, cut=cut, cursor=cursor or Cursor(), workers=workers, **options)
         with closing(feed):
             for given in feed:
                 if given.batch.after.epoch == epochs:
@@ -122,6 +138,50 @@ def test_a_random_sampler_gives_another_order_in_each_epoch(is_loader: bool) -> 
     assert orders[0] == orders[1]
     assert all(len(order) == SAMPLES for order in orders[0])
     assert orders[0][0] != orders[0][1] != orders[0][2] != orders[0][0]
+
+
+class Parts(IterableDataset[Any]):
+    """A stream in two parts, with a random number in each sample."""
+
+    num_shards = 2
+
+    def __init__(self, start: int = 0, step: int = 1) -> None:
+        self.start, self.step, self.given = start, step, 0
+
+    def shard(self, num_shards: int, index: int) -> "Parts":
+        return Parts(index, num_shards)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(self.start, SAMPLES, self.step)[self.given :]:
+            self.given += 1
+            yield index, float(torch.rand((), dtype=torch.float64))
+
+
+def drawing(kind: str) -> dict[str, Any]:
+    """What reads each kind of draw of a feed, for `fed`."""
+    return {
+        "samples": {"data": Drawing(), "order": "sequential"},
+        "collation": {"data": Counted(), "collate": with_number, "order": "sequential"},
+        "shuffled": {"data": Counted(), "order": None},
+        "a sampler": {"data": Counted(), "order": RandomSampler(Counted())},
+        "a stream's collation": {"data": lambda: iter(range(SAMPLES)), "collate": with_number},
+        "a stream in parts": {"data": Parts()},
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    "kind", ["samples", "collation", "shuffled", "a sampler", "a stream's collation", "a stream in parts"]
+)
+def test_all_that_is_drawn_follows_the_runs_seed(kind: str) -> None:
+    one, again, other = (fed(**drawing(kind), epochs=1, seed=seed) for seed in (5, 5, 6))
+    assert one and one == again
+    assert one.keys() == other.keys() and all(one[place] != other[place] for place in one), "no draw is the same"
 
 
 def wrapped(name: str) -> Any:
