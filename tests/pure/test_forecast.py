@@ -217,7 +217,8 @@ def test_remat_never_holds_more_and_is_never_quicker(seed: int) -> None:
         assert held[0] * NEAR >= held[1] >= held[2] / NEAR
         assert every[0].peak_bytes * NEAR >= every[1].peak_bytes >= every[2].peak_bytes / NEAR
         assert every[0].step_seconds <= every[1].step_seconds * NEAR
-        assert every[1].seconds.again <= every[2].seconds.again
+        if candidate.pp == 1:  # several stages are balanced anew, and each answer is that of its own busiest rank
+            assert every[1].seconds.again <= every[2].seconds.again
 
 
 @often
