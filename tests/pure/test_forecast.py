@@ -216,9 +216,9 @@ def test_remat_never_holds_more_and_is_never_quicker(seed: int) -> None:
         held = [one.held_bytes + one.cast_bytes for one in alive]
         assert held[0] * NEAR >= held[1] >= held[2] / NEAR
         assert every[0].peak_bytes * NEAR >= every[1].peak_bytes >= every[2].peak_bytes / NEAR
-        assert every[0].step_seconds <= every[1].step_seconds * NEAR
-        if candidate.pp == 1:  # several stages are balanced anew, and each answer is that of its own busiest rank
-            assert every[1].seconds.again <= every[2].seconds.again
+        # Several stages are balanced anew: a step may be a little quicker, and its busiest rank is another one.
+        assert every[0].step_seconds <= every[1].step_seconds * (NEAR if candidate.pp == 1 else 1.002)
+        assert candidate.pp > 1 or every[1].seconds.again <= every[2].seconds.again
 
 
 @often
