@@ -7,7 +7,6 @@ is asked of a process that is forked for it, is a data worker in all that user c
 workers nothing is forked, and data is read in place.
 """
 
-import multiprocessing
 import os
 import pickle
 import weakref
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 from paceline.errors import DataError, PacelineError
 from paceline.feed.fetch import checked, obey_rank, trouble, worker_init
+from paceline.feed.forking import FORKING
 from paceline.feed.parcel import load
 from paceline.feed.source import Source
 from paceline.feed.workers import closed_at_exit, starting, worker_died
@@ -54,11 +54,10 @@ class DataProcess:
     """A forked process that answers with what the methods of one object return; `make` makes the object there."""
 
     def __init__(self, source: Source, *, make: Callable[[], Any], seed: int = 0) -> None:
-        fork = multiprocessing.get_context("fork")
         with starting(1):
-            ours, theirs = fork.Pipe()
+            ours, theirs = FORKING.Pipe()
             arguments = (source, make, key(seed, "apart") >> 16, os.getpid(), ours, theirs)
-            process = fork.Process(target=_answer, args=arguments, daemon=True)
+            process = FORKING.Process(target=_answer, args=arguments, daemon=True)
             process.start()
         theirs.close()
         self._process: BaseProcess = process

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from paceline.errors import DataError
 from paceline.feed.fetch import Fetcher, Wanted, worker_init
+from paceline.feed.forking import FORKING
 from paceline.feed.parcel import pack, unpack
 from paceline.feed.source import Source
 from paceline.spec.words import many
@@ -36,7 +37,7 @@ def kept_settings(source: Source) -> dict[str, Any]:
         "collate_fn": pack,
         "prefetch_factor": getattr(given, "prefetch_factor", None) or 2,
         "timeout": getattr(given, "timeout", 0),
-        "multiprocessing_context": "fork",
+        "multiprocessing_context": FORKING,
     }
 
 
